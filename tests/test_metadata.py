@@ -1,0 +1,49 @@
+"Some values of `settings.ini` must stand in other files too: here they are held equal"
+import re, sys
+from configparser import ConfigParser
+from pathlib import Path
+import pytest, yaml
+import fastaccum, bump
+
+if sys.version_info >= (3,11): import tomllib
+else: import tomli as tomllib  # comes with pytest
+
+root = Path(__file__).resolve().parent.parent
+ini = ConfigParser(delimiters=['='])
+ini.read(root/'settings.ini', encoding='utf-8')
+cfg = ini['DEFAULT']
+toml = tomllib.loads((root/'pyproject.toml').read_text(encoding='utf-8'))
+
+def test_version(): assert fastaccum.__version__==cfg['version']
+
+def test_pyproject():
+    proj = toml['project']
+    assert (proj['name'], proj['description'])==(cfg['lib_name'], cfg['description'])
+    assert proj['urls']==dict(Repository=cfg['git_url'], Documentation=cfg['doc_host']+cfg['doc_baseurl']+'/')
+
+def test_pythons():
+    workflow = yaml.safe_load((root/'.github/workflows/test.yml').read_text(encoding='utf-8'))
+    pythons = cfg['pythons'].split()
+    assert pythons[0]==cfg['min_python']
+    assert workflow['jobs']['test']['strategy']['matrix']['python']==pythons
+
+def test_readme_and_makefile():
+    "Every target that the README or `make help` speaks of exists"
+    makefile = (root/'Makefile').read_text(encoding='utf-8')
+    targets = set(re.findall(r'(?m)^([a-z]+):', makefile))
+    assert targets=={'help', *re.search(r'\.PHONY: (.*)', makefile)[1].split()}
+    assert set(re.findall(r'\bmake ([a-z]+)$', (root/'README.md').read_text(encoding='utf-8'), re.M)) <= targets
+
+@pytest.mark.parametrize('part,new', [('patch','1.2.4'), ('minor','1.3.0'), ('major','2.0.0')])
+def test_bumped(part, new): assert bump.bumped('1.2.3', part)==new
+
+def test_bump(tmp_path):
+    for f in bump.places:
+        (tmp_path/f).parent.mkdir(exist_ok=True)
+        (tmp_path/f).write_bytes((root/f).read_bytes())
+    old,new = bump.bump(tmp_path)
+    assert old==cfg['version'] and new!=old
+    for f in bump.places: assert (tmp_path/f).read_text()==(root/f).read_text().replace(old, new, 1)
+    with pytest.raises(ValueError, match='major, minor, patch'): bump.bump(tmp_path, 'huge')
+    (tmp_path/'fastaccum/__init__.py').write_text('__version__ = "9.9.9"\n')
+    with pytest.raises(ValueError, match='differ'): bump.bump(tmp_path)
