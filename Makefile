@@ -1,0 +1,45 @@
+# `make` lists the targets. GNU make 3.81, which macOS has, is enough.
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+MIN_PYTHON := $(shell sed -n 's/^min_python *= *//p' settings.ini)
+PYTHONS := python3 $(addprefix python,$(shell sed -n 's/^pythons *= *//p' settings.ini)) python
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))
+# One thread is fastest for models as small as the tests', and they never log to a server
+TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
+
+.PHONY: help demo test export readme clean bump
+
+help: ## list what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+
+demo: $(INSTALLED) ## see what fastaccum does, in a short run on this machine
+	$(BIN)/fastaccum-demo
+
+test: $(INSTALLED) ## check that generated files are up to date, run all notebooks, then pytest
+	$(BIN)/python tools/export.py --check
+	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+export: $(INSTALLED) ## clean the notebooks; make the modules and README.md from them
+	$(BIN)/python tools/export.py
+
+readme: $(INSTALLED) ## make README.md from nbs/index.ipynb
+	$(BIN)/python tools/readme.py
+
+bump: $(INSTALLED) ## raise the version's last part, or PART=minor, PART=major
+	$(BIN)/python tools/bump.py $(PART)
+
+clean: ## remove what building, testing and the demo leave behind (.venv stays)
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis _proc _docs _md demo
+	find fastaccum nbs tests tools -type d \( -name __pycache__ -o -name .ipynb_checkpoints -o -name models \
+		-o -name runs -o -name wandb \) -prune -exec rm -rf {} +
+
+# The environment, with the first Python that will do; installed again when what it depends on has changed
+$(INSTALLED): settings.ini setup.py pyproject.toml
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+		for p in $(PYTHONS); do if $$p -c '$(USABLE)' 2>/dev/null; then break; fi; p=; done; \
+		if [ -z "$$p" ]; then echo 'Needs Python >= $(MIN_PYTHON) with its venv module (Debian, Ubuntu: the package python3-venv).' \
+			'One at another place: make PYTHONS=/path/to/python3'; exit 1; fi; \
+		echo "Making .venv with $$p; PyTorch is large, so this takes some minutes"; $$p -m venv --clear .venv; }
+	$(BIN)/python -m pip install -e '.[dev]'
+	@touch $@
