@@ -11,17 +11,18 @@ import matplotlib.pyplot as plt
 from numbers import Integral, Real
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
+from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import SchedCos
 from types import SimpleNamespace
 from torch.utils._pytree import tree_leaves
-from .accumulator import GradientAccumulator, LossInfo, check_scalar, ignore_empty, loss_weights
+from .accumulator import GradientAccumulator, LossInfo, check_scalar, ignore_empty, loss_weights, mean_loss
 from .loop import LoopCallback, cancels
 from .memory import available_bytes, free_memory, is_out_of_memory
 from .microbatch import Snapshot, split_items
 
 # %% auto #0
-__all__ = ['batch_sizes', 'accum_batches', 'check_learner', 'loss_info', 'MicroBatches', 'GradientAccumulation', 'check_args',
-           'fit_memory', 'too_big', 'end_epoch', 'epochs_for', 'GradientAccumulationSchedule']
+__all__ = ['batch_sizes', 'accum_batches', 'check_learner', 'count_items', 'loss_info', 'MicroBatches', 'GradientAccumulation',
+           'check_args', 'fit_memory', 'too_big', 'end_epoch', 'epochs_for', 'GradientAccumulationSchedule']
 
 # %% ../nbs/api/10_accumulation.ipynb #4d90f913
 def batch_sizes(
@@ -77,10 +78,21 @@ def check_learner(
     most = max((acc.size_at(done, len(sizes), learn.n_epoch) for done in range(0, total, max(1, total//100))), default=acc.accum_bs)
     if acc.remainder == 'drop' and sum(sizes) < most:
         raise ValueError(f"remainder='drop' with accum_bs={most} would never step: an epoch has {sum(sizes)} items. Use 'step' or 'carry', or a smaller accum_bs.")
-    if most < max(sizes): _warn_once(acc, f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, every loader batch is a step.")
-    if max(sizes) < 8 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in learn.model.modules()):
-        _warn_once(acc, f"The model's BatchNorm sees micro-batches of {max(sizes)} items, whatever accum_bs is: with under 8 its statistics "
+    most_at_once = max(sizes)
+    if acc.micro_batch_size is not None:
+        if any(isinstance(cb, ModelResetter) for cb in learn.cbs):
+            raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (a ModelResetter is there): the state of some "
+                             "items would be taken for that of others. Leave micro_batch_size out and give the loader a smaller batch size.")
+        if acc.micro_batch_size != 'auto': most_at_once = min(most_at_once, acc.micro_batch_size)
+    if most < max(sizes) and not acc.per_loader_batch: _warn_once(acc, f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, every loader batch is a step.")
+    if most_at_once < 8 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in learn.model.modules()):
+        _warn_once(acc, f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its statistics "
                    "are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).")
+
+# %% ../nbs/api/10_accumulation.ipynb #214edf58
+def count_items(yb) -> int:
+    "fastai's `find_bs`, quickly for a tuple of tensors"
+    return yb[0].shape[0] if isinstance(yb[0], Tensor) and yb[0].dim() else find_bs(yb)
 
 # %% ../nbs/api/10_accumulation.ipynb #38ead01a
 def loss_info(
@@ -99,12 +111,11 @@ class MicroBatches:
     def __init__(self, cb, size:int):
         learn = cb.learn
         self.cb,self.learn,self.acc,self.size,self.xb,self.yb = cb,learn,cb.acc,size,learn.xb,learn.yb
-        self.n = find_bs(self.yb)
+        self.n = count_items(self.yb)
         self.sizes = [min(size, self.n-i) for i in range(0, self.n, size)]
         self.split = len(self.sizes) > 1
         self.mixers = [(o,o.yb1,o.lam) for o in learn.cbs if isinstance(o, MixHandler) and hasattr(o, 'yb1')] if self.split else []
-        rec = getattr(learn, 'recorder', None)
-        self.keep_preds = self.split and rec is not None and len(rec._train_mets) > 1  # training metrics want them
+        self.keep_preds = self.split and getattr(getattr(learn, 'recorder', None), 'train_metrics', False)
         self.losses,self.weights,self.preds,self.done = [],[],[],0
 
     def run(self):
@@ -121,10 +132,12 @@ class MicroBatches:
 
     def weigh(self):
         "The weight of each micro-batch, and the factor of its loss; None if only the user's `weight` knows"
-        cb,info,self.known,self.factors = self.cb,self.cb.state.info,None,None
+        cb,info,self.known,self.all_known,self.factors = self.cb,self.cb.state.info,None,None,None
         if cb.weight is not None or not self.acc.normalize: return
         self.known = self.sizes if info.over == 'items' else loss_weights(info, self.yb, self.size)
-        if isinstance(self.known, Tensor): self.factors = self.acc.factor(self.known, self.n, self.yb[0].numel()).unbind()
+        if isinstance(self.known, Tensor):
+            factors = self.acc.factor(self.known, self.n, self.yb[0].numel())
+            self.all_known,self.known,self.factors = (self.known,self.known.unbind(),factors.unbind()) if self.split else (None,[self.known],[factors])
         else: self.factors = cb.host_factors([self.acc.factor(w, n) for w,n in zip(self.known, self.sizes)])
 
     def parts(self):
@@ -142,19 +155,20 @@ class MicroBatches:
     def backward(self):
         learn,i = self.learn,self.i
         check_scalar(learn.loss_grad)
+        if learn.loss_grad.dim(): learn.loss_grad,learn.loss = learn.loss_grad.view(()),learn.loss.view(())
         weight,factor = self._weight_of(i)
         if factor is None: learn._backward()
         elif '_backward' in learn.__dict__ or type(learn)._backward is not Learner._backward:  # somebody else's, such as accelerate's
             learn.loss_grad = learn.loss_grad*factor
             learn._backward()
-        else: learn.loss_grad.backward(gradient=factor.to(learn.loss_grad.dtype).view_as(learn.loss_grad))
-        self.losses.append(learn.loss.view(())); self.weights.append(weight)
+        else: learn.loss_grad.backward(gradient=factor if factor.dtype == learn.loss_grad.dtype else factor.to(learn.loss_grad.dtype))
+        self.losses.append(learn.loss.detach()); self.weights.append(weight)
         self.done += self.sizes[i]
 
     def _weight_of(self, i):
         if not self.acc.normalize: return 1,None
         if self.cb.weight is None:
-            if self.cb.state.info.nan_if_empty and isinstance(self.known, Tensor): ignore_empty(self.learn.pred, self.known[i])
+            if self.cb.state.info.nan_if_empty and isinstance(self.known[i], Tensor): ignore_empty(self.learn.pred, self.known[i])
             return self.known[i],self.factors[i]
         weight = self.cb.weight(self.learn)
         on_device = torch.as_tensor(weight, device=self.learn.loss_grad.device)
@@ -163,9 +177,13 @@ class MicroBatches:
 
     def count(self):
         if not self.losses: return
-        all_known = isinstance(self.known, Tensor) and len(self.losses) == len(self.sizes)
-        loss = self.acc.count(self.losses, self.done, self.known if all_known else self.weights)
-        if self.split or isinstance(self.known, Tensor): self.learn.loss = loss  # 0, not NaN, without valid targets
+        weights = self.weights
+        if self.split:
+            if self.all_known is not None and len(weights) == len(self.sizes): weights = [self.all_known]
+            loss,weight = mean_loss(self.losses, weights, self.acc.normalize)
+        else: loss,weight = mean_loss(self.losses, weights)
+        self.learn.loss = loss
+        self.acc.count([loss], self.done, [weight])
 
     def put_back(self):
         if not self.split: return
@@ -190,7 +208,7 @@ class GradientAccumulation(LoopCallback):
         check_args(micro_batch_size, remainder, weight)
         self.per_loader_batch = accum_bs is None and micro_batch_size is not None
         self._accum_bs = accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, n_acc)
-        self.acc,self.state = GradientAccumulator([], accum_bs, normalize),SimpleNamespace(opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=None, info=None)
+        self.acc,self.state = GradientAccumulator([], accum_bs, normalize),SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=None, info=None)
         self._warned,self._factors,self._fits = set(),(None,None),{}
         store_attr()
 
@@ -215,16 +233,17 @@ class GradientAccumulation(LoopCallback):
         self.learn.gradient_accumulation = self
         self.acc.params = list(dict.fromkeys(p for ps in self.learn.opt.param_lists for p in ps))  # tied ones once
         self.acc.reset()                          # whatever ended the last fit
+        self.state.running = True
         if available_bytes(find_device(self.acc.params)) is not None: self._fits = {}   # there may be more memory now
         if self.loop.lr_finder: self.learn.n_epoch = epochs_for(self, self.loop.lr_finder.num_it)
 
     def detach(self):
-        if self.n_items: self.acc.reset()         # an exception ended the fit
+        if self.state.running: self.acc.reset()   # an exception ended the fit
 
     def before_train(self): self.state.info,self.state.inexact = loss_info(self.learn.loss_func),False
 
     def before_batch(self):
-        learn,st,n = self.learn,self.state,find_bs(self.learn.yb)
+        learn,st,n = self.learn,self.state,count_items(self.learn.yb)
         st.opens,st.last = self.acc.n_items == 0,learn.iter == learn.n_iter-1
         if st.opens:
             self.acc.accum_bs = n if self.per_loader_batch else self.size_at(learn.epoch*learn.n_iter + learn.iter, learn.n_iter, learn.n_epoch)
@@ -235,7 +254,7 @@ class GradientAccumulation(LoopCallback):
 
     def train_batch(self):
         "Forward and backward of the loader batch"
-        n = find_bs(self.learn.yb)
+        n = count_items(self.learn.yb)
         if self.micro_batch_size == 'auto': fit_memory(self, n)
         else: MicroBatches(self, self.micro_batch_size or n).run()
         self.state.closes = self._ends(self.acc.n_items)  # not, if a micro-batch was cancelled
@@ -266,6 +285,7 @@ class GradientAccumulation(LoopCallback):
         if graph is not None and getattr(graph, 'nb_batches', None): graph.nb_batches[-1:] = [len(self.learn.recorder.losses)] if self.learn.recorder.losses else []
 
     def after_fit(self):
+        self.state.running = False
         if not self.n_items: return
         print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} items accumulated; their gradients are cleared.")
         self.acc.reset()
@@ -290,7 +310,7 @@ def fit_memory(
     "Send the loader batch through the model in the largest micro-batches that fit, halving them whenever memory runs out"
     learn,acc = cb.learn,cb.acc
     key = tuple((o.shape[1:], o.dtype) for o in tree_leaves(learn.xb) if isinstance(o, Tensor))
-    size,counts = min(cb._fits.get(key, n), n),vars(acc).copy()
+    size,counts = min(cb._fits.get(key, n), n),{k: list(v) if isinstance(v, list) else v for k,v in vars(acc).items()}
     snap = Snapshot(learn.model, acc.params, gradients=not cb.opens)
     while True:
         try: return MicroBatches(cb, size).run()
@@ -392,11 +412,12 @@ class GradientAccumulationSchedule(GradientAccumulation):
         finish:float|int=.3,         # Where it ends, likewise
         schedule=SchedCos,           # fastai annealer of (start, end), or a function of the position from 0 to 1, as `combine_scheds` makes
         log_accum_batch:bool=True,   # One log row a step, with the accumulated loss? If False one a loader batch, as fastai
+        micro_batch_size:int|str=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit memory
         remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
         normalize:bool=True,         # Exact weighted mean? If False gradients are added up as they come
         weight=None                  # `weight(learn)`: what the micro-batch's loss averaged over
     ):
-        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, remainder=remainder, normalize=normalize, weight=weight)
+        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder, normalize=normalize, weight=weight)
         GradientAccumulator([], final_accum_bs)  # the same check
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
         if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish: raise ValueError(f"start={start} is after finish={finish}: swap them, or the sizes.")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 # %% auto #0
-__all__ = ['LossInfo', 'n_items', 'loss_weight', 'loss_weights', 'scale_grads', 'check_scalar', 'ignore_empty',
+__all__ = ['LossInfo', 'n_items', 'loss_weight', 'loss_weights', 'scale_grads', 'check_scalar', 'ignore_empty', 'mean_loss',
            'GradientAccumulator']
 
 # %% ../nbs/api/00_accumulator.ipynb #f7a1f63a
@@ -51,7 +51,8 @@ class LossInfo:
 # %% ../nbs/api/00_accumulator.ipynb #73072d21
 def n_items(b) -> int: # Length of the first dimension of the first tensor
     "Number of items in `b`, a tensor or any nesting of tensors in tuples, lists and dicts"
-    t = next((t for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()), None)
+    t = b[0] if isinstance(b, (tuple,list)) and b else b  # mostly
+    if not isinstance(t, Tensor) or not t.dim(): t = next((t for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()), None)
     if t is None: raise TypeError(f"Cannot count the items of a {type(b).__name__} without tensors: pass the number of items, or a `weight`.")
     return t.shape[0]
 
@@ -86,10 +87,11 @@ def loss_weights(
     info:LossInfo, # What is known about the loss
     yb,            # Target(s) of several micro-batches in one
     size:int       # Items of a micro-batch; the last may have fewer
-) -> list|Tensor: # Weight of each micro-batch: numbers, or a tensor on the device
+) -> list|Tensor: # Weight of each micro-batch: numbers, or a tensor on the device (without dimensions for one micro-batch)
     "`loss_weight` of each micro-batch, in as many operations as for one"
     n,w = n_items(yb),_item_weights(info, yb)
     if not isinstance(w, Tensor): return [w*min(size, n-i) for i in range(0, n, size)]
+    if n <= size: return w.sum()
     return F.pad(w, (0, -n%size)).view(-1, size).sum(1)
 
 # %% ../nbs/api/00_accumulator.ipynb #6d2cd169
@@ -128,6 +130,25 @@ def ignore_empty(
     for t in tree_leaves(pred):
         if isinstance(t, Tensor) and t.requires_grad: t.register_hook(lambda g: torch.where(weight > 0, g, 0))
 
+# %% ../nbs/api/00_accumulator.ipynb #b946e313
+def mean_loss(
+    losses:list,         # Losses of micro-batches, one element each
+    weights:list,        # Their weights: numbers and tensors; a tensor may hold several
+    normalize:bool=True  # The weighted mean? If False the sum
+) -> tuple: # The loss, and the sum of the weights: a number if all of them are
+    "The loss of several micro-batches together; one without weight, whose loss is NaN, does not count"
+    if not losses: return torch.zeros(()),0
+    if len(losses) == 1 and isinstance(w := weights[0], Tensor) and not w.dim(): return torch.where(w > 0, losses[0], 0.),w
+    if len(losses) == 1 and (w or not normalize): return losses[0],w
+    loss = torch.stack(losses)
+    if not normalize: return loss.sum(),len(losses)
+    if all(isinstance(w, Number) and w for w in weights):
+        if len(set(weights)) == 1: return loss.mean(),sum(weights)
+        return (loss*torch.tensor(weights, device=loss.device)).sum()/sum(weights),sum(weights)
+    w = torch.cat([torch.as_tensor(w, device=loss.device).view(-1) for w in weights])
+    total = w.sum()
+    return torch.where(total > 0, torch.where(w > 0, loss*w, 0.).sum()/total, 0.),total
+
 # %% ../nbs/api/00_accumulator.ipynb #d3800a5e
 class GradientAccumulator:
     "Weights the losses of micro-batches so that their gradients add up to the gradient of the big batch's mean loss"
@@ -140,7 +161,7 @@ class GradientAccumulator:
         self.params,self.accum_bs,self.normalize = list(params),int(accum_bs),normalize
         self._begin()
 
-    def _begin(self): self.n_items,self._weight,self._loss,self._target = 0,0,0.,None
+    def _begin(self): self.n_items,self._losses,self._weights,self._target = 0,[],[],None
 
     @property
     def ready(self) -> bool: # `n_items` reached `accum_bs`
@@ -178,38 +199,28 @@ class GradientAccumulator:
         return weight/self._target
 
     def count(self,
-        losses:list,        # Detached losses of micro-batches, one element each
-        n_items:int,        # Number of items in all of them
-        weights:list|Tensor # Weight of each
-    ) -> Tensor: # The loss of all of them: the weighted mean, or the sum if not `normalize`
-        "Count what was back-propagated"
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses)
+        losses:list, # Detached losses of micro-batches, one element each
+        n_items:int, # Number of items in all of them
+        weights:list # Their weights: numbers and tensors; a tensor may hold several
+    ):
+        "Count what was back-propagated. Nothing is computed before `finish`"
         self.n_items += n_items
-        if not self.normalize: total,weight = loss.sum(),1
-        elif not isinstance(weights, Tensor) and all(isinstance(w, Number) and w for w in weights):
-            weight = sum(weights)
-            total = loss.sum()*weights[0] if len(set(weights)) == 1 else (loss*torch.tensor(weights, device=loss.device)).sum()
-        else:
-            if not isinstance(weights, Tensor): weights = torch.stack([torch.as_tensor(w, device=loss.device) for w in weights])
-            total,weight = torch.where(weights > 0, loss*weights, 0.).sum(),weights.sum()  # the loss of an empty micro-batch is NaN
-        self._loss,self._weight = self._loss+total,self._weight+weight
-        return total/weight if isinstance(weight, Number) else torch.where(weight > 0, total/weight, 0.)
+        self._losses += losses
+        self._weights += weights
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
         "Make the gradients the accumulated batch's, return its loss on the device, and count anew from the next `add` on"
-        loss,factor = self._loss,1
-        if self.normalize and self._target is not None:
-            w = self._weight
-            if isinstance(w, Tensor): factor,loss = torch.where(w > 0, self._target/w, 0.),torch.where(w > 0, loss/w, 0.)
-            else: factor,loss = (self._target/w, loss/w) if w else (0, loss)
+        loss,weight = mean_loss(self._losses, self._weights, self.normalize)
+        factor = 1
+        if self.normalize and self._losses: factor = torch.where(weight > 0, self._target/weight, 0.) if isinstance(weight, Tensor) else self._target/weight
         if isinstance(factor, Tensor) or factor != 1: scale_grads(self.params, factor)
-        self._closed = self.n_items,self._weight,self._loss,self._weight
+        self._closed = self.n_items,self._losses,self._weights,weight
         self._begin()
         return loss
 
     def reopen(self):
         "Take back the last `finish`: the accumulated batch goes on, its gradients stand"
-        self.n_items,self._weight,self._loss,self._target = self._closed
+        self.n_items,self._losses,self._weights,self._target = self._closed
 
     def reset(self):
         "Forget all that was added, gradients too"
@@ -218,9 +229,10 @@ class GradientAccumulator:
 
     def state_dict(self) -> dict: # Plain numbers
         "What is counted so far. The gradients are the parameters', so save it where an accumulated batch has ended"
-        num = lambda v: v.item() if isinstance(v, Tensor) else v
-        return dict(accum_bs=self.accum_bs, n_items=self.n_items, weight=num(self._weight), loss=num(self._loss), target=num(self._target))
+        loss,weight,target = (v.item() if isinstance(v, Tensor) else v for v in (*mean_loss(self._losses, self._weights, self.normalize), self._target))
+        return dict(accum_bs=self.accum_bs, n_items=self.n_items, loss=loss, weight=weight, target=target)
 
     def load_state_dict(self, state:dict):
         "Take over what `state_dict` returned"
-        self.accum_bs,self.n_items,self._weight,self._loss,self._target = (state[k] for k in ('accum_bs','n_items','weight','loss','target'))
+        self.accum_bs,self.n_items,self._target = (state[k] for k in ('accum_bs','n_items','target'))
+        self._losses,self._weights = ([torch.tensor(state['loss'])],[state['weight']]) if state['n_items'] else ([],[])

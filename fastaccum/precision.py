@@ -10,6 +10,7 @@ from copy import deepcopy
 from contextlib import nullcontext
 import matplotlib.pyplot as plt
 from functools import lru_cache
+from torch.utils._pytree import tree_map
 from fastai.basics import *
 import fastai.callback.fp16  # its `to_fp16` must be patched in before ours is
 from .accumulator import scale_grads
@@ -17,7 +18,7 @@ from .loop import LoopCallback
 from .scaler import DynamicLossScaler
 
 # %% auto #0
-__all__ = ['AMPMode', 'can_compute_in', 'parse_amp_mode', 'check_precision', 'MixedPrecision', 'nonfinite_report']
+__all__ = ['AMPMode', 'can_compute_in', 'parse_amp_mode', 'check_precision', 'MixedPrecision', 'finite_grads', 'nonfinite_report']
 
 # %% ../nbs/api/11_precision.ipynb #0008880a
 class AMPMode(Enum):
@@ -88,51 +89,66 @@ class MixedPrecision(LoopCallback):
             raise ValueError(f"bf16 has the range of fp32 and needs no loss scale: leave out {', '.join(scaler_kwargs)}, or use 'fp16'.")
         store_attr('amp_mode,device')
         self.scaler_kwargs = scaler_kwargs
-        self.scaler = self._make_scaler('cpu')  # shows bad arguments at once; made again for the model's device
-        self._autocast = self._kept = self._device = None
+        self._scaler = self._make_scaler('cpu')  # shows bad arguments at once; made again for the model's device
+        self._autocast = self._trial = self._device = None
 
     def _make_scaler(self, device): return DynamicLossScaler(device, enabled=self.amp_mode is AMPMode.FP16, **self.scaler_kwargs)
 
     def before_fit(self):
         device = check_precision(self)
         self.learn.mixed_precision,self._autocast = self,partial(torch.autocast, device, dtype=_dtypes[self.amp_mode])
-        self._restore()
         if device != self._device:
-            state,self._device,self.scaler = self.scaler.state_dict(),device,self._make_scaler(device)
-            if state: self.scaler.load_state_dict(state)
-        self.scaler.reset_step()
-        if hasattr(self.learn, 'lr_finder'): self._kept,self.scaler = self.scaler,deepcopy(self.scaler)
+            state,self._device,self._scaler = self._scaler.state_dict(),device,self._make_scaler(device)
+            if state: self._scaler.load_state_dict(state)
+        self._scaler.reset_step()
+        self._trial = deepcopy(self._scaler) if self.loop.lr_finder else None
+        self._clear()                            # whatever ended the last fit
 
-    def after_fit(self): self._restore()
-    def _restore(self):
-        "lr_find works on a copy of the scaler"
-        if self._kept is not None: self.scaler,self._kept = self._kept,None
+    def after_fit(self): self._trial = None
+    def detach(self):
+        self._clear()                            # after an exception they are scaled
+        self._trial = None
+    def _clear(self):
+        if self.learn.opt is not None: self.learn.opt.zero_grad()
+
+    @property
+    def scaler(self):
+        "The loss scale; a copy of it while `lr_find` runs, whatever ends that"
+        return self._trial if self._trial is not None and self.loop.lr_finder else self._scaler
 
     def forward_context(self): return self._autocast() if self._autocast else nullcontext()
-    def after_pred(self): self.learn.pred = to_float(self.learn.pred)
+    def after_pred(self): self.learn.pred = tree_map(lambda o: o.float() if isinstance(o, Tensor) and o.is_floating_point() else o, self.learn.pred)
     def before_backward(self): self.learn.loss_grad = self.scaler.scale(self.learn.loss_grad)
 
     @property
-    def opt(self): return getattr(self.learn.opt, 'opt', self.learn.opt)  # a fused torch optimizer inside `OptimWrapper` skips steps by itself
+    def opt(self):
+        "What the scaler steps: a fused torch optimizer inside `OptimWrapper`, which skips steps by itself; else this callback, for the Learner's"
+        opt = self.learn.opt
+        return opt.opt if isinstance(opt, OptimWrapper) and getattr(opt.opt, '_step_supports_amp_scaling', False) else self
+    param_groups = property(lambda self: self.learn.opt.param_groups)
+    def step(self): self.learn._step()
 
-    def before_step(self): self.scaler.unscale_(self.opt)
+    def before_step(self):
+        self.scaler.unscale_(self.opt)
+        if self.scaler.may_give_up: self._finite = finite_grads(self.learn.model)  # before clipping makes all of them NaN
 
     def opt_step(self) -> bool|Tensor: # Did the weights change?
         "Step unless a gradient overflowed: one host sync, none with fused optimizers"
-        if not self.scaler.is_enabled(): self.learn._step(); return True
-        self.scaler.step(self.opt)
-        if self.scaler.last_skipped: raise CancelStepException
-        return True if self.scaler.last_skipped is False else self.scaler.found_inf == 0
+        scaler = self.scaler
+        if not scaler.is_enabled() or scaler._pending_inf() is None:   # bf16, or there are no gradients at all
+            scaler.reset_step()
+            self.learn._step()
+            return True
+        self._scale = scaler._scale.clone()
+        scaler.step(self.opt)
+        try: scaler.update()
+        except FloatingPointError as e: raise FloatingPointError(f'{e} {nonfinite_report(self.loop.step_loss, self._finite)}') from None
+        if scaler.last_skipped: raise CancelStepException
+        return True if scaler.last_skipped is False else scaler.found_inf == 0
 
-    def after_step(self):
-        if not self.scaler.is_enabled() or self.scaler._pending_inf() is None: return   # another callback cancelled the step
-        self._scale = self.scaler._scale.clone()
-        try: self.scaler.update()
-        except FloatingPointError as e: raise FloatingPointError(f'{e} {nonfinite_report(self.learn)}') from None
-
-    def after_cancel_batch(self):
-        "A step that another callback cancelled between unscaling and updating: its gradients go on accumulating, scaled"
-        if self.learn.training and self.scaler._pending_inf() is not None:
+    def undo_step(self):
+        "Another callback cancelled the step after `before_step`: its gradients go on accumulating, scaled"
+        if self.scaler.is_enabled() and self.scaler._pending_inf() is not None:
             scale_grads([p for ps in self.learn.opt.param_lists for p in ps], self.scaler._scale)
             self.scaler.reset_step()
 
@@ -150,15 +166,23 @@ class MixedPrecision(LoopCallback):
         if state['amp_mode'] != self.amp_mode.value: raise ValueError(f"This state is of {state['amp_mode']!r}, the callback of {self.amp_mode.value!r}.")
         if state['scaler']: self.scaler.load_state_dict(state['scaler'])
 
-# %% ../nbs/api/11_precision.ipynb #b31aa368
+# %% ../nbs/api/11_precision.ipynb #3bc32fa5
+def finite_grads(
+    model # A model after `backward`
+) -> dict: # From the name of each parameter with a gradient to a tensor on its device; nothing waits for them
+    "Which gradients are finite?"
+    values = lambda g: g.coalesce().values() if g.is_sparse else g
+    return {n: values(p.grad).isfinite().all() for n,p in model.named_parameters() if p.grad is not None}
+
 def nonfinite_report(
-    learn,   # A `Learner` after `backward`
-    most=5   # Number of parameters to name
+    loss:Tensor, # Loss of the step
+    finite:dict, # From `finite_grads`
+    most:int=5   # Number of parameters to name
 ) -> str:
     "The loss, and the first parameters whose gradient is not finite"
-    names = [n for n,p in learn.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    names = [n for n,ok in finite.items() if not ok]
     more = f' and {len(names)-most} more' if len(names) > most else ''
-    return f"The loss is {learn.loss.float().mean().item():g}; gradients that are not finite: {', '.join(names[:most]) or 'none'}{more}."
+    return f"The loss is {loss.float().mean().item():g}; gradients that are not finite: {', '.join(names[:most]) or 'none'}{more}."
 
 # %% ../nbs/api/11_precision.ipynb #0c2591a5
 def _replace(learn, cb):
@@ -188,6 +212,7 @@ def plot(self:MixedPrecision,
     ax=None # Matplotlib axes, default new ones
 ): # Matplotlib axes
     "Draw the loss scale of every optimizer step, and which were skipped"
+    if not self.scaler.is_enabled(): raise ValueError("bf16 has the range of fp32 and no loss scale: there is nothing to plot.")
     h = self.scaler.history()
     steps,skipped = range(1, len(h['scale'])+1),[i+1 for i,s in enumerate(h['skipped']) if s]
     ax = ax or plt.subplots(figsize=(6, 2.6))[1]

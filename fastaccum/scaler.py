@@ -169,6 +169,11 @@ class DynamicLossScaler(torch.amp.GradScaler):
         n = self._record.out_of_patience(self._last_skipped) if found is not None else 0
         if n: raise FloatingPointError(f'{n} overflows in a row at the smallest loss scale, min_scale={self.min_scale}: {_what_to_try}')
 
+    @property
+    def may_give_up(self) -> bool:
+        "Could the next `update` raise? No sync"
+        return self._enabled and self._record._until_read <= 1
+
     def reset_step(self):
         "Forget a step that an exception broke off between `unscale_` and `update`"
         if self._enabled: self._per_optimizer_states.clear()
