@@ -16,13 +16,14 @@ from fastai.callback.schedule import SchedCos
 from types import SimpleNamespace
 from torch.utils._pytree import tree_leaves
 from .accumulator import GradientAccumulator, LossInfo, check_scalar, ignore_empty, loss_weights, mean_loss
-from .loop import LoopCallback, cancels
+from .loop import LoopCallback, cancels, check_own_loop
 from .memory import available_bytes, free_memory, is_out_of_memory
 from .microbatch import Snapshot, split_items
 
 # %% auto #0
-__all__ = ['batch_sizes', 'accum_batches', 'check_learner', 'count_items', 'loss_info', 'MicroBatches', 'GradientAccumulation',
-           'check_args', 'fit_memory', 'too_big', 'end_epoch', 'epochs_for', 'GradientAccumulationSchedule']
+__all__ = ['batch_sizes', 'accum_batches', 'check_learner', 'check_sizes', 'count_items', 'loss_info', 'MicroBatches',
+           'GradientAccumulation', 'check_args', 'fit_memory', 'too_big', 'end_epoch', 'epochs_for',
+           'GradientAccumulationSchedule']
 
 # %% ../nbs/api/10_accumulation.ipynb #4d90f913
 def batch_sizes(
@@ -67,10 +68,19 @@ def check_learner(
 ):
     "Raise an error for what cannot work with `acc`, warn of what is doubtful"
     learn = acc.learn
+    check_own_loop(learn)
     same = [type(cb) for cb in learn.cbs if cb.name == acc.name]
     if len(same) > 1:
         raise ValueError(f"{len(same)} gradient accumulation callbacks are attached: {', '.join(f'{c.__module__}.{c.__name__}' for c in same)}. "
                          "Keep one: `learn.remove_cb` the other.")
+    if acc.micro_batch_size is not None and any(isinstance(cb, ModelResetter) for cb in learn.cbs):
+        raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (a ModelResetter is there): the state of some "
+                         "items would be taken for that of others. Leave micro_batch_size out and give the loader a smaller batch size.")
+    check_sizes(acc)
+
+def check_sizes(acc):
+    "The part of `check_learner` that asks how large the batches are"
+    learn = acc.learn
     try: sizes = batch_sizes(learn.dls.train)
     except ValueError: return
     if not sizes: return
@@ -79,20 +89,17 @@ def check_learner(
     if acc.remainder == 'drop' and sum(sizes) < most:
         raise ValueError(f"remainder='drop' with accum_bs={most} would never step: an epoch has {sum(sizes)} items. Use 'step' or 'carry', or a smaller accum_bs.")
     most_at_once = max(sizes)
-    if acc.micro_batch_size is not None:
-        if any(isinstance(cb, ModelResetter) for cb in learn.cbs):
-            raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (a ModelResetter is there): the state of some "
-                             "items would be taken for that of others. Leave micro_batch_size out and give the loader a smaller batch size.")
-        if acc.micro_batch_size != 'auto': most_at_once = min(most_at_once, acc.micro_batch_size)
+    if acc.micro_batch_size not in (None, 'auto'): most_at_once = min(most_at_once, acc.micro_batch_size)
     if most < max(sizes) and not acc.per_loader_batch: _warn_once(acc, f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, every loader batch is a step.")
     if most_at_once < 8 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in learn.model.modules()):
         _warn_once(acc, f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its statistics "
                    "are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).")
 
-# %% ../nbs/api/10_accumulation.ipynb #214edf58
-def count_items(yb) -> int:
-    "fastai's `find_bs`, quickly for a tuple of tensors"
-    return yb[0].shape[0] if isinstance(yb[0], Tensor) and yb[0].dim() else find_bs(yb)
+# %% ../nbs/api/10_accumulation.ipynb #6722b021
+def count_items(learn) -> int:
+    "Items of the batch: fastai's `find_bs` of its targets, or of its inputs where the targets are no tensor (boxes, or none yet)"
+    y = learn.yb[0] if len(learn.yb) else None
+    return y.shape[0] if isinstance(y, Tensor) and y.dim() else find_bs(learn.xb)
 
 # %% ../nbs/api/10_accumulation.ipynb #38ead01a
 def loss_info(
@@ -111,10 +118,10 @@ class MicroBatches:
     def __init__(self, cb, size:int):
         learn = cb.learn
         self.cb,self.learn,self.acc,self.size,self.xb,self.yb = cb,learn,cb.acc,size,learn.xb,learn.yb
-        self.n = count_items(self.yb)
+        self.n = count_items(learn)
         self.sizes = [min(size, self.n-i) for i in range(0, self.n, size)]
         self.split = len(self.sizes) > 1
-        self.mixers = [(o,o.yb1,o.lam) for o in learn.cbs if isinstance(o, MixHandler) and hasattr(o, 'yb1')] if self.split else []
+        self.mixers = [(o,o.yb1,o.lam) for o in learn.cbs if isinstance(o, MixHandler) and o.run and hasattr(o, 'yb1')] if self.split else []
         self.keep_preds = self.split and getattr(getattr(learn, 'recorder', None), 'train_metrics', False)
         self.losses,self.weights,self.preds,self.done = [],[],[],0
 
@@ -144,7 +151,7 @@ class MicroBatches:
         "The numbers of the micro-batches; each is in the place of the loader batch when it is its turn"
         if not self.split: yield 0; return
         split = lambda b: split_items(b, self.size, self.n)
-        xbs,ybs = split(self.xb),split(self.yb)
+        xbs,ybs = ([tuple(p) for p in zip(*map(split, b))] for b in (self.xb, self.yb))  # as many inputs as items are still inputs
         # CutMix has one `lam` for all items
         mixed = [(o, split(yb1), split(lam) if lam.dim() and len(lam) == self.n else [lam]*len(self.sizes)) for o,yb1,lam in self.mixers]
         for i in range(len(self.sizes)):
@@ -207,12 +214,19 @@ class GradientAccumulation(LoopCallback):
     ):
         check_args(micro_batch_size, remainder, weight)
         self.per_loader_batch = accum_bs is None and micro_batch_size is not None
-        self._accum_bs = accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, n_acc)
-        self.acc,self.state = GradientAccumulator([], accum_bs, normalize),SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=None, info=None)
+        accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, n_acc)
+        self.acc = GradientAccumulator([], accum_bs, normalize)
+        self.state = SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=micro_batch_size, info=None)
         self._warned,self._factors,self._fits = set(),(None,None),{}
         store_attr()
 
-    accum_bs = property(lambda self: self.acc.accum_bs, lambda self,v: setattr(self.acc, 'accum_bs', v), doc="Of the accumulated batch under way")
+    @property
+    def accum_bs(self):
+        "Of the accumulated batch under way"
+        return self.acc.accum_bs
+    @accum_bs.setter
+    def accum_bs(self, v): self.acc.accum_bs = self._accum_bs = v
+
     n_items  = property(lambda self: self.acc.n_items, doc="Accumulated so far")
     opens    = property(lambda self: self.state.opens, doc="Does this loader batch begin an accumulated batch?")
     closes   = property(lambda self: self.state.closes, doc="Does it end one?")
@@ -243,7 +257,7 @@ class GradientAccumulation(LoopCallback):
     def before_train(self): self.state.info,self.state.inexact = loss_info(self.learn.loss_func),False
 
     def before_batch(self):
-        learn,st,n = self.learn,self.state,count_items(self.learn.yb)
+        learn,st,n = self.learn,self.state,count_items(self.learn)
         st.opens,st.last = self.acc.n_items == 0,learn.iter == learn.n_iter-1
         if st.opens:
             self.acc.accum_bs = n if self.per_loader_batch else self.size_at(learn.epoch*learn.n_iter + learn.iter, learn.n_iter, learn.n_epoch)
@@ -254,9 +268,9 @@ class GradientAccumulation(LoopCallback):
 
     def train_batch(self):
         "Forward and backward of the loader batch"
-        n = count_items(self.learn.yb)
+        n = count_items(self.learn)
         if self.micro_batch_size == 'auto': fit_memory(self, n)
-        else: MicroBatches(self, self.micro_batch_size or n).run()
+        else: MicroBatches(self, self.micro_batch_size or n).run()  # `micro_batch_size` may be more than `n`
         self.state.closes = self._ends(self.acc.n_items)  # not, if a micro-batch was cancelled
         st = self.state
         if st.info.two_means and self.weight is None:
@@ -313,6 +327,7 @@ def fit_memory(
     size,counts = min(cb._fits.get(key, n), n),{k: list(v) if isinstance(v, list) else v for k,v in vars(acc).items()}
     snap = Snapshot(learn.model, acc.params, gradients=not cb.opens)
     while True:
+        cb.state.micro_bs = size
         try: return MicroBatches(cb, size).run()
         except Exception as e:
             if not is_out_of_memory(e): raise
@@ -322,7 +337,7 @@ def fit_memory(
         free_memory(find_device(acc.params))
         snap.restore()
         vars(acc).update(counts)
-        size = cb._fits[key] = cb.state.micro_bs = -(-size//2)
+        size = cb._fits[key] = -(-size//2)
         print(f"GradientAccumulation: out of memory, going on with micro-batches of {size} items.")
 
 # %% ../nbs/api/10_accumulation.ipynb #94289c1e

@@ -214,7 +214,9 @@ class GradientAccumulator:
         factor = 1
         if self.normalize and self._losses: factor = torch.where(weight > 0, self._target/weight, 0.) if isinstance(weight, Tensor) else self._target/weight
         if isinstance(factor, Tensor) or factor != 1: scale_grads(self.params, factor)
-        self._closed = self.n_items,self._losses,self._weights,weight
+        # reopened, the gradients are a mean over `weight`; without weight they are zero and keep their target
+        target = torch.where(weight > 0, weight, self._target) if isinstance(weight, Tensor) and self.normalize else weight or self._target
+        self._closed = self.n_items,self._losses,self._weights,target
         self._begin()
         return loss
 

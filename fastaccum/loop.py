@@ -12,7 +12,8 @@ import numpy as np
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['cancels', 'takes_rows', 'is_recorder', 'record_step', 'explain', 'EventTable', 'LoopCallback', 'BatchLoop']
+__all__ = ['cancels', 'takes_rows', 'is_recorder', 'record_step', 'explain', 'EventTable', 'LoopCallback', 'BatchLoop',
+           'check_own_loop']
 
 # %% ../nbs/api/09_loop.ipynb #e195c360
 _row_takers = 'ParamScheduler', 'WandbCallback', 'TensorBoardCallback', 'StepLogger'
@@ -112,7 +113,7 @@ class LoopCallback(Callback):
     def learn(self): return self.__dict__.get('_learn')
     @learn.setter
     def learn(self, learn):
-        if learn is None: self.detach()
+        if learn is None and self.learn is not None: self.detach()
         old,self.__dict__['_learn'] = self.learn,learn
         if learn is not None and not isinstance(learn.__dict__.get('one_batch'), BatchLoop): learn.one_batch = BatchLoop(learn)
         if old is not None and old is not learn and not any(isinstance(cb, LoopCallback) and cb is not self for cb in old.cbs):
@@ -235,7 +236,7 @@ class BatchLoop:
     def record(self, rec) -> bool: # False: `rec` is not to do it again
         "What `Recorder.after_batch` does in training: metrics of each batch, a row for each step"
         if self.seen and len(self.learn.yb):
-            if rec.train_metrics: self._train_metrics(rec)
+            if rec.train_metrics and self.learn.pred is not None: self._train_metrics(rec)  # None: a split batch that was cancelled half-way
             self.row_due = False
             if self._row_due(): self.diverged = not record_step(rec, self.learn.loss)
         return False
@@ -254,6 +255,13 @@ class BatchLoop:
             if not all_take and not _is_a(type(cb), 'StepLogger'): continue
             if is_recorder(cb): record_step(cb, self.learn.loss)
             elif takes_rows(cb): cb('after_batch')
+
+# %% ../nbs/api/09_loop.ipynb #fcb08593
+def check_own_loop(learn):
+    "Raise an error for a subclass of `Learner` whose own batch loop would be bypassed"
+    own = next((m for m in ('one_batch','_do_one_batch','_do_grad_opt') if getattr(type(learn), m) is not getattr(Learner, m)), None)
+    if own: raise TypeError(f"{type(learn).__name__} has a {own} of its own, which fastaccum's batch loop would bypass: train it without fastaccum's "
+                            "callbacks, or move what it does into a callback.")
 
 # %% ../nbs/api/09_loop.ipynb #55c2234d
 @patch(as_prop=True)

@@ -10,12 +10,18 @@ import random
 from numbers import Number
 import numpy as np, torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from .accumulator import n_items
 
 # %% auto #0
 __all__ = ['split_items', 'Snapshot']
 
-# %% ../nbs/api/03_microbatch.ipynb #97088da4
+# %% ../nbs/api/03_microbatch.ipynb #23eaf7f1
+def _holds_items(b, n):
+    "Are the items the rows of the tensors in `b`, and not its elements?"
+    rows = [t.shape[0] == n for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()]
+    return bool(rows) and all(rows)
+
 def split_items(
     b,           # Tensor, or any nesting of tuples, lists and dicts of tensors; a list of one object an item will do too
     size:int,    # Most items of a part
@@ -31,7 +37,7 @@ def split_items(
         parts = {k: split_items(v, size, n) for k,v in b.items()}
         return [type(b)({k: v[i] for k,v in parts.items()}) for i in range(m)]
     if isinstance(b, (list,tuple)) and not isinstance(b, nn.utils.rnn.PackedSequence):
-        if len(b) == n and not all(isinstance(o, Tensor) and o.dim() and o.shape[0] == n for o in b): return [b[i:i+size] for i in range(0, n, size)]
+        if len(b) == n and not _holds_items(b, n): return [b[i:i+size] for i in range(0, n, size)]
         parts = [split_items(o, size, n) for o in b]
         make = b._make if hasattr(b, '_make') else type(b)  # a namedtuple
         return [make(p[i] for p in parts) for i in range(m)]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from fastai.basics import *
 import fastai.callback.fp16  # its `to_fp16` must be patched in before ours is
 from .accumulator import scale_grads
-from .loop import LoopCallback
+from .loop import LoopCallback, check_own_loop
 from .scaler import DynamicLossScaler
 
 # %% auto #0
@@ -59,6 +59,7 @@ def check_precision(
 ) -> str: # Type of the device that the model is on
     "Raise an error if `cb` cannot work there"
     learn = cb.learn
+    check_own_loop(learn)
     same = [type(o) for o in learn.cbs if o.name in (cb.name, 'non_native_mixed_precision')]
     if len(same) > 1:
         raise ValueError(f"{len(same)} precision callbacks are attached: {', '.join(f'{c.__module__}.{c.__name__}' for c in same)}. "
