@@ -291,6 +291,7 @@ def setting(
     "`v`, or its name"
     if isinstance(v, slice): return [setting(v.start), setting(v.stop)]
     if isinstance(v, np.ndarray): return v.tolist()
+    if isinstance(v, Enum): return v.value
     if isinstance(v, (list,tuple,L)): return [setting(o) for o in v]
     if isinstance(v, dict): return {str(k): setting(o) for k,o in v.items()}
     try: return plain(v)
@@ -298,7 +299,7 @@ def setting(
 
 def _arguments(cb):
     names = inspect.signature(type(cb).__init__).parameters
-    return {n: setting(vars(cb).get(f'_{n}', vars(cb).get(n))) for n in names if n != 'self'}   # `_accum_bs` is what was given
+    return {n: setting(vars(cb).get(n, vars(cb).get(f'_{n}'))) for n in names if n != 'self'}   # `_accum_bs`: `accum_bs` is a property
 
 def _schedule(f):
     return [_schedule(o) for o in f] if isinstance(f, (list,L)) else [setting(f(pos)) for pos in (0., .25, .5, .75, 1.)]

@@ -243,6 +243,15 @@ def test_refused():
     new_process()
     run(case, TrainingCheckpoint(resume=False))
 
+def test_refused_precision():
+    bf16 = dict(cbs=lambda: [MixedPrecision('bf16')])
+    whole = run(bf16)
+    for n,cb in enumerate([MixedPrecision('bf16'), MixedPrecision()]):   # a callback that has trained says the same of itself
+        learn = make(dict(cbs=lambda: [cb]), TrainingCheckpoint(every_steps=2), *([Interrupt((1, 4))] if n == 0 else []))
+        with pytest.raises((RuntimeError, ValueError), match='interrupted' if n == 0 else "'bf16'.*'fp16'"): learn.fit_one_cycle(4, .05)
+        new_process()
+    test_eq_bits(run(bf16, TrainingCheckpoint(every_steps=2)), whole)
+
 def test_refused_before_training():
     def refused(what, *cbs, **kwargs):
         with pytest.raises(ValueError, match=what): learner(data, 8, TrainingCheckpoint(), *cbs, **kwargs).fit(1)

@@ -1,0 +1,76 @@
+"A script is killed with SIGKILL again and again, and started again each time: it ends as the one that was left alone"
+import os, random, select, signal, subprocess, sys, time
+from pathlib import Path
+import pytest, torch
+
+script = [sys.executable, '-W', 'ignore', str(Path(__file__).with_name('kill_script.py'))]
+env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
+N_KILLS = int(os.environ.get('N_KILLS', 25))
+
+class Server:
+    "Starts the script in a new process, in a folder"
+    def __init__(self): self.p = subprocess.Popen([*script, 'serve'], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    def start(self, folder):
+        self.p.stdin.write(f'{folder}\n')
+        self.pid = int(self.p.stdout.readline())
+    def ended(self, seconds=None):
+        "Did it end by itself within so many seconds?"
+        if seconds is not None and not select.select([self.p.stdout], [], [], seconds)[0]: return False
+        status = int(self.p.stdout.readline().split()[1])
+        assert status in (0, signal.SIGKILL), 'the script failed'
+        return True
+    def kill(self):
+        try: os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError: pass                               # it has just ended
+        self.ended()
+
+@pytest.fixture(scope='module')
+def server():
+    s = Server()
+    yield s
+    s.p.stdin.close(); s.p.wait(); s.p.stdout.close()
+
+@pytest.fixture(scope='module')
+def alone(server, tmp_path_factory):
+    "What the script makes if nobody disturbs it"
+    folder = tmp_path_factory.mktemp('left')/'alone'
+    folder.mkdir()
+    t = time.monotonic()
+    server.start(folder); server.ended()
+    server.seconds = time.monotonic() - t
+    return result(folder)
+
+def result(folder): return torch.load(folder/'result.pt'),set((folder/'rows').read_text().splitlines())
+
+def check_same(a, b):
+    (a,rows_a),(b,rows_b) = a,b
+    for k,v in a['model'].items(): assert torch.equal(v, b['model'][k]), k
+    assert torch.equal(a['losses'], b['losses']) and a['lrs'] == b['lrs'] and a['values'] == b['values']
+    assert rows_a == rows_b   # rows after a checkpoint come again, identical
+
+def test_killed(server, alone, tmp_path):
+    checkpoints,rand,n,n_runs,in_write = tmp_path/'models'/'checkpoint',random.Random(0),0,0,0
+    while n < N_KILLS or n_runs == 0:
+        server.start(tmp_path)
+        ended = server.ended(rand.uniform(0, server.seconds/3) if n < N_KILLS else None)
+        if not ended:
+            until = time.monotonic() + (.2 if n%2 else 0)             # every second kill is to meet a write
+            while time.monotonic() < until and not list(checkpoints.glob('*.tmp')): time.sleep(.0005)
+            server.kill()
+            n,in_write = n+1,in_write + bool(list(checkpoints.glob('*.tmp')))
+        elif (tmp_path/'result.pt').exists():
+            check_same(result(tmp_path), alone)
+            assert not checkpoints.exists() and [f.name for f in checkpoints.with_name('checkpoint-finished').iterdir()] == ['2-end.pt']
+            n_runs += 1
+            for f in 'result.pt','rows': (tmp_path/f).unlink()        # the next run starts anew
+    print(f'{n} kills in {n_runs} runs, {in_write} of them while a checkpoint was being written')
+
+def test_fresh_processes(alone, tmp_path):
+    "Two processes from scratch; the first is told to stop"
+    rows = tmp_path/'rows'
+    p = subprocess.Popen(script, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    while not rows.exists() or rows.stat().st_size < 500: time.sleep(.01)
+    p.send_signal(signal.SIGTERM)
+    assert 'SIGTERM; the fit is saved at the next step' in p.communicate()[0] and p.returncode == 0
+    assert 'goes on in epoch' in subprocess.run(script, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+    check_same(result(tmp_path), alone)
