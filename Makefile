@@ -7,7 +7,7 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int
 # One thread is fastest for models as small as the tests', and they never log to a server
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
 
-.PHONY: help demo test export readme clean bump
+.PHONY: help demo test docs export readme clean bump
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
@@ -19,6 +19,9 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
 	$(TEST_ENV) $(BIN)/python -m pytest
+
+docs: $(INSTALLED) ## build the site in _docs from the notebooks (Python 3.11 or newer)
+	$(BIN)/python tools/docs.py
 
 export: $(INSTALLED) ## clean the notebooks; make the modules and README.md from them
 	$(BIN)/python tools/export.py

@@ -1,0 +1,130 @@
+"""What the site says about a symbol: heading, source link, signature, docstring, table of parameters, methods
+
+nbdev puts `show_doc(symbol)` where a symbol is exported. Here these become markdown, with the symbols as the exported
+modules have them: no cell of a notebook is run."""
+import ast, importlib, inspect, nbdev.serve, re
+from enum import Enum, EnumMeta
+from fastcore.docments import DocmentTbl, DocmentText, empty
+from nbdev import processors
+from nbdev.config import get_config
+from nbdev.doclinks import NbdevLookup
+
+def code(s): return f'`{s}`' if s else ''
+
+def row(*cells): return '| ' + ' | '.join(re.sub(r'\s*\n\s*', ' ', c) for c in cells) + ' |'
+
+def table(head, rows): return '\n'.join([row(*head), row(*['---']*len(head)), *(row(*r) for r in rows)]) if rows else ''
+
+def type_name(anno):
+    if anno in (empty, None, type(None)): return ''
+    return anno if isinstance(anno, str) else inspect.formatannotation(anno).replace('typing.', '').replace('torch.', '')
+
+def default(v):
+    if v is empty: return ''
+    return getattr(v, '__name__', repr(v))
+
+described = set()  # addresses of the symbols that have a place in the site: nbdev gives all symbols one
+
+def full_name(sym): return f'{sym.__module__}.{sym.__qualname__}'
+
+def anchor(sym, name):
+    described.add(NbdevLookup().doc(full_name(sym)))
+    return f'#{name.lower()}'
+
+def source(sym):
+    "Address of the line where `sym` begins (nbdev knows the line of names that no other library has, only)"
+    return NbdevLookup()[full_name(sym)][2] + f'#L{inspect.getsourcelines(sym)[1]}'
+
+def linkify(md): return NbdevLookup().linkify(md) or ''
+
+# -- Symbols -----------------------------------------------------------------------------------------------------
+def first_line(sym): return (inspect.getdoc(sym) or '').partition('\n')[0]
+
+def own(cls):
+    "name -> method or property with a docstring that `cls` itself has, without what is private"
+    get = lambda v: v.__func__ if isinstance(v, (classmethod,staticmethod)) else v
+    members = {k: get(v) for k,v in vars(cls).items() if not k.startswith('_')}
+    return {k: v for k,v in members.items() if (inspect.isfunction(v) or isinstance(v, property)) and v.__doc__}
+
+def signature(sym, name):
+    "`name(...)` as it would be called, in one line if it fits"
+    params = [o.replace(':NoneType', '') for o,_ in DocmentText(sym, docstring=False).params]
+    if not inspect.isclass(sym) and params[:1]==['self']: params = params[1:]
+    one = f'{name}({", ".join(params)})'
+    return one if len(one)<=88 else f'{name}(\n    ' + ',\n    '.join(params) + '\n)'
+
+def parameters(sym):
+    "Table of what `sym` takes and returns, if that is documented"
+    dm = {k: v for k,v in DocmentTbl(sym).dm.items() if k!='self'}
+    text = lambda o: '' if o.get('docment', empty) in (empty, None) else linkify(o['docment'])
+    if not any(text(o) for o in dm.values()): return ''
+    ret = dm.pop('return', None)
+    rows = [[code(k), linkify(code(type_name(o['anno']))), code(default(o['default'])), text(o)] for k,o in dm.items()]
+    if ret and not inspect.isclass(sym) and (text(ret) or type_name(ret.get('anno', empty))):
+        rows.append(['*returns*', linkify(code(type_name(ret['anno']))), '', text(ret)])
+    head = ['Parameter', 'Type', 'Default', 'What it is']
+    used = [i for i in range(4) if any(r[i] for r in rows)]
+    return table([head[i] for i in used], [[r[i] for i in used] for r in rows])
+
+def attributes(cls, name):
+    if issubclass(cls, Enum): return table(['Member', 'Value'], [[code(f'{name}.{m.name}'), code(repr(m.value))] for m in cls])
+    props = {k: p for k,p in own(cls).items() if isinstance(p, property)}
+    rows = [[f'`{k}`{{ {anchor(p.fget, f"{name}.{k}")} }}', ' '.join(p.__doc__.split())] for k,p in props.items()]
+    return linkify(table(['Attribute', 'What it is'], rows))
+
+def public(mod):
+    "Names of the module `mod` that users import from `all`, or from the module if it is not in there; and its other names"
+    users = importlib.import_module(f'{mod.__package__}.all').__all__
+    names = [n for n in mod.__all__ if not n.startswith('_') and (inspect.isclass(o := getattr(mod, n)) or inspect.isfunction(o))]
+    main = [n for n in names if n in users] or names
+    return main,[n for n in names if n not in main]
+
+def describe(sym, name, level=3, methods=True, skip=()):
+    "All about `sym`, with its methods but those in `skip`, which have a place of their own"
+    if isinstance(sym, property): sym = sym.fget
+    kind = 'class' if inspect.isclass(sym) else 'method' if '.' in name else 'function'
+    parts = [f'{"#"*level} {name} {{ {anchor(sym, name)} .api .{kind} }}', f'[source]({source(sym)}){{ .src data-search-exclude }}']
+    if callable(sym) and not isinstance(sym, EnumMeta): parts.append(f'```python\n{signature(sym, name)}\n```')
+    parts += [linkify(inspect.getdoc(sym)), '' if isinstance(sym, EnumMeta) else parameters(sym)]
+    if inspect.isclass(sym) and methods:
+        parts.append(attributes(sym, name))
+        parts += [describe(m, f'{name}.{k}', level+1) for k,m in own(sym).items() if inspect.isfunction(m) and f'{name}.{k}' not in skip]
+    return '\n\n'.join(filter(None, parts))
+
+def contents(mod):
+    "Table of the public names of the module `mod`, then what else it has"
+    link = lambda n: f'[`{n}`]({NbdevLookup().doc(full_name(getattr(mod, n)))})'
+    main,rest = public(mod)
+    rows = [[link(n), linkify(first_line(getattr(mod, n)))] for n in main]
+    return '\n\n'.join(filter(None, [table(['Name', 'What for'], rows), 'It is made of ' + ', '.join(map(link, rest)) + '.' if rest else '']))
+
+# -- nbdev's pipeline --------------------------------------------------------------------------------------------
+def shown(cell):
+    "The calls of `show_doc` in a cell"
+    return processors._show_docs(cell.parsed_() or []) if cell.cell_type=='code' and cell.source else []
+
+class exec_show_docs(processors.Processor):
+    "In place of nbdev's of the same name: the result of `show_doc` without running anything else"
+    def begin(self):
+        exp = next((c.directives_['default_exp'] for c in self.nb.cells if 'default_exp' in (c.directives_ or {})), 'all')
+        self.mod = importlib.import_module(f'{get_config().lib_path.name}.{exp}')
+        self.names = [ast.unparse(t.value.args[0]) for c in self.nb.cells for t in shown(c)]
+
+    def cell(self, cell):
+        calls = shown(cell)
+        if not calls: return
+        docs = [self.doc(t.value) for t in calls]
+        cell.outputs = [processors.mk_cell('', outputs=[dict(output_type='display_data', metadata={}, data={'text/markdown': '\n\n'.join(docs)})]).outputs[0]]
+
+    def doc(self, call):
+        name = ast.unparse(call.args[0])
+        level = next((ast.literal_eval(k.value) for k in call.keywords if k.arg=='title_level'), 4 if '.' in name else 3)
+        return describe(eval(name, {**vars(self.mod)}), name, level, name in public(self.mod)[0], self.names)
+
+class DocsFilter(nbdev.serve.FilterDefaults):
+    def base_procs(self): return [exec_show_docs if p.__name__=='exec_show_docs' else p for p in super().base_procs()]
+
+def proc_nbs():
+    "nbdev's, with the processor above; returns the folder of the processed notebooks"
+    nbdev.serve.FilterDefaults = DocsFilter
+    return nbdev.serve.proc_nbs(n_workers=0, force=True)

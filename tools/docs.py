@@ -1,0 +1,121 @@
+"""Build the site from the notebooks: `make docs`, then open _docs/index.html
+
+Notebooks become markdown in _md (pages.py, apidoc.py), Zensical makes the site of it, and every link is checked. What
+was built replaces _docs only if nothing is wrong with it."""
+import html, json, re, shutil, subprocess, sys, sysconfig, yaml
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from latex2mathml.converter import convert as mathml
+from nbdev.config import get_config
+import apidoc, pages
+
+# -- The menu ----------------------------------------------------------------------------------------------------
+# A page in each place, all of a folder, or all that is left
+menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Tutorials': 'tutorials/', 'Coming from': 'coming_from',
+        'API reference': 'api/', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'tutorials/benchmarks', '': '',
+        'Changelog': 'changelog', 'Contributing': 'contributing'}
+# In the order in which a user needs them; those that are not named follow
+tutorials = ['bigger_batch', 'anneal', 'mixed_precision', 'any_gpu', 'token_losses', 'wandb']
+
+def navigation(titles):
+    "The menu for `titles`, path -> title of all pages in the order of their notebooks"
+    rank = {f'tutorials/{name}.md': i for i,name in enumerate(tutorials)}
+    left = sorted((p for p in titles if p[:-3] not in menu.values()), key=lambda p: rank.get(p, len(rank)))
+    folders = tuple(place for place in menu.values() if place.endswith('/'))
+    def entries(pages): return [{titles[p]: p} for p in pages]
+    def entry(name, place):
+        if not place: return entries(p for p in left if not p.startswith(folders))
+        if place not in folders: return [{name: f'{place}.md'}] if f'{place}.md' in titles else []
+        mine = entries(p for p in left if p.startswith(place))
+        return [{name: mine}] if mine else []
+    return [e for name,place in menu.items() for e in entry(name, place)]
+
+# -- Notebooks to markdown ---------------------------------------------------------------------------------------
+def llms_txt(cfg, nbs):
+    "All pages, in markdown, for language models (llmstxt.org)"
+    lines = [f'- [{p.title}]({cfg.doc_url}{Path(p.path).with_suffix(".html.md")}): {p.description}' for p in nbs]
+    return f'# {cfg.lib_path.name}\n\n> {cfg.description}\n\n## Docs\n\n' + '\n'.join(lines) + '\n'
+
+def write_markdown(cfg, md):
+    "Write what Zensical needs to the folder `md`; returns the paths of the pages"
+    out,root = md/'docs',cfg.config_path
+    shutil.rmtree(md, ignore_errors=True)
+    (out/'assets').mkdir(parents=True)
+    proc = apidoc.proc_nbs()
+    nbs = [pages.Page(f, proc, out, cfg) for f in sorted(proc.rglob('*.ipynb'))]
+    titles = {p.path: p.title for p in nbs}
+    for p in nbs: p.write()
+    for f in root.glob('*.md'):
+        if f.name=='README.md': continue                # the home page, as markdown
+        titles[f.name.lower()] = f.stem.capitalize()
+        (out/f.name.lower()).write_text(pages.linked(f.read_text(encoding='utf-8'), f'../{f.name}', cfg), encoding='utf-8')
+    shutil.copytree(cfg.nbs_path/'images', out/'images')
+    for f in ('extra.css', 'iframe-worker.js'): shutil.copy(root/'tools'/f, out/'assets')
+    (out/'llms.txt').write_text(llms_txt(cfg, nbs), encoding='utf-8')
+    conf = yaml.safe_load((root/'mkdocs.yml').read_text(encoding='utf-8'))
+    conf.update(site_name=cfg.lib_path.name, site_url=cfg.doc_url, site_description=cfg.description, docs_dir='docs', site_dir='site', nav=navigation(titles))
+    (md/'mkdocs.yml').write_text(yaml.safe_dump(conf, sort_keys=False), encoding='utf-8')
+    return list(titles)
+
+# -- Markdown to the site ----------------------------------------------------------------------------------------
+def formula(m):
+    "LaTeX as MathML, which browsers draw without a script or a font"
+    return mathml(html.unescape(m['inline'] or m['block']), display='inline' if m['inline'] else 'block')
+
+_formula = re.compile(r'<(span|div) class="arithmatex">\\(?:\((?P<inline>.*?)\\\)|\[(?P<block>.*?)\\\])</\1>', re.S)
+
+def build(md):
+    "Make the site of the markdown in `md`; returns its folder"
+    if sys.version_info < (3,11): sys.exit('The site needs Python 3.11 or newer, as Zensical does, which makes it.')
+    zensical = Path(sysconfig.get_path('scripts'))/'zensical'
+    subprocess.run([zensical, 'build', '--clean', '--strict'], cwd=md, check=True)
+    site = md/'site'
+    for f in site.rglob('*.html'): f.write_text(_formula.sub(formula, f.read_text(encoding='utf-8')), encoding='utf-8')
+    for f in (md/'docs').rglob('*.md'): shutil.copy(f, (site/f.relative_to(md/'docs')).with_suffix('.html.md'))  # `Docs:` in a module's docstring
+    return site
+
+# -- Links -------------------------------------------------------------------------------------------------------
+class Links(HTMLParser):
+    "Anchors of a page, where it links to, and what it loads"
+    def __init__(self, text):
+        super().__init__()
+        self.anchors,self.links,self.loads = {''},set(),set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        d = dict(attrs)
+        self.anchors |= {d[k] for k in ('id', 'name') if d.get(k)}
+        if tag=='a' and d.get('href'): self.links.add(d['href'])
+        if tag=='link' and d.get('rel')!='canonical': self.loads.add(d.get('href'))
+        if d.get('src'): self.loads.add(d['src'])
+
+def wrong_links(site, published=' '):
+    "What is wrong with the links in the folder `site`, a line for each; `published` is the address that the site will have"
+    found = {f.resolve(): Links(f.read_text(encoding='utf-8')) for f in site.rglob('*.html') if f.name!='404.html'}
+    res = []
+    for f,page in found.items():
+        for to in page.links|page.loads:
+            url = urlsplit(to)
+            if url.scheme or url.netloc:
+                if to.startswith(published): res.append(f'{f.relative_to(site)}: {to} is a page of the site, link to its notebook')
+                if to in page.loads and url.scheme!='data': res.append(f'{f.relative_to(site)}: loads {to} from another host')
+                continue
+            target = (f.parent/unquote(url.path)).resolve() if url.path else f
+            if target.is_dir(): target = target/'index.html'
+            if not target.exists(): res.append(f'{f.relative_to(site)}: {to} leads nowhere')
+            elif target in found and unquote(url.fragment) not in found[target].anchors: res.append(f'{f.relative_to(site)}: no such anchor, {to}')
+    return sorted(res)
+
+def main():
+    cfg = get_config()
+    md = cfg.config_path/'_md'
+    write_markdown(cfg, md)
+    site = build(md).resolve()
+    wrong = wrong_links(site, cfg.doc_url)
+    if wrong: sys.exit('\n'.join(['The site was not replaced:', *wrong]))
+    shutil.rmtree(cfg.doc_path, ignore_errors=True)
+    shutil.move(site, cfg.doc_path)
+    print(f'Open {(cfg.doc_path/"index.html").relative_to(cfg.config_path)}')
+
+if __name__=='__main__': main()
