@@ -124,7 +124,7 @@ def learner(data, bs, *cbs, model=None, loss_func=None, opt_func=partial(SGD, mo
     "A quiet Learner on `data` in its order, without progress bar. The same arguments give the same weights"
     set_seed(seed)
     model = mlp() if model is None else deepcopy(model)
-    dls = DataLoaders(*[dl_type(d, batch_size=bs) for d in (data, ifnone(valid, data))])
+    dls = DataLoaders(dl_type(data, batch_size=bs), DataLoader(ifnone(valid, data), bs=64))
     dls.n_inp = 1
     learn = Learner(dls, model, loss_func=loss_func or MSELossFlat(), opt_func=opt_func, cbs=cbs, **kwargs)
     learn.remove_cb(ProgressCallback)
