@@ -22,8 +22,8 @@ from .loop import LoopCallback
 __all__ = ['write_checkpoint', 'read_checkpoint', 'plain', 'rng_state', 'set_rng_state', 'check_loader', 'item_order',
            'rest_of_loader', 'plain_attrs', 'set_attrs', 'recorder_state', 'load_recorder', 'callback_states',
            'load_callbacks', 'training_state', 'learner_device', 'load_weights', 'load_training', 'setting',
-           'fit_settings', 'differences', 'CheckpointFolder', 'check_checkpoint_args', 'check_resumable', 'on_signals',
-           'TrainingCheckpoint', 'resumed', 'checkpointed_fit']
+           'fit_settings', 'differences', 'CheckpointFolder', 'saved_wandb_id', 'check_checkpoint_args',
+           'check_resumable', 'on_signals', 'TrainingCheckpoint', 'resumed', 'checkpointed_fit']
 
 # %% ../nbs/api/15_checkpoint.ipynb #f6e7bf3d
 def _force_to_disk(path):
@@ -394,6 +394,17 @@ class CheckpointFolder:
         failed = not IN_IPYTHON and getattr(sys, 'last_value', None) is not None   # an error ended the script
         later = any(_place(f)[0] > self.n_fits for f in self.files)                # fits that another process began
         if os.getpid() == self.pid and self.n_fits and not (self.unfinished or self.stopped or failed or later): self.finish()
+
+# %% ../nbs/api/15_checkpoint.ipynb #e7067af1
+def saved_wandb_id(
+    folder # Of the checkpoints
+) -> str|None: # `None`, for a new one, if there are no checkpoints or nothing was logged to W&B
+    "The W&B run of the newest good checkpoint"
+    found = CheckpointFolder(Path(folder))
+    atexit.unregister(found._at_exit)
+    for fit in sorted({_place(f)[0] for f in found.files}, reverse=True):
+        state = found.load(fit, 'cpu')
+        if state is not None: return first(s.get('run_id') for n,s in state['callbacks'] if n == 'wandb')
 
 # %% ../nbs/api/15_checkpoint.ipynb #05817569
 def check_checkpoint_args(every_steps, every_minutes, keep):

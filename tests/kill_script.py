@@ -12,6 +12,8 @@ from fastaccum.accumulation import GradientAccumulationSchedule
 from fastaccum.checkpoint import TrainingCheckpoint, plain
 from fastaccum.precision import AMPMode, MixedPrecision, can_compute_in
 
+default_device(False)    # processes that use a GPU cannot be forked
+
 class Noise(ItemTransform):
     split_idx = 0
     def encodes(self, o): return o[0] + torch.randn(6)*random.random(), o[1]
@@ -48,6 +50,9 @@ def main(checkpoints):
 
 def serve():
     "A new process for each folder in the input, which need not import everything again; its id, and its end, are printed"
+    warm = learner()
+    warm.remove_cb(Rows)
+    warm.fit(1)
     for folder in sys.stdin:
         pid = os.fork()
         if not pid:
