@@ -47,6 +47,11 @@ def test_short_epoch(pct, remainder):
     stop = 'after_batch',CancelTrainException,[(e, math.ceil(pct*8)) for e in range(3)]
     fit_and_check(learner61(ShortEpochCallback(pct), remainder=remainder), accumulated(data61.sizes(8), 32, remainder, 3, stop))
 
+def test_left_overs_are_clipped():
+    learn = learner61(ShortEpochCallback(.7), GradientClip(.01))
+    learn.fit(2)
+    assert [s.n_items for s in learn.spy.steps]==[32,24]*2 and all(s.grad.norm()==pytest.approx(.01, rel=1e-3) for s in learn.spy.steps)
+
 def test_short_epoch_rows_of_each_batch():
     "`log_accum_batch=False`: fastai's rows"
     ours,fastais = [learner(data61, 8, ShortEpochCallback(.7), cb) for cb in (GradientAccumulation(32, log_accum_batch=False), FastaiAccumulation(32))]

@@ -50,6 +50,7 @@ def test_callbacks(cb):
     whole,acc = pair(cb)
     for l in (whole, acc): l.fit_one_cycle(4, .1)
     assert_same(whole, acc)
+    if hasattr(acc, 'early_stopping'): assert len(acc.recorder.values)==2
 
 def test_drop_in():
     "The ways in which fastai's callback is called"
@@ -313,7 +314,8 @@ def test_application(name):
 @pytest.mark.parametrize('k', [None, 3])
 @pytest.mark.parametrize('block,y,loss_func', [
     (CategoryBlock, 1, CrossEntropyLossFlat(weight=tensor([1.,3.]))), (CategoryBlock, 1, LabelSmoothingCrossEntropyFlat()), (CategoryBlock, 1, FocalLossFlat()),
-    (MaskBlock(list('abc')), 2, CrossEntropyLossFlat(axis=1, weight=tensor([1.,2.,4.]), ignore_index=1)), (MultiCategoryBlock, 3, BCEWithLogitsLossFlat())], ids=str)
+    (MaskBlock(list('abc')), 2, CrossEntropyLossFlat(axis=1, weight=tensor([1.,2.,4.]), ignore_index=1)), (MultiCategoryBlock, 3, BCEWithLogitsLossFlat())],
+    ids=['class weights', 'label smoothing', 'focal', 'masks', 'multi-label'])
 def test_typed_targets(block, y, loss_func, k):
     "Batches of fastai's tensor types, through real loaders"
     n_out = 3 if y==2 else 2
