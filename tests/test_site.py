@@ -76,11 +76,24 @@ def test_wrong_links_fail(project, tmp_path, capfd, text, complaint):
 @pytest.mark.parametrize('to,expected', [
     ('api/10_accumulation.ipynb#x', 'api/accumulation.md#x'), ('images/demo.png', 'images/demo.png'), ('#here', '#here'),
     ('../LICENSE', 'https://github.com/fastaccum/fastaccum/blob/main/LICENSE'), ('https://x.org/a.html', 'https://x.org/a.html'),
-    ('https://fastaccum.github.io/fastaccum/api/accumulator.html', 'api/accumulator.md'), ('no.ipynb', 'no.ipynb')])
+    ('https://fastaccum.github.io/fastaccum/api/accumulator.html', 'api/accumulator.md'), ('no.ipynb', 'no.ipynb'),
+    ('../CHANGELOG.md#x', 'changelog.md#x'), ('../README.md', 'https://github.com/fastaccum/fastaccum/blob/main/README.md')])
 def test_links(to, expected):
     cfg = get_config(root)
     assert pages.linked(f'a [link]({to}), `[code]({to})`', 'index.ipynb', cfg)==f'a [link]({expected}), `[code]({to})`'
-    if expected.startswith('api'): assert pages.relative(f'../{to}' if to[0]=='a' else to, 'tutorials/x.ipynb', cfg)==f'../{expected}'
+    if expected[:4]=='api/': assert pages.relative(f'../{to}' if to[0]=='a' else to, 'tutorials/x.ipynb', cfg)==f'../{expected}'
+
+def test_links_of_plain_pages():
+    cfg = get_config(root)
+    assert pages.linked('[a](nbs/api/10_accumulation.ipynb) [b](CHANGELOG.md) [c](LICENSE)', '../CONTRIBUTING.md', cfg)==(
+        '[a](api/accumulation.md) [b](changelog.md) [c](https://github.com/fastaccum/fastaccum/blob/main/LICENSE)')
+
+def test_links_in_links():
+    "nbdev makes links of code also where there is one, and in headings"
+    cfg,auto = get_config(root),'[`Learner`](https://docs.fast.ai/learner.html#learner)'
+    for text,expected in [(f'# The {auto}', '# The `Learner`'), (f'a [the {auto} page](https://x.org) b', 'a [the `Learner` page](https://x.org) b'),
+                          (f'{auto} (and {auto})', f'{auto} (and {auto})'), (f'[{auto}](#here)', '[`Learner`](#here)')]:
+        assert pages.linked(text, 'index.ipynb', cfg)==expected
 
 def test_menu():
     paths = ['api/b.md', 'api/a.md', 'changelog.md', 'index.md', 'new.md', 'tutorials/benchmarks.md', 'tutorials/new.md', 'tutorials/wandb.md']

@@ -2,7 +2,7 @@
 
 nbdev puts `show_doc(symbol)` where a symbol is exported. Here these become markdown, with the symbols as the exported
 modules have them: no cell of a notebook is run."""
-import ast, importlib, inspect, nbdev.serve, re
+import ast, importlib, inspect, nbdev.serve, re, textwrap
 from enum import Enum, EnumMeta
 from fastcore.docments import DocmentTbl, DocmentText, empty
 from nbdev import processors
@@ -99,27 +99,34 @@ def contents(mod):
     return '\n\n'.join(filter(None, [table(['Name', 'What for'], rows), 'It is made of ' + ', '.join(map(link, rest)) + '.' if rest else '']))
 
 # -- nbdev's pipeline --------------------------------------------------------------------------------------------
-def shown(cell):
-    "The calls of `show_doc` in a cell"
-    return processors._show_docs(cell.parsed_() or []) if cell.cell_type=='code' and cell.source else []
+def calls(cell, name='show_doc'):
+    "The calls of `name` in a cell"
+    if cell.cell_type!='code' or not cell.source: return []
+    return [t.value for t in cell.parsed_() or [] if isinstance(t, ast.Expr) and getattr(getattr(t.value, 'func', None), 'id', '')==name]
 
 class exec_show_docs(processors.Processor):
-    "In place of nbdev's of the same name: the result of `show_doc` without running anything else"
+    "In place of nbdev's of the same name: what `show_doc` and `show_source` give, of the modules as they are now, with no cell run"
     def begin(self):
         exp = next((c.directives_['default_exp'] for c in self.nb.cells if 'default_exp' in (c.directives_ or {})), 'all')
         self.mod = importlib.import_module(f'{get_config().lib_path.name}.{exp}')
-        self.names = [ast.unparse(t.value.args[0]) for c in self.nb.cells for t in shown(c)]
+        self.described = [ast.unparse(t.args[0]) for c in self.nb.cells for t in calls(c)]
+        self.names = dict(vars(self.mod))                # and what the notebook imports from the package
+        imports = [t for c in self.nb.cells if c.cell_type=='code' for t in c.parsed_() or [] if isinstance(t, ast.ImportFrom)]
+        for t in imports:
+            if t.module.startswith(f'{self.mod.__package__}.'): self.names.update(vars(importlib.import_module(t.module)))
 
     def cell(self, cell):
-        calls = shown(cell)
-        if not calls: return
-        docs = [self.doc(t.value) for t in calls]
-        cell.outputs = [processors.mk_cell('', outputs=[dict(output_type='display_data', metadata={}, data={'text/markdown': '\n\n'.join(docs)})]).outputs[0]]
+        docs = [self.doc(t) for t in calls(cell)] + [self.source(t) for t in calls(cell, 'show_source')]
+        if docs: cell.outputs = processors.mk_cell('', outputs=[dict(output_type='display_data', metadata={}, data={'text/markdown': '\n\n'.join(docs)})]).outputs
 
     def doc(self, call):
         name = ast.unparse(call.args[0])
         level = next((ast.literal_eval(k.value) for k in call.keywords if k.arg=='title_level'), 4 if '.' in name else 3)
-        return describe(eval(name, {**vars(self.mod)}), name, level, name in public(self.mod)[0], self.names)
+        return describe(eval(name, self.names), name, level, name in public(self.mod)[0], self.described)
+
+    def source(self, call):
+        sym = eval(ast.unparse(call.args[0]), self.names)
+        return f'```python\n{textwrap.dedent(inspect.getsource(sym)).strip()}\n```\n\n[source]({source(sym)}){{ .src data-search-exclude }}'
 
 class DocsFilter(nbdev.serve.FilterDefaults):
     def base_procs(self): return [exec_show_docs if p.__name__=='exec_show_docs' else p for p in super().base_procs()]

@@ -46,8 +46,7 @@ def write_markdown(cfg, md):
     nbs = [pages.Page(f, proc, out, cfg) for f in sorted(proc.rglob('*.ipynb'))]
     titles = {p.path: p.title for p in nbs}
     for p in nbs: p.write()
-    for f in root.glob('*.md'):
-        if f.name=='README.md': continue                # the home page, as markdown
+    for f in filter(lambda f: pages.is_page(f.name), root.iterdir()):
         titles[f.name.lower()] = f.stem.capitalize()
         (out/f.name.lower()).write_text(pages.linked(f.read_text(encoding='utf-8'), f'../{f.name}', cfg), encoding='utf-8')
     shutil.copytree(cfg.nbs_path/'images', out/'images')

@@ -9,9 +9,13 @@ from apidoc import contents, described
 
 pictures = {'image/svg+xml': 'svg', 'image/png': 'png', 'image/jpeg': 'jpg'}
 
-def page_path(nb):
-    "nbs/api/10_accumulation.ipynb -> api/accumulation.md, both without the first folder"
-    return nbpath2html(Path(nb)).with_suffix('.md').as_posix()
+def page_path(file):
+    "api/10_accumulation.ipynb, a file in nbs -> api/accumulation.md; ../CHANGELOG.md -> changelog.md"
+    return Path(file).name.lower() if file.startswith('../') else nbpath2html(Path(file)).with_suffix('.md').as_posix()
+
+def is_page(file):
+    "Does `file` of the repository become a page?"
+    return file.startswith('nbs/') and file.endswith('.ipynb') or file.endswith('.md') and '/' not in file and file!='README.md'
 
 def title(nb):
     "Title and description of a notebook, from its first cell"
@@ -25,6 +29,8 @@ def title(nb):
 # Code is matched first and left alone
 _links = re.compile(r'^(`{3,}).*?^\1|`[^`\n]+`|(?P<pre>\]\(|\b(?:src|href)=")(?P<to>[^)"\s]+)', re.M | re.S)
 
+_auto = re.compile(r'\[(`[^`\n]+`)\]\(https?://[^)\s]*\)')
+
 def relative(to, nb, cfg):
     "Where a link in the notebook `nb` leads to in the site: pages of ours are relative, files of the repository are at GitHub"
     path,sep,anchor = to.partition('#')
@@ -33,12 +39,14 @@ def relative(to, nb, cfg):
     if not path or re.match(r'\w+:|/', path): return to
     path = posixpath.normpath(posixpath.join('nbs', posixpath.dirname(nb), path))
     if not (cfg.config_path/path).exists(): return to  # the check of links complains
-    if path.startswith('nbs/') and path.endswith('.ipynb'): return posixpath.relpath(page_path(path[4:]), here or '.') + sep + anchor
+    if is_page(path): return posixpath.relpath(page_path(posixpath.relpath(path, 'nbs')), here or '.') + sep + anchor
     if path.startswith('nbs/images/'): return posixpath.relpath(path[4:], here or '.')
     return f'{cfg.git_url}/blob/{cfg.branch}/{path}{sep}{anchor}'
 
 def linked(text, nb, cfg):
-    "`text` with its links made relative. Those that nbdev made to symbols without a place in the site are code again"
+    "`text` with its links made relative. Code that nbdev made a link is code again in headings, in links, and without a place in the site"
+    text = re.sub(r'(?m)^#.*', lambda m: _auto.sub(r'\1', m[0]), text)
+    text = re.sub(rf'\[([^][\n]*){_auto.pattern}([^][\n]*)\]\(', r'[\1\2\3](', text)
     text = re.sub(rf'\[(`[^`]+`)\]\(({re.escape(cfg.doc_url)}[^)]*#[^)]*)\)', lambda m: m[0] if m[2] in described else m[1], text)
     return _links.sub(lambda m: m['pre'] + relative(m['to'], nb, cfg) if m['to'] else m[0], text)
 
@@ -113,6 +121,7 @@ class Page:
         data = {k: ''.join(v) if isinstance(v, (list,str)) else v for k,v in o.data.items()}
         for mime in pictures:
             if mime in data: return self.picture(data[mime], mime, name, o.get('metadata', {}).get(mime, {}).get('width'))
+        if data.get('text/markdown', '').startswith('```html'): del data['text/markdown']  # fastprogress quotes its table
         if 'text/markdown' in data: return data['text/markdown']
         if 'text/html' in data: return html(data['text/html'])
         plain = data.get('text/plain', '')
