@@ -4,6 +4,7 @@ nbdev puts `show_doc(symbol)` where a symbol is exported. Here these become mark
 modules have them: no cell of a notebook is run."""
 import ast, importlib, inspect, nbdev.serve, re, textwrap
 from enum import Enum, EnumMeta
+from fastai.callback.core import Callback
 from fastcore.docments import DocmentTbl, DocmentText, empty
 from nbdev import processors
 from nbdev.config import get_config
@@ -73,10 +74,11 @@ def attributes(cls, name):
     return linkify(table(['Attribute', 'What it is'], rows))
 
 def public(mod):
-    "Names of the module `mod` that users import from `all`, or from the module if it is not in there; and its other names"
+    "Names of the module `mod` for users: those in `all`, or its callbacks (wandb's is not in `all`), or everything; and its other names"
     users = importlib.import_module(f'{mod.__package__}.all').__all__
     names = [n for n in mod.__all__ if not n.startswith('_') and (inspect.isclass(o := getattr(mod, n)) or inspect.isfunction(o))]
-    main = [n for n in names if n in users] or names
+    callbacks = [n for n in names if inspect.isclass(getattr(mod, n)) and issubclass(getattr(mod, n), Callback)]
+    main = [n for n in names if n in users] or callbacks or names
     return main,[n for n in names if n not in main]
 
 def describe(sym, name, level=3, methods=True, skip=()):
