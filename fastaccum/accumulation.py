@@ -14,11 +14,11 @@ from fastai.callback.mixup import MixHandler
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import SchedCos
 from types import SimpleNamespace
-from torch.utils._pytree import tree_leaves
-from .accumulator import GradientAccumulator, LossInfo, check_scalar, ignore_empty, loss_weights, mean_loss
+from torch.utils._pytree import tree_leaves, tree_map
+from .accumulator import GradientAccumulator, LossInfo, check_scalar, ignore_empty, loss_weight, loss_weights, mean_loss
 from .loop import LoopCallback, cancels, check_own_loop
 from .memory import available_bytes, free_memory, is_out_of_memory
-from .microbatch import Snapshot, split_items
+from .microbatch import Snapshot, join_items, split_items
 
 # %% auto #0
 __all__ = ['batch_sizes', 'accum_batches', 'check_learner', 'check_sizes', 'count_items', 'loss_info', 'MicroBatches',
@@ -123,7 +123,7 @@ class MicroBatches:
         self.split = len(self.sizes) > 1
         self.mixers = [(o,o.yb1,o.lam) for o in learn.cbs if isinstance(o, MixHandler) and o.run and hasattr(o, 'yb1')] if self.split else []
         self.keep_preds = self.split and getattr(getattr(learn, 'recorder', None), 'train_metrics', False)
-        self.losses,self.weights,self.preds,self.done = [],[],[],0
+        self.losses,self.weights,self.preds,self.done,self.part_yb = [],[],[],0,self.yb
 
     def run(self):
         "Send all forward and backward, count those that went, and put the loader batch back"
@@ -132,7 +132,7 @@ class MicroBatches:
             for self.i in self.parts():
                 self.cb.loop.forward()
                 self.cb.loop.events(self.backward, 'backward', CancelBackwardException)
-                if self.keep_preds: self.preds.append(to_detach(self.learn.pred, cpu=False, gather=False))
+                if self.keep_preds: self.preds.append(tree_map(lambda o: o.detach() if isinstance(o, Tensor) else o, self.learn.pred))
         except cancels: self.count(); raise
         finally: self.put_back()
         self.count()
@@ -156,6 +156,7 @@ class MicroBatches:
         mixed = [(o, split(yb1), split(lam) if lam.dim() and len(lam) == self.n else [lam]*len(self.sizes)) for o,yb1,lam in self.mixers]
         for i in range(len(self.sizes)):
             self.learn.xb,self.learn.yb = xbs[i],ybs[i]
+            self.part_yb = ybs[i]
             for o,yb1s,lams in mixed: o.yb1,o.lam = yb1s[i],lams[i]
             yield i
 
@@ -174,10 +175,11 @@ class MicroBatches:
 
     def _weight_of(self, i):
         if not self.acc.normalize: return 1,None
-        if self.cb.weight is None:
+        if self.cb.weight is None and self.learn.yb is self.part_yb:
             if self.cb.state.info.nan_if_empty and isinstance(self.known[i], Tensor): ignore_empty(self.learn.pred, self.known[i])
             return self.known[i],self.factors[i]
-        weight = self.cb.weight(self.learn)
+        self.all_known = None                     # the user's weight, or targets that a callback has changed after the prediction
+        weight = loss_weight(self.cb.state.info, self.learn.yb) if self.cb.weight is None else self.cb.weight(self.learn)
         on_device = torch.as_tensor(weight, device=self.learn.loss_grad.device)
         if isinstance(weight, Tensor) or not weight: ignore_empty(self.learn.pred, on_device)
         return weight,torch.as_tensor(self.acc.factor(weight, self.sizes[i]), dtype=torch.float32, device=on_device.device)
@@ -196,7 +198,7 @@ class MicroBatches:
         if not self.split: return
         learn = self.learn
         learn.xb,learn.yb = self.xb,self.yb
-        learn.pred = to_concat(self.preds) if len(self.preds) == len(self.sizes) else None
+        learn.pred = join_items(self.preds) if len(self.preds) == len(self.sizes) else None
         for o,yb1,lam in self.mixers: o.yb1,o.lam = yb1,lam
 
 # %% ../nbs/api/10_accumulation.ipynb #9024908b
@@ -282,9 +284,19 @@ class GradientAccumulation(LoopCallback):
 
     def reopen(self): self.acc.reopen()
 
+    def state_dict(self) -> dict: # Plain values
+        "The micro-batch sizes that 'auto' has found, for checkpoints (which are written where nothing is accumulated)"
+        return dict(micro_bs=self.state.micro_bs, fits=[([(list(s), str(d).split('.')[-1]) for s,d in key], size) for key,size in self._fits.items()])
+
+    def load_state_dict(self, state:dict):
+        "Go on with these sizes"
+        self.state.micro_bs = state['micro_bs']
+        self._fits = {tuple((torch.Size(s), getattr(torch, d)) for s,d in key): size for key,size in state['fits']}
+
     def host_factors(self, factors):
         "Factors that the host knows, as tensors on the device: made once, as they are mostly the same"
-        if self._factors[0] != factors: self._factors = factors,tensor(factors, dtype=torch.float32).to(find_device(self.acc.params)).unbind()
+        key = factors,find_device(self.acc.params)
+        if self._factors[0] != key: self._factors = key,tensor(factors, dtype=torch.float32).to(key[1]).unbind()
         return self._factors[1]
 
     def after_batch(self):
@@ -324,6 +336,8 @@ def fit_memory(
     "Send the loader batch through the model in the largest micro-batches that fit, halving them whenever memory runs out"
     learn,acc = cb.learn,cb.acc
     key = tuple((o.shape[1:], o.dtype) for o in tree_leaves(learn.xb) if isinstance(o, Tensor))
+    batch = [o for o in tree_leaves((learn.xb, learn.yb)) if isinstance(o, Tensor)]
+    versions = [o._version for o in batch]
     size,counts = min(cb._fits.get(key, n), n),{k: list(v) if isinstance(v, list) else v for k,v in vars(acc).items()}
     snap = Snapshot(learn.model, acc.params, gradients=not cb.opens)
     while True:
@@ -331,23 +345,27 @@ def fit_memory(
         try: return MicroBatches(cb, size).run()
         except Exception as e:
             if not is_out_of_memory(e): raise
-            if size == 1: raise too_big(learn) from None
+            why = str(e)
         # only here, outside `except`, is the traceback gone, which keeps the activations alive
         learn.pred = learn.loss_grad = learn.loss = None
         free_memory(find_device(acc.params))
+        if size == 1: raise too_big(why)
+        if versions != [o._version for o in batch]:
+            raise RuntimeError("Memory ran out, and the loader batch cannot begin again in smaller parts: the model or a callback has changed it in place. "
+                               f"Have it make new tensors, or pass a number as micro_batch_size. ({why})")
         snap.restore()
         vars(acc).update(counts)
         size = cb._fits[key] = -(-size//2)
         print(f"GradientAccumulation: out of memory, going on with micro-batches of {size} items.")
 
-# %% ../nbs/api/10_accumulation.ipynb #94289c1e
+# %% ../nbs/api/10_accumulation.ipynb #6106ec33
 def too_big(
-    learn # Its model has just run out of memory
+    why:str # Message of the error
 ) -> Exception:
     "The error for an item that does not fit"
     peak = f' ({torch.cuda.max_memory_allocated()/2**30:.1f} GiB were in use at most)' if torch.cuda.is_available() else ''
     return torch.OutOfMemoryError(f"Not even one item fits memory{peak}. Try mixed precision (`learn.to_bf16()` or `to_fp16()`), activation checkpointing, "
-                                  "smaller items, or a smaller model.")
+                                  f"smaller items, or a smaller model. ({why})")
 
 # %% ../nbs/api/10_accumulation.ipynb #b3bd4448
 def end_epoch(

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 
 # %% auto #0
 __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation',
-           'GradientAccumulationSchedule', 'AMPMode', 'MixedPrecision', 'StepLogger']
+           'GradientAccumulationSchedule', 'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .accumulator import GradientAccumulator, loss_weight
@@ -15,6 +15,7 @@ from .memory import PeakMemory
 from .accumulation import GradientAccumulation, GradientAccumulationSchedule
 from .precision import AMPMode, MixedPrecision
 from .steps import StepLogger
+from .checkpoint import TrainingCheckpoint
 
 _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
-         'AMPMode', 'MixedPrecision', 'StepLogger']
+         'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint']

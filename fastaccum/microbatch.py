@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .accumulator import n_items
 
 # %% auto #0
-__all__ = ['split_items', 'Snapshot']
+__all__ = ['split_items', 'join_items', 'Snapshot']
 
 # %% ../nbs/api/03_microbatch.ipynb #23eaf7f1
 def _holds_items(b, n):
@@ -44,6 +44,19 @@ def split_items(
     if b is None or isinstance(b, (Number,str,bytes,Tensor)) or not hasattr(b, '__len__'): return [b]*m
     raise TypeError(f"Cannot split a {type(b).__name__} into micro-batches: use tensors, or lists, tuples and dicts of them, or leave out micro_batch_size.")
 
+# %% ../nbs/api/03_microbatch.ipynb #548df90d
+def join_items(
+    parts:list # Batches of the same structure, such as the model's outputs of several micro-batches
+): # One batch of the type of the first part
+    "Undo `split_items`: tensors are put together along their items, those without dimensions stacked; what is no tensor is taken from the first part"
+    p = parts[0]
+    if isinstance(p, Tensor): return torch.cat(parts) if p.dim() else torch.stack(parts)
+    if isinstance(p, dict): return type(p)({k: join_items([o[k] for o in parts]) for k in p})
+    if isinstance(p, (list,tuple)):
+        joined = [join_items(list(o)) for o in zip(*parts)]
+        return p._make(joined) if hasattr(p, '_make') else type(p)(joined)
+    return p
+
 # %% ../nbs/api/03_microbatch.ipynb #c25c0ad9
 def _device_rng(device): return getattr(torch, device.type, None) if device.type in ('cuda','xpu','mps') else None
 
@@ -54,7 +67,8 @@ class Snapshot:
         params,               # Parameters whose gradients are kept
         gradients:bool=True   # Copy the gradients? If False they are zero or none now, and `restore` makes them so
     ):
-        self.params,self.buffers = list(params),[(b,b.clone()) for b in model.buffers()]
+        self.params = list(params)
+        self.buffers = [(m,k,b,b.clone()) for m in model.modules() for k,b in m._buffers.items() if b is not None]
         self.grads = [None if p.grad is None else p.grad.clone() if gradients else 0 for p in self.params]
         self.device = next((p.device for p in self.params), torch.device('cpu'))
         self.rng = random.getstate(),np.random.get_state(),torch.get_rng_state()
@@ -64,7 +78,7 @@ class Snapshot:
     def restore(self):
         "Put everything back, in place"
         with torch.no_grad():
-            for b,old in self.buffers: b.copy_(old)
+            for m,k,b,old in self.buffers: m._buffers[k] = b.copy_(old)  # forward may have put another there
             for p,g in zip(self.params, self.grads):
                 if g is None: p.grad = None
                 elif isinstance(g, Tensor): p.grad.copy_(g)
