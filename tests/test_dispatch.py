@@ -110,19 +110,22 @@ casts = {
 @pytest.mark.parametrize('cast', casts)
 def test_calls(cast, loop): assert same(casts[cast], calls=6, loop=loops[loop]) is None
 
-def two_fits(loop):
+def test_cancelled_step():
+    "fastai calls `after_cancel_step` whatever `run_train` says"
+    same(lambda log: [TrainOnly(log, 'training'), ValidOnly(log, 'validation'), At('before_step', throw(CancelStepException()))], calls=20)
+
+def fits_in_a_row(loop):
     log = []
     a,b = All(log, 'a'),Heard(log, 'b', 1)
     learn = learner(data, 8, a, b, *([loop()] if loop else []), valid=valid)
     learn.fit(1)
     a.order,b.before_step = 2,partial(b.hear, 'before_step')
-    learn.fit(1, cbs=Some(log, 'only now'))
-    learn.fit(1)
+    for cbs in (None, Some(log, 'only now'), None): learn.fit(1, cbs=cbs)
     return log
 
 def test_changes_between_fits():
     "Also those that the list of callbacks does not show"
-    assert two_fits(None)==two_fits(Plain)
+    assert fits_in_a_row(None)==fits_in_a_row(Plain)
 
 def test_model_with_methods_named_like_events():
     "fastai calls them, once for every callback; nobody means that"
