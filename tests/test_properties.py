@@ -1,0 +1,196 @@
+"Random data, batches, schedules, losses and exceptions: the weights are those of a loop over the items of each step, in float64"
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from reference import *
+from fastai.callback.schedule import SchedCos, SchedExp, SchedLin
+from fastaccum.precision import MixedPrecision
+from fastaccum.steps import StepLogger
+
+# CASES=3000 python -m pytest tests/test_properties.py: so many of each test, others every time
+def cases(n): return settings(max_examples=int(os.environ.get('CASES', n)), derandomize='CASES' not in os.environ, deadline=None, database=None,
+                              suppress_health_check=list(HealthCheck))
+
+torch.manual_seed(0)
+pytestmark = pytest.mark.filterwarnings("ignore:accum_bs=.* is smaller than a loader batch")
+n_max,lr = 48,.1
+xs,reals,classes = torch.randn(n_max, 3),torch.randn(n_max, 2, 4),torch.randint(4, (n_max, 2))
+holes = torch.where(torch.rand(n_max, 2) < .6, -100, classes)
+holes[8:14] = -100
+cls_w = tensor([.1, 3., 0., .4])
+
+class Rows(nn.Module):
+    "Predictions of the shape (n,c,2). Elementwise, so that fp16 computes what fp32 does"
+    def __init__(self):
+        super().__init__()
+        self.w,self.b = nn.Parameter(torch.randn(3, 4, 2)/2),nn.Parameter(torch.zeros(4, 2))
+    def forward(self, x): return ((x[:,:,None,None]*self.w).tanh().sum(1) + self.b).tanh()
+
+class Mse(nn.Module):
+    "Of predictions (n,c,2) and targets (n,2,c); nobody knows it, so its mean goes over items"
+    def forward(self, pred, y): return (pred.transpose(1, 2)-y).pow(2).mean()
+def masked(pred, y): return (F.cross_entropy(pred, y.clamp(min=0), reduction='none')*(y >= 0)).sum()/(y >= 0).sum()
+
+losses = {  # loss, targets, `weight`
+    'items': (Mse(), reals, None), 'classes': (nn.CrossEntropyLoss(), classes, None), 'ignored': (nn.CrossEntropyLoss(), holes, None),
+    'class weights': (nn.CrossEntropyLoss(weight=cls_w+.2, label_smoothing=.1), holes, None), 'flat': (CrossEntropyLossFlat(axis=1, weight=cls_w), holes, None),
+    'sum': (nn.CrossEntropyLoss(reduction='sum'), holes, None), 'own': (masked, holes, lambda learn: (learn.y >= 0).sum()),
+    'own on the host': (masked, holes, lambda learn: int((learn.y >= 0).sum()))}
+
+def replay(model, loss_func, batches, lr):
+    "Weights after a step of SGD on each of `batches`"
+    w = weights(model).double()
+    for x,*y in batches: w = w - lr*big_batch(model, w, loss_func, x, y)[0]
+    return w
+
+# --- what is drawn
+
+remainders = st.sampled_from(['step', 'drop', 'carry'])
+micro_batches = st.one_of(st.none(), st.integers(1, 13), st.just('auto'))
+sizes = st.integers(1, 40)
+
+@st.composite
+def schedules(draw):
+    "Arguments of a schedule"
+    a,b = sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1)))) if draw(st.booleans()) else sorted(draw(st.tuples(st.integers(0, 3), st.integers(0, 3))))
+    return dict(start_accum_bs=draw(sizes), final_accum_bs=draw(sizes), start=a, finish=b, schedule=draw(st.sampled_from([SchedLin, SchedCos, SchedExp])))
+
+@st.composite
+def stops(draw, n_batches, split):
+    "A callback's exception: event, type, loader batches. With micro-batches not in the middle of a loader batch"
+    inner = [] if split else ['after_pred','after_loss','before_backward','after_backward']
+    ex = draw(st.sampled_from([CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException, CancelStepException]))
+    events = ['before_step'] if ex is CancelStepException else ['before_batch','before_step','after_step',*inner] + ['after_batch']*(ex is not CancelBatchException)
+    return draw(st.sampled_from(events)),ex,draw(st.sets(st.tuples(st.integers(0, 2), st.integers(0, n_batches-1)), max_size=4))
+
+@st.composite
+def trainings(draw, exceptions=True):
+    "Everything that a fit depends on"
+    n,bs,k = draw(st.integers(1, n_max)),draw(st.integers(1, 12)),draw(micro_batches)
+    kwargs = draw(st.one_of(st.fixed_dictionaries(dict(accum_bs=st.integers(1, 60))), schedules()))
+    return SimpleNamespace(n=n, bs=bs, n_epoch=draw(st.integers(1, 3)), loss=draw(st.sampled_from(list(losses))), order=draw(st.sampled_from([3, 20])),
+        acc=dict(kwargs, micro_batch_size=k, remainder=draw(remainders), log_accum_batch=draw(st.booleans())), fp16=draw(st.booleans()),
+        stop=draw(st.none() | stops(-(-n//bs), isinstance(k, int))) if exceptions else None)
+
+def accumulation(kwargs): return (GradientAccumulationSchedule if 'start_accum_bs' in kwargs else GradientAccumulation)(**kwargs)
+
+def size_at(c, n_iter):
+    "`accum_bs` by the words of the docs: position = loader batches done of all, a float a fraction of the fit, an int an epoch"
+    if 'accum_bs' in c.acc: return c.acc['accum_bs']
+    a,b = (v/c.n_epoch if isinstance(v, int) else v for v in (c.acc['start'], c.acc['finish']))
+    first,last = c.acc['start_accum_bs'],c.acc['final_accum_bs']
+    def size(epoch, i):
+        pos = (epoch*n_iter+i)/(n_iter*c.n_epoch)
+        return first if pos < a else last if pos >= b else round(float(c.acc['schedule'](first, last)((pos-a)/(b-a))))
+    return size
+
+def prepare(c):
+    loss_func,y,weight = losses[c.loss]
+    data,cb = Data(xs[:c.n], y[:c.n]),accumulation({**c.acc, 'weight': weight})
+    more = [MixedPrecision('fp16', init_scale=2.**8)] if c.fp16 else []
+    learn = learner(data, c.bs, cb, StepLogger(), *more, model=Rows(), loss_func=loss_func, opt_func=SGD, valid=Data(xs[:2], y[:2]))
+    return learn,data,data.sizes(c.bs)
+
+def lr_of(c): return lr/(20 if c.loss=='sum' else 1)
+
+def never_steps(c, sizes):
+    "Is some accumulated batch larger than an epoch, whose left-overs are dropped?"
+    size,n = size_at(c, len(sizes)),len(sizes)
+    return c.acc['remainder']=='drop' and sum(sizes) < max(size(e, i) if callable(size) else size for e in range(c.n_epoch) for i in range(n))
+
+# --- whole fits
+
+@cases(200)
+@given(trainings())
+def test_fit(c):
+    "Weights, rows and items are those of the steps that should be; and again in a second fit"
+    learn,data,sizes = prepare(c)
+    if never_steps(c, sizes):
+        with pytest.raises(ValueError, match='would never step'): learn.fit(c.n_epoch)
+        return
+    for stop in (c.stop, None):
+        steps,before = accumulated(sizes, size_at(c, len(sizes)), c.acc['remainder'], c.n_epoch, stop),deepcopy(learn.model)
+        plan,n_rows = learn.gradient_accumulation.plan(c.n_epoch),len(learn.step_logger.rows)
+        learn.fit(c.n_epoch, lr_of(c), cbs=Stop(*stop, order=55 if stop[0]=='after_batch' and c.order > 3 else c.order) if stop else None)
+        assert rel_err(weights(learn.model), replay(before, learn.loss_func, data.steps(c.bs, steps), lr_of(c))) < 5e-6
+        assert no_gradients(learn)
+        items = learn.step_logger.to_df().get('items', pd.Series())[n_rows:].tolist()
+        if stop is None: assert items==plan==[sum(sizes[i] for _,i in s) for s in steps]
+        elif stop[1] not in (CancelStepException, CancelFitException): assert items==[sum(sizes[i] for _,i in s) for s in steps]
+        if stop is None and c.acc['log_accum_batch']: assert len(learn.recorder.losses)==len(steps)
+        if stop is None and c.acc['remainder']=='step': assert sum(items)==c.n*c.n_epoch, 'every item once'
+
+# --- odd loaders
+
+@cases(60)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8).filter(lambda s: sum(s) <= n_max), st.integers(1, 40), remainders, micro_batches, st.sampled_from(list(losses)))
+def test_odd_batches(sizes, accum_bs, remainder, k, loss):
+    "Loader batches of any sizes, which no plan knows"
+    loss_func,y,weight = losses[loss]
+    starts = np.cumsum([0, *sizes])
+    def loader(data, batch_size=None): return torch.utils.data.DataLoader(data, batch_sampler=[range(a, b) for a,b in zip(starts, starts[1:])])
+    data = Data(xs, y)
+    learn = learner(data, None, GradientAccumulation(accum_bs, remainder=remainder, micro_batch_size=k, weight=weight), model=Rows(), loss_func=loss_func, opt_func=SGD, dl_type=loader)
+    before,steps = deepcopy(learn.model),accumulated(sizes, accum_bs, remainder, 2)
+    learn.fit(2, lr/(20 if loss=='sum' else 1))
+    batches = [data.batch([j for _,i in s for j in range(starts[i], starts[i+1])]) for s in steps]
+    assert rel_err(weights(learn.model), replay(before, loss_func, batches, lr/(20 if loss=='sum' else 1))) < 5e-6
+
+# --- one Learner, whatever is done with it
+
+def fails(learn, event):
+    def boom(*_): raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, lr, cbs=Callback(**{event: boom}))
+def attach(learn, *cbs): learn.add_cbs([cb for cb in cbs if not hasattr(learn, cb.name)])
+
+deeds = {
+    'nothing': noop, 'validate': lambda l: l.validate(), 'get_preds': lambda l: l.get_preds(), 'lr_find': lambda l: l.lr_find(num_it=5, show_plot=False),
+    'one cycle': lambda l: l.fit_one_cycle(1, lr), 'fp16': lambda l: l.to_fp16(init_scale=2.**8), 'bf16': lambda l: l.to_bf16(), 'fp32': lambda l: l.to_fp32(),
+    'new optimizer': lambda l: l.create_opt(), 'freeze': lambda l: l.freeze(), 'unfreeze': lambda l: l.unfreeze(), 'logger': lambda l: attach(l, StepLogger()),
+    'carry': lambda l: setattr(l.gradient_accumulation, 'remainder', 'carry'), 'step': lambda l: setattr(l.gradient_accumulation, 'remainder', 'step'),
+    'size': lambda l: setattr(l.gradient_accumulation, 'accum_bs', 13), 'split': lambda l: setattr(l.gradient_accumulation, 'micro_batch_size', 3),
+    'whole': lambda l: setattr(l.gradient_accumulation, 'micro_batch_size', None), 'again': lambda l: (a := l.gradient_accumulation) and l.remove_cb(a).add_cb(a),
+    'fit without': lambda l: without(l), 'exception in before_step': lambda l: fails(l, 'before_step'),
+    **{f'exception in {e}': partial(fails, event=e) for e in ('before_fit','after_pred','after_backward','after_step','after_batch','after_train','after_epoch')}}
+
+def without(learn):
+    "A fit while accumulation is off"
+    with learn.removed_cbs(learn.gradient_accumulation): learn.fit(1, lr)
+
+@cases(60)
+@given(st.lists(st.sampled_from(list(deeds)), min_size=1, max_size=8), st.integers(1, 8))
+def test_life(names, bs):
+    "Whatever was done before: the next fit is right"
+    data = Data(xs[:29], classes[:29])
+    learn = learner(data, bs, GradientAccumulation(10), model=Rows(), loss_func=nn.CrossEntropyLoss(), opt_func=SGD)
+    for name in names:
+        with learn.no_bar(): deeds[name](learn)
+        acc,before = learn.gradient_accumulation,deepcopy(learn.model)
+        learn.fit(1, lr)
+        steps = accumulated(data.sizes(bs), acc._accum_bs, acc.remainder)
+        assert rel_err(weights(learn.model), replay(before, learn.loss_func, data.steps(bs, steps), lr)) < 5e-6, name
+        assert no_gradients(learn) and len(learn.recorder.losses)==len(steps)
+
+# --- the ground floor
+
+@cases(100)
+@given(st.data())
+def test_accumulator(data):
+    "Any cuts, weights, false ends and saved states: the gradient of the weighted mean"
+    n = data.draw(st.integers(1, 30))
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, n), max_size=6)) - {n}), n]
+    w = torch.tensor(data.draw(st.lists(st.sampled_from([0., .5, 1., 3.]), min_size=n, max_size=n)))
+    on_device = data.draw(st.booleans())
+    model,x,y = nn.Linear(3, 1),xs[:n],reals[:n,0,:1]
+    acc = GradientAccumulator(model.parameters(), data.draw(st.integers(1, 40)))
+    for a,b in zip(cuts, cuts[1:]):
+        pred,weight = model(x[a:b]),w[a:b].sum()
+        loss = ((pred-y[a:b]).pow(2)[:,0]*w[a:b]).sum()/weight
+        acc.add(loss, b-a, weight if on_device else weight.item(), nominal=b-a, pred=pred).backward()
+        if data.draw(st.integers(0, 3))==0: acc.finish(); acc.reopen()
+        if data.draw(st.integers(0, 3))==0: acc.load_state_dict(deepcopy(acc.state_dict()))
+    assert acc.n_items==n
+    loss = acc.finish()
+    ref = double(model)
+    expected = ((ref(x.double())-y.double()).pow(2)[:,0]*w).sum()/w.sum() if w.sum() else (ref.weight*0).sum()
+    ref.zero_grad(); expected.backward()
+    assert rel_err(grads(model), grads(ref)) < 2e-6 and abs(loss.item()-expected.item()) < 1e-5*max(1, abs(expected.item())) and acc.n_items==0
