@@ -26,7 +26,7 @@ def test_rows():
     assert df['items'].tolist()==[32, 29, 32, 29] and set(df.accum_bs)=={32} and df.step.tolist()==[1, 2, 3, 4]
     close(df.epoch, [.5, 1, 1.5, 2])
     close(df.lr, [s.lr for s in learn.spy.steps])
-    close(df.loss, [big_batch(learn.model, s.weights, learn.loss_func, x, y)[1] for s,(x,*y) in zip(learn.spy.steps, data.batches(8, steps))])
+    close(df.loss, [big_batch(learn.model, s.weights, learn.loss_func, x, y)[1] for s,(x,*y) in zip(learn.spy.steps, data.steps(8, steps))])
     assert not df.skipped.any() and df.skipped.dtype==bool and df.step.dtype==int
 
 def test_grad_norm_is_the_true_one():
