@@ -14,11 +14,11 @@ from fastai.callback.mixup import MixHandler
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import SchedCos
 from types import SimpleNamespace
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from .accumulator import GradientAccumulator, LossInfo, check_scalar, ignore_empty, loss_weight, loss_weights, mean_loss
 from .loop import LoopCallback, cancels, check_own_loop
 from .memory import available_bytes, free_memory, is_out_of_memory
-from .microbatch import Snapshot, join_items, split_items
+from .microbatch import Snapshot, join_items, map_tensors, split_items
 
 # %% auto #0
 __all__ = ['batch_sizes', 'accum_batches', 'check_learner', 'check_sizes', 'count_items', 'loss_info', 'MicroBatches',
@@ -132,7 +132,7 @@ class MicroBatches:
             for self.i in self.parts():
                 self.cb.loop.forward()
                 self.cb.loop.events(self.backward, 'backward', CancelBackwardException)
-                if self.keep_preds: self.preds.append(tree_map(lambda o: o.detach() if isinstance(o, Tensor) else o, self.learn.pred))
+                if self.keep_preds: self.preds.append(map_tensors(Tensor.detach, self.learn.pred))
         except cancels: self.count(); raise
         finally: self.put_back()
         self.count()

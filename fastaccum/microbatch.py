@@ -11,12 +11,15 @@ from numbers import Number
 import numpy as np, torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from fastcore.foundation import L
 from .accumulator import n_items
 
 # %% auto #0
-__all__ = ['split_items', 'join_items', 'Snapshot']
+__all__ = ['split_items', 'map_tensors', 'join_items', 'Snapshot']
 
-# %% ../nbs/api/03_microbatch.ipynb #23eaf7f1
+# %% ../nbs/api/03_microbatch.ipynb #157be694
+_listy = list,tuple,L
+
 def _holds_items(b, n):
     "Are the items the rows of the tensors in `b`, and not its elements?"
     rows = [t.shape[0] == n for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()]
@@ -36,7 +39,7 @@ def split_items(
     if isinstance(b, dict):
         parts = {k: split_items(v, size, n) for k,v in b.items()}
         return [type(b)({k: v[i] for k,v in parts.items()}) for i in range(m)]
-    if isinstance(b, (list,tuple)) and not isinstance(b, nn.utils.rnn.PackedSequence):
+    if isinstance(b, _listy) and not isinstance(b, nn.utils.rnn.PackedSequence):
         if len(b) == n and not _holds_items(b, n): return [b[i:i+size] for i in range(0, n, size)]
         parts = [split_items(o, size, n) for o in b]
         make = b._make if hasattr(b, '_make') else type(b)  # a namedtuple
@@ -44,18 +47,25 @@ def split_items(
     if b is None or isinstance(b, (Number,str,bytes,Tensor)) or not hasattr(b, '__len__'): return [b]*m
     raise TypeError(f"Cannot split a {type(b).__name__} into micro-batches: use tensors, or lists, tuples and dicts of them, or leave out micro_batch_size.")
 
-# %% ../nbs/api/03_microbatch.ipynb #548df90d
+# %% ../nbs/api/03_microbatch.ipynb #d6be3f35
+def map_tensors(
+    f,       # Function of one tensor of each batch
+    *batches # Tensors, or nestings of tuples, lists and dicts (or types made from these) of tensors, all of the same structure
+): # A batch of the type of the first one
+    "Call `f` with the tensors at each place; what is no tensor is taken from the first batch"
+    b = batches[0]
+    if isinstance(b, Tensor): return f(*batches)
+    if isinstance(b, dict): return type(b)({k: map_tensors(f, *(o[k] for o in batches)) for k in b})
+    if isinstance(b, _listy):
+        mapped = [map_tensors(f, *o) for o in zip(*batches)]
+        return b._make(mapped) if hasattr(b, '_make') else type(b)(mapped)
+    return b
+
 def join_items(
     parts:list # Batches of the same structure, such as the model's outputs of several micro-batches
 ): # One batch of the type of the first part
-    "Undo `split_items`: tensors are put together along their items, those without dimensions stacked; what is no tensor is taken from the first part"
-    p = parts[0]
-    if isinstance(p, Tensor): return torch.cat(parts) if p.dim() else torch.stack(parts)
-    if isinstance(p, dict): return type(p)({k: join_items([o[k] for o in parts]) for k in p})
-    if isinstance(p, (list,tuple)):
-        joined = [join_items(list(o)) for o in zip(*parts)]
-        return p._make(joined) if hasattr(p, '_make') else type(p)(joined)
-    return p
+    "Undo `split_items`: tensors are put together along their items, those without dimensions stacked"
+    return map_tensors(lambda *o: torch.cat(o) if o[0].dim() else torch.stack(o), *parts)
 
 # %% ../nbs/api/03_microbatch.ipynb #c25c0ad9
 def _device_rng(device): return getattr(torch, device.type, None) if device.type in ('cuda','xpu','mps') else None

@@ -10,11 +10,11 @@ from copy import deepcopy
 from contextlib import nullcontext
 import matplotlib.pyplot as plt
 from functools import lru_cache
-from torch.utils._pytree import tree_map
 from fastai.basics import *
 import fastai.callback.fp16  # its `to_fp16` must be patched in before ours is
 from .accumulator import scale_grads
 from .loop import LoopCallback, check_own_loop
+from .microbatch import map_tensors
 from .scaler import DynamicLossScaler
 
 # %% auto #0
@@ -118,7 +118,7 @@ class MixedPrecision(LoopCallback):
         return self._trial if self._trial is not None and self.loop.lr_finder else self._scaler
 
     def forward_context(self): return self._autocast() if self._autocast else nullcontext()
-    def after_pred(self): self.learn.pred = tree_map(lambda o: o.float() if isinstance(o, Tensor) and o.is_floating_point() else o, self.learn.pred)
+    def after_pred(self): self.learn.pred = map_tensors(lambda o: o.float() if o.is_floating_point() else o, self.learn.pred)
     def before_backward(self): self.learn.loss_grad = self.scaler.scale(self.learn.loss_grad)
 
     @property
@@ -130,13 +130,14 @@ class MixedPrecision(LoopCallback):
     def step(self): self.learn._step()
 
     def before_step(self):
+        if not self.scaler.is_enabled() or self.scaler._scale is None: return  # bf16, or no backward pass yet
         self.scaler.unscale_(self.opt)
         if self.scaler.may_give_up: self._finite = finite_grads(self.learn.model)  # before clipping makes all of them NaN
 
     def opt_step(self) -> bool|Tensor: # Did the weights change?
         "Step unless a gradient overflowed: one host sync, none with fused optimizers"
         scaler = self.scaler
-        if not scaler.is_enabled() or scaler._pending_inf() is None:   # bf16, or there are no gradients at all
+        if scaler._pending_inf() is None:   # bf16, or there are no gradients at all
             scaler.reset_step()
             self.learn._step()
             return True
@@ -149,9 +150,8 @@ class MixedPrecision(LoopCallback):
 
     def undo_step(self):
         "Another callback cancelled the step after `before_step`: its gradients go on accumulating, scaled"
-        if self.scaler.is_enabled() and self.scaler._pending_inf() is not None:
-            scale_grads([p for ps in self.learn.opt.param_lists for p in ps], self.scaler._scale)
-            self.scaler.reset_step()
+        if self.scaler._pending_inf() is not None: scale_grads([p for ps in self.learn.opt.param_lists for p in ps], self.scaler._scale)
+        self.scaler.reset_step()
 
     @property
     def step_values(self):
