@@ -85,6 +85,15 @@ class StepTable:
             res[:len(col)] = np.where(np.isnan(col), res[:len(col)], col)
         return res if np.isnan(res).any() else res.astype((bool, int, float)[self.kinds[name]])
 
+    def state_dict(self) -> dict: # Numbers and tensors of float64
+        "All rows, for checkpoints"
+        return dict(n=self.n, kinds=dict(self.kinds), cols={k: torch.from_numpy(self[k].astype(float)) for k in self.cols})
+
+    def load_state_dict(self, state:dict):
+        "Go on after these rows"
+        self.n,self.kinds = state['n'],dict(state['kinds'])
+        self.cols = {k: {None: v.numpy().copy()} for k,v in state['cols'].items()}
+
 def _kind(v):
     "0 for a bool, 1 for an int, 2 for a float"
     if isinstance(v, Tensor): return 2 if v.is_floating_point() else int(v.dtype != torch.bool)
@@ -98,7 +107,7 @@ class StepLogger(LoopCallback):
         grad_norm:bool=False # Also the norm of the accumulated gradient, unscaled and before clipping?
     ):
         store_attr()
-        self.rows,self.axis,self.n_fits,self.norm = StepTable(),EpochAxis(),0,None
+        self.rows,self.axis,self.n_fits,self._first,self.norm = StepTable(),EpochAxis(),0,True,None
 
     @property
     def step_values(self): return dict(grad_norm=self.norm) if self.norm is not None else {}
@@ -119,6 +128,16 @@ class StepLogger(LoopCallback):
         row = step_row(self.learn)
         self.rows.append(dict(step=len(self.rows)+1, fit=self.n_fits, epoch=self.axis.done, **row))
         to_tensorboard(self.learn, row)
+
+    def state_dict(self) -> dict: # Numbers and tensors
+        "All rows, for checkpoints"
+        return dict(rows=self.rows.state_dict(), axis=dict(vars(self.axis)), n_fits=self.n_fits, first=self._first)
+
+    def load_state_dict(self, state:dict):
+        "Go on after these rows"
+        self.rows.load_state_dict(state['rows'])
+        vars(self.axis).update(state['axis'])
+        self.n_fits,self._first = state['n_fits'],state['first']
 
     def to_df(self) -> pd.DataFrame: # `step` counts accumulated batches from 1, `fit` fits from 1; `epoch` is the number trained by then
         "All rows. Each column comes from the device in one transfer"

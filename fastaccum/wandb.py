@@ -22,7 +22,7 @@ from .steps import EpochAxis, step_row, to_host
 
 # %% auto #0
 __all__ = ['settings', 'plain', 'fit_config', 'epoch_values', 'histogram', 'histograms', 'log_dataset', 'WandbCallback',
-           'begin_fit', 'train_row', 'sample_dl', 'log_learner_dataset', 'log_best', 'offline_records',
+           'at_step', 'begin_fit', 'train_row', 'sample_dl', 'log_learner_dataset', 'log_best', 'offline_records',
            'offline_history', 'log_model', 'wandb_process']
 
 # %% ../nbs/api/13_wandb.ipynb #ebd67422
@@ -107,7 +107,7 @@ _logs = None,'gradients','parameters','all'
 class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
     "Log to Weights & Biases: one row per optimizer step, metrics, predictions, data set and model, with fastai's options"
     log_freq = 1000             # steps from one histogram to the next, as in `wandb.watch`
-    _run_id,_fitting = None,False
+    _run_id,_fitting,_ahead = None,False,0 # `_ahead`: step up to which the run had rows when a checkpoint was loaded
 
     def before_fit(self):       # the beginning of `validate` and `get_preds` too, which log nothing
         if self.log not in _logs: raise ValueError(f"log={self.log!r}: it must be one of {', '.join(map(repr, _logs))}.")
@@ -125,7 +125,7 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         loop = self.loop
         if not self._fitting or not self.learn.training or not (loop.closed or (loop.accumulation and loop.seen)): return
         self.axis.move(self.learn)
-        self._wandb_step = max(self._wandb_step+1, wandb.run.step)
+        self._wandb_step = at_step(self, self._wandb_step+1)
         wandb.log({**to_host(train_row(self)), **self._hists}, step=self._wandb_step)
         self._n_steps,self._hists = self._n_steps+loop.closed,{}
 
@@ -136,7 +136,7 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         if not self._fitting: return
         if self.log_preds and self.log_preds_every_epoch: self.log_predictions()
         epoch = math.ceil(self.axis.done)
-        wandb.log({'epoch': epoch, **to_host(epoch_values(self.learn.recorder))}, step=max(self._wandb_step, wandb.run.step))
+        wandb.log({'epoch': epoch, **to_host(epoch_values(self.learn.recorder))}, step=at_step(self, self._wandb_step))
 
     def after_fit(self):
         if not self._fitting: return
@@ -145,6 +145,20 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         if self.log_model: log_best(self)
         wandb.log({})           # the last row is complete
 
+    def state_dict(self) -> dict: # Strings and numbers; empty before the first fit
+        "Where the run is, for checkpoints"
+        return dict(run_id=self._run_id, step=self._wandb_step, n_steps=self._n_steps, axis=dict(vars(self.axis))) if self._run_id else {}
+
+    def load_state_dict(self, state:dict):
+        "Go on after this step. Rows that the run has already come again, with the same step and the same values"
+        if not state: return
+        if wandb.run is not None and wandb.run.id != state['run_id']:
+            print(f"WandbCallback: the checkpoint logged to the run {state['run_id']!r}, this is {wandb.run.id!r}. Begin with "
+                  "`wandb.init(id=saved_wandb_id(...), resume='allow')` to go on with the same.")
+        self._run_id,self._ahead = (wandb.run.id, wandb.run.step) if wandb.run is not None else (state['run_id'], 0)
+        self._wandb_step,self._n_steps,self.axis = state['step'],state['n_steps'],EpochAxis()
+        vars(self.axis).update(state['axis'])
+
     def log_predictions(self):
         "Log predictions for a sample of the validation set as a `wandb.Table`"
         fetch = FetchPredsCallback(dl=self.valid_dl, with_input=True, with_decoded=True, reorder=self.reorder)
@@ -152,7 +166,14 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
             fetch.after_validate()
             super().log_predictions()
 
-# %% ../nbs/api/13_wandb.ipynb #e3d16150
+# %% ../nbs/api/13_wandb.ipynb #14ae5045
+def at_step(
+    cb,      # A `WandbCallback`
+    step:int # Step of W&B that its next row would have if nobody else logged
+) -> int:
+    "Where the row goes: behind what others have logged, but onto rows that were there before a restart"
+    return step if step < cb._ahead else max(step, wandb.run.step)
+
 def begin_fit(
     cb # A `WandbCallback`
 ):
@@ -161,7 +182,7 @@ def begin_fit(
     if run is None: raise ValueError('You must call wandb.init() before WandbCallback()')
     cb._fitting,cb._hists,new = True,{},run.id != cb._run_id
     if new: cb._run_id,cb._wandb_step,cb._n_steps,cb.axis = run.id,-1,0,EpochAxis()
-    cb.axis.done = max(cb.axis.done, run.summary.get('epoch') or 0)  # others may have trained in this run
+    if not cb._ahead: cb.axis.done = max(cb.axis.done, run.summary.get('epoch') or 0)  # others may have trained in this run
     try: run.config.update(fit_config(learn), allow_val_change=True)
     except Exception as e: print(f'WandbCallback could not log config parameters -> {e}')
     if new and cb.log_dataset: log_learner_dataset(cb)
