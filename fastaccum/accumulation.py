@@ -117,35 +117,39 @@ class MicroBatches:
     "A loader batch of `cb.learn`, in micro-batches of at most `size` items"
     def __init__(self, cb, size:int):
         learn = cb.learn
+        self.whole = cb.opens and cb.closes  # it is an accumulated batch
         self.cb,self.learn,self.acc,self.size,self.xb,self.yb = cb,learn,cb.acc,size,learn.xb,learn.yb
         self.n = count_items(learn)
         self.sizes = [min(size, self.n-i) for i in range(0, self.n, size)]
         self.split = len(self.sizes) > 1
         self.mixers = [(o,o.yb1,o.lam) for o in learn.cbs if isinstance(o, MixHandler) and o.run and hasattr(o, 'yb1')] if self.split else []
         self.keep_preds = self.split and getattr(getattr(learn, 'recorder', None), 'train_metrics', False)
-        self.losses,self.weights,self.preds,self.done,self.part_yb = [],[],[],0,self.yb
+        self.losses,self.weights,self.preds,self.done,self.part_yb,self.known,self.joint = [],[],[],0,self.yb,None,None
 
     def run(self):
         "Send all forward and backward, count those that went, and put the loader batch back"
+        loop = self.cb.loop
         try:
             self.weigh()
             for self.i in self.parts():
-                self.cb.loop.forward()
-                self.cb.loop.events(self.backward, 'backward', CancelBackwardException)
+                loop.forward()
+                loop.events(self.backward, 'backward', CancelBackwardException)
                 if self.keep_preds: self.preds.append(map_tensors(Tensor.detach, self.learn.pred))
         except cancels: self.count(); raise
         finally: self.put_back()
         self.count()
 
     def weigh(self):
-        "The weight of each micro-batch, and the factor of its loss; None if only the user's `weight` knows"
-        cb,info,self.known,self.all_known,self.factors = self.cb,self.cb.state.info,None,None,None
-        if cb.weight is not None or not self.acc.normalize: return
+        "The weight of each micro-batch, and the factor of its loss, unless only the user's `weight` knows"
+        cb,acc,info = self.cb,self.acc,self.cb.state.info
+        if cb.weight is not None or not acc.normalize: return
         self.known = self.sizes if info.over == 'items' else loss_weights(info, self.yb, self.size)
-        if isinstance(self.known, Tensor):
-            factors = self.acc.factor(self.known, self.n, self.yb[0].numel())
-            self.all_known,self.known,self.factors = (self.known,self.known.unbind(),factors.unbind()) if self.split else (None,[self.known],[factors])
-        else: self.factors = cb.host_factors([self.acc.factor(w, n) for w,n in zip(self.known, self.sizes)])
+        self.total = acc.aim(self.known) if self.whole else None
+        if not isinstance(self.known, Tensor): self.factors = cb.host_factors([acc.factor(w, n) for w,n in zip(self.known, self.sizes)])
+        else:
+            factors = acc.factor(self.known, self.n, self.yb[0].numel())
+            if self.split: self.joint,self.shares,self.known,self.factors = self.known,factors,self.known.unbind(),factors.unbind()
+            else: self.known,self.factors = [self.known],[factors]
 
     def parts(self):
         "The numbers of the micro-batches; each is in the place of the loader batch when it is its turn"
@@ -175,24 +179,24 @@ class MicroBatches:
 
     def _weight_of(self, i):
         if not self.acc.normalize: return 1,None
-        if self.cb.weight is None and self.learn.yb is self.part_yb:
+        if self.known is not None and self.learn.yb is self.part_yb:
             if self.cb.state.info.nan_if_empty and isinstance(self.known[i], Tensor): ignore_empty(self.learn.pred, self.known[i])
             return self.known[i],self.factors[i]
-        self.all_known = None                     # the user's weight, or targets that a callback has changed after the prediction
+        self.known = None                         # the user's weight, or targets that a callback has changed after the prediction
         weight = loss_weight(self.cb.state.info, self.learn.yb) if self.cb.weight is None else self.cb.weight(self.learn)
         on_device = torch.as_tensor(weight, device=self.learn.loss_grad.device)
         if isinstance(weight, Tensor) or not weight: ignore_empty(self.learn.pred, on_device)
         return weight,torch.as_tensor(self.acc.factor(weight, self.sizes[i]), dtype=torch.float32, device=on_device.device)
 
     def count(self):
+        "Give the accumulator their mean loss"
         if not self.losses: return
-        weights = self.weights
-        if self.split:
-            if self.all_known is not None and len(weights) == len(self.sizes): weights = [self.all_known]
-            loss,weight = mean_loss(self.losses, weights, self.acc.normalize)
-        else: loss,weight = mean_loss(self.losses, weights)
+        as_known = self.known is not None and len(self.losses) == len(self.sizes)
+        is_mean = as_known and self.whole
+        if self.joint is not None and is_mean: loss,weight = (torch.where(self.joint > 0, torch.stack(self.losses), 0.)*self.shares).sum(),self.total
+        else: loss,weight = mean_loss(self.losses, [self.joint] if self.joint is not None and as_known else self.weights, self.acc.normalize)
         self.learn.loss = loss
-        self.acc.count([loss], self.done, [weight])
+        self.acc.count([loss], self.done, [weight], is_mean)
 
     def put_back(self):
         if not self.split: return

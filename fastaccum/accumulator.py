@@ -92,7 +92,7 @@ def loss_weights(
     n,w = n_items(yb),_item_weights(info, yb)
     if not isinstance(w, Tensor): return [w*min(size, n-i) for i in range(0, n, size)]
     if n <= size: return w.sum()
-    return F.pad(w, (0, -n%size)).view(-1, size).sum(1)
+    return (F.pad(w, (0, -n%size)) if n%size else w).view(-1, size).sum(1)
 
 # %% ../nbs/api/00_accumulator.ipynb #6d2cd169
 def _check_accum_bs(accum_bs):
@@ -161,7 +161,7 @@ class GradientAccumulator:
         self.params,self.accum_bs,self.normalize = list(params),int(accum_bs),normalize
         self._begin()
 
-    def _begin(self): self.n_items,self._losses,self._weights,self._target = 0,[],[],None
+    def _begin(self): self.n_items,self._losses,self._weights,self._target,self._is_mean = 0,[],[],None,False
 
     @property
     def ready(self) -> bool: # `n_items` reached `accum_bs`
@@ -198,31 +198,43 @@ class GradientAccumulator:
             self._target = self.accum_bs*nominal/n_items
         return weight/self._target
 
+    def aim(self,
+        weights:list|Tensor # Of all micro-batches of the accumulated batch, before any `factor`
+    ) -> float|Tensor: # Their sum
+        "If all weights are known at the start their sum can be the target, and `finish` has nothing to multiply"
+        if not isinstance(weights, Tensor): total = sum(weights); self._target = total or 1
+        else: total = weights.sum(); self._target = total.clamp(min=torch.finfo(total.dtype).tiny if total.is_floating_point() else 1)
+        return total
+
     def count(self,
-        losses:list, # Detached losses of micro-batches, one element each
-        n_items:int, # Number of items in all of them
-        weights:list # Their weights: numbers and tensors; a tensor may hold several
+        losses:list,       # Detached losses of micro-batches, one element each
+        n_items:int,       # Number of items in all of them
+        weights:list,      # Their weights: numbers and tensors; a tensor may hold several
+        is_mean:bool=False # Is this the mean loss of all that `aim` was told of?
     ):
         "Count what was back-propagated. Nothing is computed before `finish`"
         self.n_items += n_items
         self._losses += losses
         self._weights += weights
+        self._is_mean = is_mean
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
         "Make the gradients the accumulated batch's, return its loss on the device, and count anew from the next `add` on"
-        loss,weight = mean_loss(self._losses, self._weights, self.normalize)
         factor = 1
-        if self.normalize and self._losses: factor = torch.where(weight > 0, self._target/weight, 0.) if isinstance(weight, Tensor) else self._target/weight
+        if self._is_mean: (loss,),(weight,) = self._losses,self._weights
+        else:
+            loss,weight = mean_loss(self._losses, self._weights, self.normalize)
+            if self.normalize and self._losses: factor = torch.where(weight > 0, self._target/weight, 0.) if isinstance(weight, Tensor) else self._target/weight
         if isinstance(factor, Tensor) or factor != 1: scale_grads(self.params, factor)
-        # reopened, the gradients are a mean over `weight`; without weight they are zero and keep their target
-        target = torch.where(weight > 0, weight, self._target) if isinstance(weight, Tensor) and self.normalize else weight or self._target
-        self._closed = self.n_items,self._losses,self._weights,target
+        self._closed = self.n_items,self._losses,self._weights,self._target,weight
         self._begin()
         return loss
 
     def reopen(self):
         "Take back the last `finish`: the accumulated batch goes on, its gradients stand"
-        self.n_items,self._losses,self._weights,self._target = self._closed
+        self.n_items,self._losses,self._weights,target,weight = self._closed
+        # the gradients are a mean over `weight` now; without weight they are zero and keep their target
+        self._target = torch.where(weight > 0, weight, target) if isinstance(weight, Tensor) and self.normalize else weight or target
 
     def reset(self):
         "Forget all that was added, gradients too"

@@ -7,13 +7,12 @@ Docs: https://fastaccum.github.io/fastaccum/api/loop.html.md"""
 # %% ../nbs/api/09_loop.ipynb #4e38840c
 from __future__ import annotations
 from functools import lru_cache
-from types import SimpleNamespace
-import numpy as np
+import math
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['cancels', 'takes_rows', 'is_recorder', 'record_step', 'explain', 'EventTable', 'LoopCallback', 'BatchLoop',
-           'check_own_loop']
+__all__ = ['cancels', 'takes_rows', 'is_recorder', 'current_lr', 'record_step', 'explain', 'EventTable', 'LoopCallback',
+           'BatchLoop', 'check_own_loop']
 
 # %% ../nbs/api/09_loop.ipynb #e195c360
 _row_takers = 'ParamScheduler', 'WandbCallback', 'TensorBoardCallback', 'StepLogger'
@@ -29,24 +28,27 @@ def is_recorder(cb) -> bool:
     "Is `cb` fastai's `Recorder`, whose rows `record_step` writes? (A subclass with an `after_batch` of its own writes them itself)"
     return getattr(type(cb), 'after_batch', None) is Recorder.after_batch
 
-# %% ../nbs/api/09_loop.ipynb #8a632bd3
+# %% ../nbs/api/09_loop.ipynb #899f9d90
+def current_lr(
+    opt # fastai's `Optimizer`, or an `OptimWrapper`, whose `hypers` would translate the names of all settings first
+) -> float:
+    "Learning rate of the last parameter group"
+    return (opt.opt.param_groups if isinstance(opt, OptimWrapper) else opt.hypers)[-1]['lr']
+
 def record_step(
     rec:Recorder, # Its `losses`, `lrs` and `smooth_loss` get a row
     loss:Tensor   # Loss of the step, on any device
 ) -> bool: # Was the loss finite?
     "Give `rec` the row of one step. Copies the loss to the host, as `Recorder` does: the one sync of a step"
-    smooth = rec.smooth_loss
-    old = smooth.val
-    smooth.accumulate(SimpleNamespace(loss=loss.detach().float()))
-    finite = bool(np.isfinite(smooth.val.numpy()))
-    if not finite:  # as if the loss had been the smooth loss
-        n = smooth.count - 1
-        smooth.val = old*((1-smooth.beta**(n+1))/(1-smooth.beta**n)) if n else old
-        if not n: smooth.count = 0
-    learn,value = rec.learn,smooth.value
-    rec.lrs.append(learn.opt.hypers[-1]['lr'])
-    rec.losses.append(value)
-    learn.smooth_loss = value
+    smooth,learn = rec.smooth_loss,rec.learn
+    value = (loss.mean() if loss.dim() else loss).item()
+    finite = math.isfinite(value)
+    if finite: smooth.val = torch.lerp(torch.tensor(value), smooth.val, smooth.beta)   # `AvgSmoothLoss.accumulate`
+    elif n := smooth.count: smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if the loss had been the smooth loss
+    if finite or smooth.count: smooth.count += 1
+    learn.smooth_loss = smooth.value
+    rec.losses.append(learn.smooth_loss)
+    rec.lrs.append(current_lr(learn.opt))
     return finite
 
 # %% ../nbs/api/09_loop.ipynb #4b9a3bd5

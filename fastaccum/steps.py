@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
-from .loop import LoopCallback, _is_a
+from .loop import LoopCallback, _is_a, current_lr
 
 # %% auto #0
 __all__ = ['step_row', 'to_host', 'EpochAxis', 'StepTable', 'StepLogger', 'grad_norm', 'to_tensorboard']
@@ -20,7 +20,7 @@ def step_row(
 ) -> dict: # Name -> number, or tensor on the device
     "What is known of the step: `items`, `accum_bs`, `loss`, `lr`, what callbacks offer as `step_values`, and whether it was `skipped`"
     loop,n = learn.one_batch,find_bs(learn.yb)
-    row = dict(items=n, accum_bs=n, loss=loop.step_loss, lr=learn.opt.hypers[-1]['lr'])
+    row = dict(items=n, accum_bs=n, loss=loop.step_loss, lr=current_lr(learn.opt))
     for cb in learn.cbs:
         if hasattr(type(cb), 'step_values'): row.update(cb.step_values)
     return {**row, 'skipped': loop.stepped == False}  # noqa: a tensor where fp16 decides on the device

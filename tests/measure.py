@@ -24,6 +24,9 @@ class SyncCounter(TorchDispatchMode):
         super().__init__()
         self.sites,self.patches,self.inside = Counter(),[],False
 
+    @property
+    def n(self): return sum(self.sites.values())
+
     def count(self):
         frames = [f for f in traceback.extract_stack() if '/torch/' not in f.filename and not f.filename.endswith(('fastai/torch_core.py', 'measure.py'))]
         self.sites[f'{"/".join(frames[-1].filename.split("/")[-2:])}:{frames[-1].lineno}'] += 1

@@ -151,4 +151,18 @@ def check_own(learn, merge=partial(torch.cat, dim=0), tol=1e-6):
         err = rel_err(s.grad, big_batch(learn.model, s.weights, learn.loss_func, x, y)[0])
         assert err < tol, f'the gradient of a step with {s.batches} is {err:.1e} off'
 
+class On(Callback):
+    "Calls `f(learn)` at `event` in training (`training=None`: always); only the times that are in `calls`, counted from 0"
+    def __init__(self, event, f, calls=None, order=20, training=True):
+        self.order,self.f,self.calls,self.at,self.n = order,f,calls,training,-1
+        setattr(self, event, self._call)
+    def _call(self):
+        if self.at not in (None, self.learn.training): return
+        self.n += 1
+        if self.calls is None or self.n in self.calls: self.f(self.learn)
+
+def throw(ex):
+    def f(*_): raise ex
+    return f
+
 __all__ = [n for n in globals() if not n.startswith(('_', 'test'))]  # fastcore's `test_eq` and the like are no tests

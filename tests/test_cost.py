@@ -72,6 +72,14 @@ def test_multiplications_of_ragged_ends():
     with OpCounter() as ops: learn.fit(2)
     assert ops.calls['_foreach_mul_']==2      # the steps of 29 items
 
+@pytest.mark.parametrize('cancelled', [[], [1, 5]])
+def test_multiplications_of_whole_batches(cancelled):
+    "A loader batch that is an accumulated batch needs none, whatever its weights are. One that lacks micro-batches goes on with the next loader batch"
+    y = ignored(48)
+    learn = learner(Data(torch.randn(48, 6), y), 16, GradientAccumulation(micro_batch_size=3), On('before_backward', throw(CancelBackwardException()), cancelled), loss_func=CrossEntropyLossFlat())
+    with OpCounter() as ops: learn.fit(1)
+    assert (ops.calls['_foreach_mul_'], len(learn.recorder.losses))==((1, 2) if cancelled else (0, 3))
+
 # --- memory
 
 def wide(): return nn.Sequential(nn.Linear(6, 500), nn.Tanh(), nn.Linear(500, 400), nn.Tanh(), nn.Linear(400, 4))

@@ -46,10 +46,6 @@ class At(Callback):
         do,self.do = self.do,None
         do(self.learn)
 
-def throw(e):
-    def f(learn): raise e
-    return f
-
 class Broken(nn.Module):
     "Calls `f` in the third forward pass"
     def __init__(self, f): super().__init__(); self.f,self.n,self.body = f,0,nn.Linear(6, 4)

@@ -3,29 +3,8 @@ import copy, io, pickle, random
 from math import inf
 import pytest, torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from measure import SyncCounter
 from fastaccum.scaler import DynamicLossScaler
-
-class SyncCounter(TorchDispatchMode):
-    "Counts what would make the host wait for a GPU: `.item()` (and `float`, `bool`), `.tolist()`, `.cpu()`"
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += func._schema.name == 'aten::_local_scalar_dense'
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self):
-        self.n,self._methods = 0,{m: getattr(torch.Tensor, m) for m in ('tolist', 'cpu')}
-        for m,f in self._methods.items(): setattr(torch.Tensor, m, self._counted(f))
-        return super().__enter__()
-
-    def __exit__(self, *args):
-        for m,f in self._methods.items(): setattr(torch.Tensor, m, f)
-        return super().__exit__(*args)
-
-    def _counted(self, f):
-        def counted(*args, **kwargs):
-            self.n += 1
-            return f(*args, **kwargs)
-        return counted
 
 class Task:
     "A parameter whose gradient is 1, or inf in a step that shall overflow"
