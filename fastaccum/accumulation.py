@@ -252,13 +252,15 @@ class GradientAccumulation(LoopCallback):
         check_learner(self)
         self.learn.gradient_accumulation = self
         self.acc.params = list(dict.fromkeys(p for ps in self.learn.opt.param_lists for p in ps))  # tied ones once
-        self.acc.reset()                          # whatever ended the last fit
+        self._clear()                             # whatever ended the last fit
         self.state.running = True
         if available_bytes(find_device(self.acc.params)) is not None: self._fits = {}   # there may be more memory now
         if self.loop.lr_finder: self.learn.n_epoch = epochs_for(self, self.loop.lr_finder.num_it)
 
+    def _clear(self): self.acc.reset(self.learn.opt)
+
     def detach(self):
-        if self.state.running: self.acc.reset()   # an exception ended the fit
+        if self.state.running: self._clear()      # an exception ended the fit
 
     def before_train(self): self.state.info,self.state.inexact = loss_info(self.learn.loss_func),False
 
@@ -318,7 +320,7 @@ class GradientAccumulation(LoopCallback):
         self.state.running = False
         if not self.n_items: return
         print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} items accumulated; their gradients are cleared.")
-        self.acc.reset()
+        self._clear()
 
 # %% ../nbs/api/10_accumulation.ipynb #dc1be440
 _remainders = 'step','drop','carry'
@@ -381,7 +383,7 @@ def end_epoch(
                    "its accumulated loss exact. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact, or pass weight= yourself.")
     if acc.loop.row_due: acc.loop.give_rows()  # a callback ended the epoch between the step and its row
     if not acc.n_items or acc.remainder == 'carry': return
-    if acc.remainder == 'drop' and not acc.acc.ready: return acc.acc.reset()
+    if acc.remainder == 'drop' and not acc.acc.ready: return acc._clear()
     try: acc.loop.step(acc)
     except (CancelBatchException, CancelTrainException, CancelEpochException): pass  # if it did not step, it goes on
     if acc.loop.row_due: acc.loop.give_rows()

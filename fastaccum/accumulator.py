@@ -236,9 +236,13 @@ class GradientAccumulator:
         # the gradients are a mean over `weight` now; without weight they are zero and keep their target
         self._target = torch.where(weight > 0, weight, target) if isinstance(weight, Tensor) and self.normalize else weight or target
 
-    def reset(self):
+    def reset(self,
+        opt=None # An optimizer with `zero_grad`, which may leave zeros (as fastai's do) or nothing. Default: nothing
+    ):
         "Forget all that was added, gradients too"
-        for p in self.params: p.grad = None
+        if opt is not None: opt.zero_grad()
+        else:
+            for p in self.params: p.grad = None
         self._begin()
 
     def state_dict(self) -> dict: # Plain numbers

@@ -458,6 +458,7 @@ class TrainingCheckpoint(LoopCallback):
         self.state = SimpleNamespace(fitting=False, folder=None)
 
     def before_fit(self):
+        if not self.state.fitting: return # `validate` and `get_preds` begin in the same way
         callback_states(self.learn.cbs)   # what cannot be saved is an error now, not in 15 minutes
         self.state.steps = 0
         self._plan_next()

@@ -153,6 +153,7 @@ class BatchLoop:
         self._begin()
         learn._split(b if self._on_device(b) else learn._set_device(b))
         self.events(self.batch, 'batch', CancelBatchException)
+        self.row_due = False
         if self.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
 
     def _on_device(self, b):

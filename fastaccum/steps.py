@@ -45,11 +45,11 @@ class EpochAxis:
     "Epochs trained so far: grows smoothly within an epoch, goes on over several fits, and counts an epoch that was cut short as one"
     def __init__(self,
         done:float=0 # Epochs trained before
-    ): self.done = done
+    ): self.done,self.start = done,None
 
     def begin(self): self.start = math.ceil(self.done)
     def move(self, learn): self.done = self.start + (learn.iter+1)/learn.n_iter
-    def end(self): self.done = self.start + 1
+    def end(self): self.done,self.start = (math.ceil(self.done) if self.start is None else self.start) + 1,None  # it may have ended before it began
 
 # %% ../nbs/api/12_steps.ipynb #378e84a3
 class StepTable:

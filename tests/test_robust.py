@@ -55,19 +55,6 @@ def steps_of(setup, n_epoch=1, stop=None, data=data):
     sizes = data.sizes(bs)
     return accumulated(sizes, size(setup, n_epoch, len(sizes)), remainder(setup), n_epoch, stop)
 
-# Known and not mended yet; each entry goes with its defect
-open_defects = {
-    'gradients are None, not zero, after a fit': lambda name, setup: name=='test_without_gradient' and has(setup, 'schedule', 'parts'),
-    'TrainingCheckpoint before any fit':         lambda name, setup: name in ('test_export','test_between_fits') and has(setup, 'saves'),
-    'CancelTrainException in before_train':      lambda name, setup: name=='test_exception' and has(setup, 'steps'),
-    'nothing was scaled yet':                    lambda name, setup: name=='test_no_gradient_at_all',
-    'rows without a Recorder':                   lambda name, setup: name=='test_without_recorder'}
-
-@pytest.fixture(autouse=True)
-def not_yet(request):
-    for why,f in open_defects.items():
-        if f(request.function.__name__, request.getfixturevalue('setup')): request.applymarker(pytest.mark.xfail(reason=why, strict=False))
-
 @pytest.fixture(scope='module', autouse=True)
 def run(tmp_path_factory):
     "A run of W&B, offline"
