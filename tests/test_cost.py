@@ -1,7 +1,7 @@
 "What accumulation costs: host syncs, multiplications, memory"
 import pytest
 from reference import *
-from measure import LiveMemory, OpCounter, SyncCounter
+from bench.measure import LiveMemory, OpCounter, SyncCounter
 from fastai.callback.mixup import MixUp
 
 def make(n_steps, k, *cbs, target=None, loss_func=None, bs=8, **acc):

@@ -4,7 +4,7 @@ from collections import namedtuple, OrderedDict
 from reference import *
 from test_exact import Mixed, bits, case, cases, classes, cls_w, empty_cases, mixed_cases, mixed_loss, reals
 from test_precision import elementwise
-from measure import SyncCounter
+from bench.measure import SyncCounter
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.losses import *
 from fastai.text.models.awdlstm import AWD_LSTM

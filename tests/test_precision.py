@@ -4,7 +4,7 @@ from collections import namedtuple
 from math import inf, nan
 import pytest
 from reference import *
-from measure import SyncCounter
+from bench.measure import SyncCounter
 from test_scaler import through_file
 from fastai.callback.fp16 import AMPMode as FastaiAMPMode, MixedPrecision as FastaiPrecision
 from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, PILImageBW

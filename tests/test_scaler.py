@@ -3,7 +3,7 @@ import copy, io, pickle, random
 from math import inf
 import pytest, torch
 from torch import nn
-from measure import SyncCounter
+from bench.measure import SyncCounter
 from fastaccum.scaler import DynamicLossScaler
 
 class Task:
