@@ -1,13 +1,14 @@
 # `make` lists the targets. GNU make 3.81, which macOS has, is enough.
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+BENCH := .venv/.bench
 MIN_PYTHON := $(shell sed -n 's/^min_python *= *//p' settings.ini)
 PYTHONS := python3 $(addprefix python,$(shell sed -n 's/^pythons *= *//p' settings.ini)) python
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))
 # One thread is fastest for models as small as the tests', and they never log to a server
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
 
-.PHONY: help demo test docs export readme clean bump
+.PHONY: help demo test bench docs export readme clean bump
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
@@ -19,6 +20,11 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
 	$(TEST_ENV) $(BIN)/python -m pytest
+
+bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness and host syncs (minutes); make the page of it
+	$(TEST_ENV) $(BIN)/python -m bench
+	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb
+	$(BIN)/python tools/export.py
 
 docs: $(INSTALLED) ## build the site in _docs from the notebooks (Python 3.11 or newer)
 	$(BIN)/python tools/docs.py
@@ -34,7 +40,7 @@ bump: $(INSTALLED) ## raise the version's last part, or PART=minor, PART=major
 
 clean: ## remove what building, testing and the demo leave behind (.venv stays)
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis _proc _docs _md demo
-	find fastaccum nbs tests tools -type d \( -name __pycache__ -o -name .ipynb_checkpoints -o -name models \
+	find bench fastaccum nbs tests tools -type d \( -name __pycache__ -o -name .ipynb_checkpoints -o -name models \
 		-o -name runs -o -name wandb \) -prune -exec rm -rf {} +
 
 # The environment, with the first Python that will do; installed again when what it depends on has changed
@@ -45,4 +51,9 @@ $(INSTALLED): settings.ini setup.py pyproject.toml
 			'One at another place: make PYTHONS=/path/to/python3'; exit 1; fi; \
 		echo "Making .venv with $$p; PyTorch is large, so this takes some minutes"; $$p -m venv --clear .venv; }
 	$(BIN)/python -m pip install -e '.[dev]'
+	@touch $@
+
+# The libraries that are measured next to fastaccum
+$(BENCH): $(INSTALLED)
+	$(BIN)/python -m pip install -e '.[bench]'
 	@touch $@

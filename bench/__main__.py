@@ -1,0 +1,43 @@
+"`python -m bench` measures all and writes results.json; with names (`python -m bench speed syncs`) only these, and writes nothing"
+import json, os, platform, sys, time, warnings
+from contextlib import suppress
+from datetime import date
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+import fastaccum, torch
+from . import report
+
+PARTS = dict(exact='Exactness: the gradient of a step against that of one big batch', syncs='Host syncs: per micro-batch, and per step beyond these',
+             memory='Memory: peak of live activations, MiB', speed='Speed: processor time per micro-batch, us, and beyond the hand-written loop')
+PACKAGES = 'torch', 'fastai', 'fastcore', 'accelerate', 'lightning', 'transformers'
+
+def machine() -> dict:
+    cpu,system = platform.processor() or platform.machine(),platform.platform(terse=True)
+    with suppress(OSError): cpu = next((l.split(':')[1].strip() for l in open('/proc/cpuinfo') if l.startswith('model name')), cpu)
+    with suppress(OSError): system = platform.freedesktop_os_release()['PRETTY_NAME']
+    return dict(cpu=cpu, cores=os.cpu_count(), os=system)
+
+def versions() -> dict:
+    res = dict(python=platform.python_version())
+    for p in PACKAGES:
+        with suppress(PackageNotFoundError): res[p] = version(p)
+    return dict(**res, fastaccum=fastaccum.__version__)
+
+def measure(part):
+    print(f'\n{PARTS[part]}', flush=True)
+    start,rows = time.time(),import_module(f'.{part}', __package__).run()
+    print(f'\n{getattr(report, part)(rows).to_string()}\n({time.time()-start:.0f} s)', flush=True)
+    return rows
+
+def main(names=()):
+    wrong = set(names)-set(PARTS)
+    if wrong: sys.exit(f"{', '.join(wrong)}: the parts are {', '.join(PARTS)}.")
+    warnings.simplefilter('ignore')          # the libraries' own
+    torch.set_num_threads(1)
+    res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), **{part: measure(part) for part in names or PARTS})
+    print(f'\n{report.about(res)}')
+    if names: return
+    report.FILE.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
+    print(f'Wrote {os.path.relpath(report.FILE)}, which the page Benchmarks is made of.')
+
+if __name__ == '__main__': main(sys.argv[1:])

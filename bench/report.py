@@ -1,0 +1,65 @@
+"The tables and the picture of what was measured"
+import json
+from pathlib import Path
+import matplotlib.pyplot as plt
+import pandas as pd
+
+FILE = Path(__file__).parent/'results.json'
+
+def results(): return json.loads(FILE.read_text(encoding='utf-8'))
+
+def about(res):
+    "When, where and with which versions"
+    machine = ', '.join(f'{v} {k}' if k == 'cores' else v for k,v in res['machine'].items())
+    return f"{res['date']}, {machine}. " + ', '.join(f'{k} {v}' for k,v in res['versions'].items()) + '.'
+
+def _table(rows, column, cell):
+    "Peers in rows, what `column` says in columns"
+    cells = {}
+    for r in rows: cells.setdefault(column(r), {})[r['peer']] = cell(r)
+    return pd.DataFrame(cells).reindex(dict.fromkeys(r['peer'] for r in rows)).fillna('')
+
+def speed(rows, *models):
+    "Processor time of a micro-batch, in us: the hand-written loop's own, and what the others take beyond it; of all `models`, or of some"
+    rows = [r for r in rows if not models or r['model'] in models]
+    def column(r): return r['model'],f"{r['precision']}, {r['n_acc']} a step"
+    def cell(r): return (f"{r['cpu']['us']:.0f}" if r['peer'].startswith('hand') else '{over:+.0f} ({low:+.0f} to {high:+.0f})'.format(**r['cpu']))
+    return _table(rows, column, cell)
+
+def memory(rows):
+    "Peaks in MiB, and the last of them in eighths of the first"
+    def shown(r):
+        peaks = {k: f'{v/2**20:.1f}' for k,v in r.items() if k[0].isdigit()}
+        head = {'model': r['model'], 'precision': r['precision'], 'checkpointing': 'yes' if r['checkpointing'] else 'no'}
+        return head | peaks | {'split, in eighths of 1x64': f'{eighths(r):.3f}'}
+    return pd.DataFrame(map(shown, rows)).set_index('model').rename_axis(None)
+
+def eighths(row): return 8*row['8x8 split']/row['1x64']
+
+def syncs(rows):
+    "Host syncs per micro-batch, and per step beyond these"
+    def column(r): return r['precision'] + (', fused optimizer' if r['fused'] else '')
+    return _table(rows, column, lambda r: f"{r['micro_batch']:g} and {r['step']:g}")
+
+def exact(rows):
+    "How far the gradient of a step is off that of one big batch"
+    def shown(e): return 'no step' if e is None else 'exact' if e < 1e-6 else f'{e:.0%}'
+    return pd.DataFrame([{k: v if k == 'peer' else shown(v) for k,v in r.items()} for r in rows]).set_index('peer').rename_axis(None)
+
+def plot(rows, model, n_acc=8):
+    "Overhead of each peer, a panel for each precision"
+    rows = [r for r in rows if r['model'] == model and r['n_acc'] == n_acc and not r['peer'].startswith('hand')]
+    names = list(dict.fromkeys(r['peer'] for r in rows))[::-1]
+    fig,axs = plt.subplots(1, 2, figsize=(9, 2.8), sharey=True, layout='constrained')
+    for ax,precision in zip(axs, ('fp32', 'bf16')):
+        for r in rows:
+            if r['precision'] != precision: continue
+            o,i = r['cpu'],names.index(r['peer'])
+            ax.barh(i, o['over'], xerr=[[o['over']-o['low']], [o['high']-o['over']]], color='tab:blue' if 'fastaccum' in r['peer'] else 'silver')
+            ax.text(max(o['over'], o['high'], 0), i, f"  {o['over']:.0f}", va='center')
+        ax.set_title(f'{model}, {precision}')
+        ax.set_yticks(range(len(names)), names)
+        ax.margins(x=.12)
+        ax.spines[['top', 'right']].set_visible(False)
+    fig.supxlabel('us per micro-batch beyond the hand-written loop', size='medium')
+    return fig
