@@ -15,7 +15,7 @@ root = Path(__file__).resolve().parent.parent
 def project(tmp_path_factory):
     "The folder of a project whose site is built"
     where = tmp_path_factory.mktemp('site')/'below'/'fastaccum'
-    for d in ('nbs', 'tools', 'fastaccum'): shutil.copytree(root/d, where/d, ignore=shutil.ignore_patterns('__pycache__', 'models'))
+    for d in ('bench', 'nbs', 'tools', 'fastaccum'): shutil.copytree(root/d, where/d, ignore=shutil.ignore_patterns('__pycache__', 'models'))
     for f in root.iterdir():
         if f.is_file(): shutil.copy(f, where)
     env = {**os.environ, 'PYTHONPATH': str(where), 'PYTHONWARNINGS': 'ignore'}
@@ -96,10 +96,10 @@ def test_links_in_links():
         assert pages.linked(text, 'index.ipynb', cfg)==expected
 
 def test_menu():
-    paths = ['api/b.md', 'api/a.md', 'changelog.md', 'index.md', 'new.md', 'tutorials/benchmarks.md', 'tutorials/new.md', 'tutorials/wandb.md']
+    paths = ['api/b.md', 'api/a.md', 'benchmarks.md', 'changelog.md', 'index.md', 'new.md', 'tutorials/new.md', 'tutorials/wandb.md']
     assert docs.navigation({p: p.upper() for p in paths})==[
         {'Home': 'index.md'}, {'Tutorials': [{'TUTORIALS/WANDB.MD': 'tutorials/wandb.md'}, {'TUTORIALS/NEW.MD': 'tutorials/new.md'}]},
-        {'API reference': [{'API/B.MD': 'api/b.md'}, {'API/A.MD': 'api/a.md'}]}, {'Benchmarks': 'tutorials/benchmarks.md'}, {'NEW.MD': 'new.md'},
+        {'API reference': [{'API/B.MD': 'api/b.md'}, {'API/A.MD': 'api/a.md'}]}, {'Benchmarks': 'benchmarks.md'}, {'NEW.MD': 'new.md'},
         {'Changelog': 'changelog.md'}]
 
 @pytest.mark.parametrize('text,expected', [

@@ -13,7 +13,7 @@ import apidoc, pages
 # -- The menu ----------------------------------------------------------------------------------------------------
 # A page in each place, all of a folder, or all that is left
 menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Tutorials': 'tutorials/', 'Coming from': 'coming_from',
-        'API reference': 'api/', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'tutorials/benchmarks', '': '',
+        'API reference': 'api/', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks', '': '',
         'Changelog': 'changelog', 'Contributing': 'contributing'}
 # In the order in which a user needs them; those that are not named follow
 tutorials = ['bigger_batch', 'anneal', 'mixed_precision', 'any_gpu', 'token_losses', 'wandb']

@@ -1,0 +1,133 @@
+"The benchmarks: everybody trains the same, the arithmetic, and the promises that the results file must keep"
+import json, re
+from pathlib import Path
+import pytest
+from reference import rel_err, weights
+from bench import exact, memory, peers, report, speed, syncs
+from bench.__main__ import PACKAGES, PARTS, main
+from bench.jobs import job
+from bench.peers import PEERS, installed
+
+ours = PEERS['split'],PEERS['whole']
+results = report.results()
+def is_ours(row): return row['peer'].startswith('fastaccum')
+
+# -- Everybody trains the same -----------------------------------------------------------------------------------
+def trained(peer, **kwargs):
+    ticks,a_job = [],job('MLP 32-64-10', 24, 4, **kwargs).fresh(on_step=lambda: ticks.append(1))
+    peer.run(a_job)
+    assert len(ticks)==3
+    return weights(a_job.model)
+
+@pytest.mark.parametrize('precision,tol', [('fp32', 1e-6), ('bf16', 1e-3)])
+def test_same_training(precision, tol):
+    before,hand = weights(job('MLP 32-64-10', 24, 4).model),trained(PEERS['hand'], precision=precision)
+    assert rel_err(hand, before) > 1e-3
+    for p in ours: assert rel_err(trained(p, precision=precision), hand) < tol, p.label
+
+def test_fastai_trains_the_same(): assert rel_err(trained(PEERS['fastai']), trained(PEERS['hand'])) < 1e-6
+
+def test_same_job():
+    "A job is made anew for each fit: nobody trains what another has trained"
+    a_job = job('MLP 32-64-10', 8, 4)
+    before = weights(a_job.model)
+    PEERS['whole'].run(a_job.fresh())
+    assert weights(a_job.model).equal(before) and weights(job('MLP 32-64-10', 8, 4).model).equal(before)
+
+def test_missing_peers_are_left_out(monkeypatch):
+    monkeypatch.setattr(peers, 'find_spec', lambda name: None if name in ('lightning', 'accelerate') else name)
+    assert list(installed())==['hand', 'split', 'whole', 'fastai']       # the Trainer needs accelerate
+    assert list(installed('fp16'))==['split', 'whole']
+    assert 'fastai' not in installed('bf16')
+
+# -- Speed -------------------------------------------------------------------------------------------------------
+def test_overhead():
+    "The median of the differences of each round, not the difference of the medians"
+    times,hand = [dict(cpu=t) for t in (110, 300, 125, 160, 130)],[dict(cpu=t) for t in (100, 200, 120, 100, 90)]
+    assert speed.overhead(times, hand, 'cpu')==dict(us=130, over=40, low=7.5, high=80)
+    assert speed.overhead(times[:1], hand[:1], 'cpu')==dict(us=110, over=10, low=10, high=10)
+
+def test_clock(monkeypatch):
+    "From the first to the last step, per micro-batch; setting up does not count"
+    now = [0.]
+    def run(a_job):
+        now[0] += 9
+        for _ in range(3): now[0] += .004; a_job.on_step()
+        now[0] += 9
+    monkeypatch.setattr(speed, 'CLOCKS', dict(cpu=lambda: now[0]))
+    peer = PEERS['hand']._replace(run=run)
+    assert speed.time_fit(peer, job('MLP 32-64-10', 24, 4, n_acc=8), 3)['cpu']==pytest.approx(500)
+    with pytest.raises(AssertionError, match='3 steps instead of 4'): speed.time_fit(peer, job('MLP 32-64-10', 24, 4), 4)
+
+@pytest.mark.parametrize('case', speed.CASES, ids=lambda c: f'{c.model}, {c.precision}, {c.n_acc}')
+def test_speed(case):
+    "With the fewest steps; figures as short as these say nothing"
+    names = {k for k in ('hand', 'split', 'whole', 'fastai')[:4 if 'MLP' in case.model else 2] if k in case.peers and case.precision in PEERS[k].precisions}
+    rows = speed.run_case(case._replace(steps=2, rounds=1, peers=names))
+    assert [r['peer'] for r in rows]==[p.label for k,p in PEERS.items() if k in names]
+    assert rows[0]['cpu']['over']==0 and all(r[c]['us'] > 0 for r in rows for c in speed.CLOCKS)
+
+# -- Counted, so the same on every machine -----------------------------------------------------------------------
+def test_memory():
+    big,small = (memory.peak(f, job('conv net', 64//bs, bs, n_acc=64//bs), False) for bs,f in (memory.RUNS[k] for k in ('1x64', '8x8 split')))
+    assert abs(8*small/big-1) < .05
+
+def test_checkpointing_saves_memory():
+    bs,run = memory.RUNS['8x8 hand']
+    plain,saved = (memory.peak(run, job('transformer', 1, bs, n_acc=1), c) for c in (False, True))
+    assert saved < .6*plain
+
+def test_gradients_do_not_count():
+    a_job = job('MLP 32-64-10', 1, 1, n_acc=1)
+    assert memory.peak(PEERS['hand'].run, a_job, False) < sum(p.nbytes for p in a_job.model.parameters())
+
+def test_syncs():
+    "The counter sees fastai's; ours has the one that the file has"
+    assert syncs.syncs(PEERS['fastai'])==dict(micro_batch=1, step=0)
+    for fused,n in ((False, 2), (True, 1)): assert syncs.syncs(PEERS['split'], precision='fp16', fused=fused)==dict(micro_batch=0, step=n)
+
+def test_exact():
+    jobs = exact.jobs()
+    assert len(jobs)==4
+    for name,a_job in jobs.items():
+        assert max(exact.off(p.run, a_job) for p in ours) < 1e-6, name
+        assert exact.off(PEERS['hand'].run, a_job) > .1, name
+    assert exact.off(PEERS['fastai'].run, jobs['end of epoch']) is None
+
+# -- The results file --------------------------------------------------------------------------------------------
+def test_results_are_of_all():
+    assert list(results['versions'])==['python', *PACKAGES, 'fastaccum'] and all(results['versions'].values())
+    assert set(results['machine'])=={'cpu', 'cores', 'os'} and all(results['machine'].values())
+    def key(r): return r['model'],r['precision'],r['n_acc'],r['peer']
+    assert {key(r) for r in results['speed']}=={(c.model, c.precision, c.n_acc, PEERS[k].label) for c in speed.CASES for k in c.peers if c.precision in PEERS[k].precisions}
+    assert {r['peer'] for r in results['exact']} > {p.label for p in PEERS.values()}
+    assert {r['peer'] for r in results['syncs']}=={p.label for p in PEERS.values()}
+
+def test_results_hold():
+    assert len(results['memory'])==8
+    for r in results['memory']: assert abs(report.eighths(r)-1) < .05, r
+    kinds = set()
+    for r in filter(is_ours, results['syncs']):
+        kinds.add((r['precision'], r['fused']))
+        assert r['micro_batch']==0 and r['step'] <= (2 if (r['precision'], r['fused'])==('fp16', False) else 1), r
+    assert kinds=={('fp32', False), ('bf16', False), ('fp16', False), ('fp16', True)}
+    for r in filter(is_ours, results['exact']): assert all(r[case] < 1e-6 for case in exact.jobs()), r
+
+def test_page_is_of_the_results():
+    "Else: run nbs/benchmarks.ipynb again"
+    page = json.loads((Path(__file__).parent.parent/'nbs/benchmarks.ipynb').read_text(encoding='utf-8'))
+    outputs = [o.get('data', {}) for c in page['cells'] for o in c.get('outputs', [])]
+    def shown(kind): return '\n'.join(''.join(data.get(kind, '')) for data in outputs)
+    assert report.about(results) in shown('text/markdown') and shown('image/png').strip()
+    tables = [report.speed(results['speed'], *models) for models in (('MLP 32-64-10',), ('conv net', 'transformer'))]
+    tables += [getattr(report, part)(results[part]) for part in ('memory', 'syncs', 'exact')]
+    assert re.findall('<td>(.*?)</td>', shown('text/html'))==[v for t in tables for v in t.values.flatten()]
+
+def test_tables():
+    table = report.exact([dict(peer='a', x=1e-7, y=None), dict(peer='b', x=2e-6, y=.256)])
+    assert table.to_dict('list')==dict(x=['exact', '0%'], y=['no step', '26%'])
+    table = report.speed(results['speed'], 'MLP 32-64-10')
+    assert table.shape==(7, 4) and (table.iloc[3:, 2:]=='').all(axis=None)   # these do not take part in the second case
+
+def test_unknown_part():
+    with pytest.raises(SystemExit, match=f"speedd: the parts are {', '.join(PARTS)}"): main(['speedd'])
