@@ -241,10 +241,11 @@ def offline_records(
     timeout:float=10 # Seconds to wait for the end of the run: another process writes it, a little after `wandb.finish()`
 ) -> list: # Protocol buffers (`wandb_internal_pb2.Record`)
     "All that an offline run has logged, in order"
-    until = time.time() + timeout
+    path,until = Path(path),time.time() + timeout
     while True:
-        records = list(_records(Path(path).read_bytes()))
-        if time.time() > until or any(r.WhichOneof('record_type') == 'exit' for r in records): return records
+        late = time.time() > until
+        records = list(_records(path.read_bytes())) if late or path.exists() else []
+        if late or any(r.WhichOneof('record_type') == 'exit' for r in records): return records
         time.sleep(.05)
 
 def _records(data):

@@ -43,7 +43,8 @@ def test_wandb(demo):
     pytest.importorskip('wandb')
     cwd,out = demo
     run, = cwd.glob('demo/wandb/offline-run-*')
-    assert list(run.glob('*.wandb')) and str(run.relative_to(cwd)) in out
+    from fastaccum.wandb import offline_history
+    assert offline_history(run/f"run-{run.name.split('-')[-1]}.wandb") and str(run.relative_to(cwd)) in out
 
 def test_without_wandb(monkeypatch, capsys, tmp_path):
     from fastaccum.demo import wandb_offline
