@@ -5,7 +5,7 @@ modules have them: no cell of a notebook is run."""
 import ast, importlib, inspect, nbdev.serve, re, textwrap
 from enum import Enum, EnumMeta
 from fastai.callback.core import Callback
-from fastcore.docments import DocmentTbl, DocmentText, empty
+from fastcore.docments import DocmentText, docments, empty
 from nbdev import processors
 from nbdev.config import get_config
 from nbdev.doclinks import NbdevLookup
@@ -61,7 +61,7 @@ def signature(sym, name):
 
 def parameters(sym):
     "Table of what `sym` takes and returns, if that is documented"
-    dm = {k: v for k,v in DocmentTbl(sym).dm.items() if k!='self'}
+    dm = {k: v for k,v in docments(sym, full=True, args_kwargs=True).items() if k!='self'}
     text = lambda o: '' if o.get('docment', empty) in (empty, None) else linkify(o['docment'], dm)
     if not any(text(o) for o in dm.values()): return ''
     ret = dm.pop('return', None)
