@@ -136,7 +136,7 @@ class exec_show_docs(processors.Processor):
 
     def doc(self, call):
         name = ast.unparse(call.args[0])
-        level = next((ast.literal_eval(k.value) for k in call.keywords if k.arg=='title_level'), 4 if name.split('.')[0] in self.described else 3)
+        level = next((ast.literal_eval(k.value) for k in call.keywords if k.arg=='title_level'), 4 if '.' in name and name.split('.')[0] in self.described else 3)
         return describe(eval(name, self.names), name, level, name in public(self.mod)[0], self.described)
 
     def source(self, call):
