@@ -28,7 +28,9 @@ _fastai_element_losses = 'FocalLoss', 'LabelSmoothingCrossEntropy'  # by name: t
 # %% ../nbs/api/00_accumulator.ipynb #e2d93801
 class LossInfo:
     "What is known about `loss_func`: `over` what its mean goes ('classes', 'elements', 'items'), and its options"
-    def __init__(self, loss_func):
+    def __init__(self,
+        loss_func # A module or function of PyTorch, `partial` of one, fastai's `BaseLoss` of one, or any other callable
+    ):
         self.loss_func,self.func,kw = loss_func,loss_func,{}
         while isinstance(self.func, partial) or (not isinstance(self.func, nn.Module) and callable(getattr(self.func, 'func', None))):
             if isinstance(self.func, partial): kw = {**self.func.keywords, **kw}
@@ -49,8 +51,10 @@ class LossInfo:
         return 'elements' if known or type(f).__name__ in _fastai_element_losses else 'items'
 
 # %% ../nbs/api/00_accumulator.ipynb #73072d21
-def n_items(b) -> int: # Length of the first dimension of the first tensor
-    "Number of items in `b`, a tensor or any nesting of tensors in tuples, lists and dicts"
+def n_items(
+    b # A tensor, or any nesting of tensors in tuples, lists and dicts
+) -> int: # Length of the first dimension of the first tensor
+    "Number of items in a batch"
     t = b[0] if isinstance(b, (tuple,list)) and b else b  # mostly
     if not isinstance(t, Tensor) or not t.dim(): t = next((t for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()), None)
     if t is None: raise TypeError(f"Cannot count the items of a {type(b).__name__} without tensors: pass the number of items, or a `weight`.")
@@ -250,7 +254,9 @@ class GradientAccumulator:
         loss,weight,target = (v.item() if isinstance(v, Tensor) else v for v in (*mean_loss(self._losses, self._weights, self.normalize), self._target))
         return dict(accum_bs=self.accum_bs, n_items=self.n_items, loss=loss, weight=weight, target=target)
 
-    def load_state_dict(self, state:dict):
+    def load_state_dict(self,
+        state:dict # From `state_dict`
+    ):
         "Take over what `state_dict` returned"
         self.accum_bs,self.n_items,self._target = (state[k] for k in ('accum_bs','n_items','target'))
         self._losses,self._weights = ([torch.tensor(state['loss'])],[state['weight']]) if state['n_items'] else ([],[])

@@ -193,14 +193,19 @@ def set_attrs(
         object.__setattr__(o, k, v)
 
 # %% ../nbs/api/15_checkpoint.ipynb #47291fcb
-def recorder_state(rec:Recorder) -> dict:
+def recorder_state(
+    rec:Recorder # During a fit
+) -> dict: # For `load_recorder`
     "What `rec` has recorded, and its unfinished means"
     s,losses = rec.smooth_loss,rec.losses
     own = {k: v for k,v in plain_attrs(rec).items() if k not in ('losses','start_epoch')}
     return dict(own=own, losses=plain(torch.stack(losses) if losses else torch.zeros(0)), smooth=plain((s.count, s.val)),
                 mets=[plain_attrs(m) for m in rec._train_mets[1:]] if hasattr(rec, 'cancel_train') else [])
 
-def load_recorder(rec:Recorder, state:dict):
+def load_recorder(
+    rec:Recorder, # Of a fit that begins
+    state:dict    # From `recorder_state`
+):
     "Go on recording after what `recorder_state` returned"
     set_attrs(rec, state['own'])
     rec.values,rec.losses = [L(v) for v in rec.values],list(state['losses'].unbind())
@@ -264,7 +269,10 @@ def learner_device(
     return torch.device(device) if device is not None else next((p.device for p in learn.model.parameters()), torch.device('cpu'))
 
 # %% ../nbs/api/15_checkpoint.ipynb #f28d62c5
-def load_weights(learn, state:dict):
+def load_weights(
+    learn,     # A `Learner` with an optimizer
+    state:dict # From `training_state`
+):
     "Model and optimizer of `training_state`"
     get_model(learn.model).load_state_dict(state['model'])
     if 'loss_func' in state: learn.loss_func.load_state_dict(state['loss_func'])
@@ -344,7 +352,9 @@ def _place(path):
 class CheckpointFolder:
     "The checkpoints of a run: the fits that this process trains with one folder, numbered from 1"
     in_use = {}   # folder -> object
-    def __init__(self, path:Path):
+    def __init__(self,
+        path:Path # Folder of the checkpoints
+    ):
         self.path,self.n_fits,self.unfinished,self.stopped,self.pid = path,0,False,None,os.getpid()
         self.files = sorted((f for f in self.path.glob('*-*.pt') if re.fullmatch(r'\d+-(\d+|end)\.pt', f.name)), key=_place)
         atexit.register(self._at_exit)
@@ -407,14 +417,21 @@ def saved_wandb_id(
         if state is not None: return first(s.get('run_id') for n,s in state['callbacks'] if n == 'wandb')
 
 # %% ../nbs/api/15_checkpoint.ipynb #05817569
-def check_checkpoint_args(every_steps, every_minutes, keep):
+def check_checkpoint_args(
+    every_steps,   # As for `TrainingCheckpoint`
+    every_minutes, # Likewise
+    keep           # Likewise
+):
     "Raise an error for arguments of `TrainingCheckpoint` that cannot be meant"
     count = lambda v: isinstance(v, Integral) and not isinstance(v, bool) and v >= 1
     if not (every_steps is None or count(every_steps)): raise ValueError(f"every_steps={every_steps!r}: pass a number of optimizer steps (an int, at least 1), or None.")
     if not (every_minutes is None or isinstance(every_minutes, Real) and every_minutes > 0): raise ValueError(f"every_minutes={every_minutes!r}: pass a number above 0, or None.")
     if not count(keep): raise ValueError(f"keep={keep!r}: pass the number of checkpoints of the fit under way to keep (an int, at least 1; with 2 a damaged one costs little).")
 
-def check_resumable(learn, cbs):
+def check_resumable(
+    learn, # A `Learner`
+    cbs    # All callbacks of the fit
+):
     "Raise an error if a fit of `learn` cannot be taken up in the middle"
     check_loader(learn.dls.train)
     if num_distrib() > 1: raise ValueError("TrainingCheckpoint trains in one process: in several, each has random numbers of its own. Remove it from the Learner.")
@@ -570,7 +587,14 @@ def _skip_fit(learn, cb, state):
 _fit = Learner.fit
 
 @patch
-def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, start_epoch=0):
+def fit(self:Learner,
+    n_epoch,         # Number of epochs
+    lr=None,         # Learning rate, default `learn.lr`
+    wd=None,         # Weight decay, default `learn.wd`
+    cbs=None,        # More callbacks, for this fit
+    reset_opt=False, # Begin with a new optimizer?
+    start_epoch=0    # The first epoch that is trained
+):
     "fastai's `fit`; a fit of the run, if there is a `TrainingCheckpoint`"
     cbs = L(c() if isinstance(c, type) else c for c in L(cbs))
     do = partial(_fit, self, n_epoch, lr=lr, wd=wd, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch)

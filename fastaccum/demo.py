@@ -46,7 +46,11 @@ def conv_net(
                          nn.Flatten(), nn.Linear(8*width, 10))
 
 # %% ../nbs/api/90_demo.ipynb #b6b4861f
-def flat_weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
+def flat_weights(
+    model # A model
+) -> Tensor: # All its parameters, one after the other
+    "The weights as one vector, to compare them"
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 class Steps(Callback):
     "The items, mean loss and resulting weights of every optimizer step, whichever callback accumulates"
@@ -81,9 +85,14 @@ def train(
     return res
 
 # %% ../nbs/api/90_demo.ipynb #9f9fbbf8
-def difference(run, whole): return (run.steps.weights[-1] - whole.steps.weights[-1]).abs().max().item()
+def difference(
+    run,  # What `train` returned
+    whole # The same, for another run
+) -> float: # The largest difference of two weights
+    "How far the runs' final weights are apart"
+    return (run.steps.weights[-1] - whole.steps.weights[-1]).abs().max().item()
 
-_line = '{:<34} {:>8} {:>6} {:>14} {:>14} {:>11} {:>8}'.format
+_line = '{:<34} {:>8}  {:>5}  {:>14}  {:>15}  {:>11}  {:>7}'.format
 header = _line('', 'accuracy', 'steps', 'items per step', 'weights off by', 'peak memory', 'seconds')
 
 def row(

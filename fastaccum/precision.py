@@ -162,7 +162,9 @@ class MixedPrecision(LoopCallback):
         "The loss scale and its counters, for checkpoints"
         return dict(amp_mode=self.amp_mode.value, scaler=self.scaler.state_dict())
 
-    def load_state_dict(self, state:dict):
+    def load_state_dict(self,
+        state:dict # From `state_dict`, of a callback with the same `amp_mode`
+    ):
         "Go on with a saved loss scale"
         if state['amp_mode'] != self.amp_mode.value: raise ValueError(f"This state is of {state['amp_mode']!r}, the callback of {self.amp_mode.value!r}.")
         if state['scaler']: self.scaler.load_state_dict(state['scaler'])

@@ -5,7 +5,7 @@ modules have them: no cell of a notebook is run."""
 import ast, importlib, inspect, nbdev.serve, re, textwrap
 from enum import Enum, EnumMeta
 from fastai.callback.core import Callback
-from fastcore.docments import DocmentTbl, DocmentText, empty
+from fastcore.docments import DocmentText, docments, empty
 from nbdev import processors
 from nbdev.config import get_config
 from nbdev.doclinks import NbdevLookup
@@ -16,13 +16,14 @@ def row(*cells): return '| ' + ' | '.join(re.sub(r'\s*\n\s*', ' ', c) for c in c
 
 def table(head, rows): return '\n'.join([row(*head), row(*['---']*len(head)), *(row(*r) for r in rows)]) if rows else ''
 
-def type_name(anno):
-    if anno in (empty, None, type(None)): return ''
+def type_name(anno, value=empty):
+    "What an annotation is called; nothing for the type of a default `value` that says less than the value does"
+    if anno in (empty, None, type(None)) or type(value) is anno and anno not in (int, float, bool, str, tuple, list, dict): return ''
     return anno if isinstance(anno, str) else inspect.formatannotation(anno).replace('typing.', '').replace('torch.', '')
 
-def default(v):
-    if v is empty: return ''
-    return getattr(v, '__name__', repr(v))
+_address = re.compile(r'<[\w.]*?(\w+) object at 0x\w+>')  # in the repr of an object: another one in every build
+
+def default(v): return '' if v is empty else getattr(v, '__name__', _address.sub(r'\1()', repr(v)))
 
 described = set()  # addresses of the symbols that have a place in the site: nbdev gives all symbols one
 
@@ -36,7 +37,9 @@ def source(sym):
     "Address of the line where `sym` begins (nbdev knows the line of names that no other library has, only)"
     return NbdevLookup()[full_name(sym)][2] + f'#L{inspect.getsourcelines(sym)[1]}'
 
-def linkify(md): return NbdevLookup().linkify(md) or ''
+def linkify(md, names=()):
+    "`md` with links for code, but for `names`: what a symbol calls its own parameters and attributes"
+    return re.sub(r'\[(`(\w+)`)\]\([^)]*\)', lambda m: m[1] if m[2] in names else m[0], NbdevLookup().linkify(md) or '')
 
 # -- Symbols -----------------------------------------------------------------------------------------------------
 def first_line(sym): return (inspect.getdoc(sym) or '').partition('\n')[0]
@@ -49,18 +52,20 @@ def own(cls):
 
 def signature(sym, name):
     "`name(...)` as it would be called, in one line if it fits"
-    params = [o.replace(':NoneType', '') for o,_ in DocmentText(sym, docstring=False).params]
+    if inspect.isclass(sym) and sym.__init__ is Callback.__init__: return f'{name}()'  # whose arguments stand for its methods
+    named = re.compile(r':(NoneType|function|builtin_function_or_method)\b|:[\w.]+(?==<)')
+    params = [_address.sub(r'\1()', named.sub('', o)) for o,_ in DocmentText(sym, docstring=False).params]
     if not inspect.isclass(sym) and params[:1]==['self']: params = params[1:]
     one = f'{name}({", ".join(params)})'
     return one if len(one)<=88 else f'{name}(\n    ' + ',\n    '.join(params) + '\n)'
 
 def parameters(sym):
     "Table of what `sym` takes and returns, if that is documented"
-    dm = {k: v for k,v in DocmentTbl(sym).dm.items() if k!='self'}
-    text = lambda o: '' if o.get('docment', empty) in (empty, None) else linkify(o['docment'])
+    dm = {k: v for k,v in docments(sym, full=True, args_kwargs=True).items() if k!='self'}
+    text = lambda o: '' if o.get('docment', empty) in (empty, None) else linkify(o['docment'], dm)
     if not any(text(o) for o in dm.values()): return ''
     ret = dm.pop('return', None)
-    rows = [[code(k), linkify(code(type_name(o['anno']))), code(default(o['default'])), text(o)] for k,o in dm.items()]
+    rows = [[code(k), linkify(code(type_name(o['anno'], o['default']))), code(default(o['default'])), text(o)] for k,o in dm.items()]
     if ret and not inspect.isclass(sym) and (text(ret) or type_name(ret.get('anno', empty))):
         rows.append(['*returns*', linkify(code(type_name(ret['anno']))), '', text(ret)])
     head = ['Parameter', 'Type', 'Default', 'What it is']
@@ -71,7 +76,7 @@ def attributes(cls, name):
     if issubclass(cls, Enum): return table(['Member', 'Value'], [[code(f'{name}.{m.name}'), code(repr(m.value))] for m in cls])
     props = {k: p for k,p in own(cls).items() if isinstance(p, property)}
     rows = [[f'`{k}`{{ {anchor(p.fget, f"{name}.{k}")} }}', ' '.join(p.__doc__.split())] for k,p in props.items()]
-    return linkify(table(['Attribute', 'What it is'], rows))
+    return linkify(table(['Attribute', 'What it is'], rows), props)
 
 def public(mod):
     "Names of the module `mod` for users: those in `all`, or its callbacks (wandb's is not in `all`), or everything; and its other names"
@@ -83,21 +88,29 @@ def public(mod):
 
 def describe(sym, name, level=3, methods=True, skip=()):
     "All about `sym`, with its methods but those in `skip`, which have a place of their own"
-    if isinstance(sym, property): sym = sym.fget
+    called = signature
+    if isinstance(sym, property): sym,called = sym.fget,lambda _, name: name
     kind = 'class' if inspect.isclass(sym) else 'method' if '.' in name else 'function'
     parts = [f'{"#"*level} {name} {{ {anchor(sym, name)} .api .{kind} }}', f'[source]({source(sym)}){{ .src data-search-exclude }}']
-    if callable(sym) and not isinstance(sym, EnumMeta): parts.append(f'```python\n{signature(sym, name)}\n```')
+    if callable(sym) and not isinstance(sym, EnumMeta): parts.append(f'```python\n{called(sym, name)}\n```')
     parts += [linkify(inspect.getdoc(sym)), '' if isinstance(sym, EnumMeta) else parameters(sym)]
     if inspect.isclass(sym) and methods:
         parts.append(attributes(sym, name))
         parts += [describe(m, f'{name}.{k}', level+1) for k,m in own(sym).items() if inspect.isfunction(m) and f'{name}.{k}' not in skip]
     return '\n\n'.join(filter(None, parts))
 
+def patched(mod):
+    "Name -> what `mod` adds to classes of fastai, such as `Learner.to_fp16`"
+    names = [n.removeprefix(f'{mod.__name__}.') for n in importlib.import_module(f'{mod.__package__}._modidx').d['syms'].get(mod.__name__, {})]
+    split = [n.split('.') for n in names if '.' in n and '._' not in n and n.split('.')[0] not in names]
+    return {f'{cls}.{m}': inspect.getattr_static(getattr(mod, cls), m) for cls,m in split}
+
 def contents(mod):
     "Table of the public names of the module `mod`, then what else it has"
-    link = lambda n: f'[`{n}`]({NbdevLookup().doc(full_name(getattr(mod, n)))})'
+    address = lambda o: NbdevLookup().doc(full_name(getattr(o, 'fget', o)))
+    link = lambda n, o=None: f'[`{n}`]({address(o or getattr(mod, n))})'
     main,rest = public(mod)
-    rows = [[link(n), linkify(first_line(getattr(mod, n)))] for n in main]
+    rows = [[link(n), linkify(first_line(getattr(mod, n)))] for n in main] + [[link(n, o), linkify(first_line(o))] for n,o in patched(mod).items()]
     return '\n\n'.join(filter(None, [table(['Name', 'What for'], rows), 'It is made of ' + ', '.join(map(link, rest)) + '.' if rest else '']))
 
 # -- nbdev's pipeline --------------------------------------------------------------------------------------------
@@ -123,7 +136,7 @@ class exec_show_docs(processors.Processor):
 
     def doc(self, call):
         name = ast.unparse(call.args[0])
-        level = next((ast.literal_eval(k.value) for k in call.keywords if k.arg=='title_level'), 4 if '.' in name else 3)
+        level = next((ast.literal_eval(k.value) for k in call.keywords if k.arg=='title_level'), 4 if '.' in name and name.split('.')[0] in self.described else 3)
         return describe(eval(name, self.names), name, level, name in public(self.mod)[0], self.described)
 
     def source(self, call):

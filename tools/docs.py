@@ -16,11 +16,12 @@ menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Tutori
         'API reference': 'api/', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks', '': '',
         'Changelog': 'changelog', 'Contributing': 'contributing'}
 # In the order in which a user needs them; those that are not named follow
-tutorials = ['bigger_batch', 'anneal', 'mixed_precision', 'any_gpu', 'token_losses', 'wandb']
+first = ['tutorials/' + o for o in ('bigger_batch', 'anneal', 'mixed_precision', 'any_gpu', 'token_losses', 'wandb')] + [
+         'api/' + o for o in ('all', 'accumulation', 'precision', 'steps', 'wandb', 'checkpoint', 'accumulator', 'scaler', 'memory', 'microbatch')]
 
 def navigation(titles):
     "The menu for `titles`, path -> title of all pages in the order of their notebooks"
-    rank = {f'tutorials/{name}.md': i for i,name in enumerate(tutorials)}
+    rank = {f'{path}.md': i for i,path in enumerate(first)}
     left = sorted((p for p in titles if p[:-3] not in menu.values()), key=lambda p: rank.get(p, len(rank)))
     folders = tuple(place for place in menu.values() if place.endswith('/'))
     def entries(pages): return [{titles[p]: p} for p in pages]

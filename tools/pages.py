@@ -1,5 +1,5 @@
 "A processed notebook as a page in markdown"
-import base64, importlib, posixpath, re, yaml
+import base64, importlib, posixpath, re, textwrap, yaml
 from pathlib import Path
 from fastcore.nbio import cell_frontmatter, read_nb
 from nbdev.config import nbpath2html
@@ -60,10 +60,23 @@ def callouts(text):
         return f'!!! {m[1]}{quoted}\n\n' + re.sub(r'(?m)^(?=.)', ' '*4, body.strip('\n'))
     return re.sub(r'(?ms)^:{3,} *\{ *\.callout-(\w+)[^}\n]*\}\n(.*?)^:{3,} *$', admonition, text)
 
+def folded(line, width=108):
+    "A line of words that is longer than a page is wide, in several"
+    return line if len(line)<=width or re.search(r'\S\s{2,}\S', line) else '\n'.join(textwrap.wrap(line, width, subsequent_indent='    ', break_long_words=False, break_on_hyphens=False))
+
 def printed(text):
     "What a cell printed, set apart from its source"
-    text = terminal(text)
+    text = '\n'.join(map(folded, terminal(text).split('\n')))
     return fence(text, ' { .text .out }') if text else ''
+
+def streams(outputs):
+    "`outputs` with those that were printed one after the other as one"
+    res = []
+    for o in outputs:
+        if o.output_type=='stream' and o.name!='stdout': continue
+        if o.output_type=='stream' and res and res[-1].output_type=='stream': res[-1].text = ''.join(res[-1].text) + ''.join(o.text)
+        else: res.append(o)
+    return res
 
 def html(text):
     "An HTML output without progress bars and styles of its own"
@@ -112,11 +125,11 @@ class Page:
         if 'code-fold' in d:
             src = f'???{"+" if d["code-fold"]=="show" else ""} quote "{d.get("code-summary", "Code").strip(chr(34))}"\n\n' + re.sub(r'(?m)^(?=.)', ' '*4, src)
         res = [] if d.get('echo')=='false' else [src]
-        if d.get('output')!='false': res += [self.output(o, f'{i}_{j}', d.get('output')=='asis') for j,o in enumerate(cell.get('outputs', []))]
+        if d.get('output')!='false': res += [self.output(o, f'{i}_{j}', d.get('output')=='asis') for j,o in enumerate(streams(cell.get('outputs', [])))]
         return res
 
     def output(self, o, name, asis):
-        if o.output_type=='stream': return '' if o.name!='stdout' else ''.join(o.text) if asis else printed(''.join(o.text))
+        if o.output_type=='stream': return ''.join(o.text) if asis else printed(''.join(o.text))
         if o.output_type=='error': return printed(f'{o.ename}: {o.evalue}')
         data = {k: ''.join(v) if isinstance(v, (list,str)) else v for k,v in o.data.items()}
         for mime in pictures:
@@ -131,5 +144,8 @@ class Page:
         "Save a picture next to the page; `width` is that at which it is shown"
         f = Path(self.path).with_suffix('').as_posix() + f'_files/{name}.{pictures[mime]}'
         (self.out/f).parent.mkdir(parents=True, exist_ok=True)
-        (self.out/f).write_bytes(data.encode() if mime.endswith('xml') else base64.b64decode(data))
-        return f'![{self.section}: figure]({posixpath.relpath(f, posixpath.dirname(self.path) or ".")}){{ .figure' + (f' width={width}' if width else '') + ' }'
+        data = data.encode() if mime.endswith('xml') else base64.b64decode(data)
+        (self.out/f).write_bytes(data)
+        width = width or (int.from_bytes(data[16:20], 'big') if mime=='image/png' else 0)
+        attrs = ' .figure' + ' .wide'*(width > 640) + (f' width={width}' if width else '')
+        return f'![{self.section}: figure]({posixpath.relpath(f, posixpath.dirname(self.path) or ".")}){{{attrs} }}'
