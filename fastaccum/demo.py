@@ -45,7 +45,7 @@ def conv_net(
     return nn.Sequential(conv(1, width), conv(width, width), nn.AvgPool2d(2), conv(width, 2*width), nn.AvgPool2d(2),
                          nn.Flatten(), nn.Linear(8*width, 10))
 
-# %% ../nbs/api/90_demo.ipynb #b6b4861f
+# %% ../nbs/api/90_demo.ipynb #a9bb8a9b
 def flat_weights(
     model # A model
 ) -> Tensor: # All its parameters, one after the other
@@ -84,7 +84,7 @@ def train(
         with PeakMemory() as res.peak: learn.fit(1, .05)
     return res
 
-# %% ../nbs/api/90_demo.ipynb #9f9fbbf8
+# %% ../nbs/api/90_demo.ipynb #dd8bf8e3
 def difference(
     run,  # What `train` returned
     whole # The same, for another run
@@ -150,10 +150,10 @@ def figure(
     fig.legend(*loss.get_legend_handles_labels(), loc='outside lower center', ncol=4, frameon=False)
     return fig
 
-# %% ../nbs/api/90_demo.ipynb #105ca44f
+# %% ../nbs/api/90_demo.ipynb #14905aad
 @contextmanager
 def wandb_offline(
-    out # Folder for it
+    out:Path # Folder for it. W&B's service, which writes there, may have started elsewhere: it gets the absolute path
 ):
     "An offline run of Weights & Biases; gives the callbacks that log to it, none if it is not installed"
     try:
@@ -163,7 +163,7 @@ def wandb_offline(
         print('Weights & Biases is not installed, so no run is logged (pip install wandb).')
         yield []
     else:
-        with wandb.init(project='fastaccum-demo', mode='offline', dir=out, settings=wandb.Settings(silent=True, console='off')):
+        with wandb.init(project='fastaccum-demo', mode='offline', dir=out.absolute(), settings=wandb.Settings(silent=True, console='off')):
             yield [WandbCallback(log_preds=False)]
 
 # %% ../nbs/api/90_demo.ipynb #c9767b6b
