@@ -228,7 +228,7 @@ class GradientAccumulation(LoopCallback):
         store_attr()
 
     @property
-    def accum_bs(self):
+    def accum_bs(self) -> int:
         "Of the accumulated batch under way"
         return self.acc.accum_bs
     @accum_bs.setter
