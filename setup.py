@@ -15,9 +15,11 @@ classifiers = [
     f"Development Status :: {statuses[cfg['status']]}",
     f"Intended Audience :: {cfg['audience']}",
     f"Natural Language :: {cfg['language']}",
+    'Operating System :: OS Independent',
     'Programming Language :: Python :: 3 :: Only',
     *(f'Programming Language :: Python :: {p}' for p in cfg['pythons'].split()),
     'Topic :: Scientific/Engineering :: Artificial Intelligence',
+    'Typing :: Typed',
 ]
 
 setup(

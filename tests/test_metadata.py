@@ -19,13 +19,21 @@ def test_version(): assert fastaccum.__version__==cfg['version']
 def test_pyproject():
     proj = toml['project']
     assert (proj['name'], proj['description'])==(cfg['lib_name'], cfg['description'])
-    assert proj['urls']==dict(Repository=cfg['git_url'], Documentation=cfg['doc_host']+cfg['doc_baseurl']+'/')
+    site = f"{cfg['doc_host']}{cfg['doc_baseurl']}/"
+    assert proj['urls']==dict(Repository=cfg['git_url'], Documentation=site, Changelog=f'{site}changelog.html', Issues=f"{cfg['git_url']}/issues")
 
 def test_pythons():
     workflow = yaml.safe_load((root/'.github/workflows/test.yml').read_text(encoding='utf-8'))
     pythons = cfg['pythons'].split()
     assert pythons[0]==cfg['min_python']
     assert workflow['jobs']['test']['strategy']['matrix']['python']==pythons
+    assert [o['python'] for o in workflow['jobs']['versions']['strategy']['matrix']['include']]==[pythons[0], pythons[-1]]
+
+def test_lower_bounds():
+    "The lowest versions that are promised are those that are tested"
+    reqs = ' '.join(cfg[k] for k in ('requirements', 'all_requirements'))
+    pins = re.findall(r'(?m)^([\w-]+)==(.+)$', (root/'tests/lowest.txt').read_text(encoding='utf-8'))
+    assert sorted(pins)==sorted(re.findall(r'(?:^| )([\w-]+)>=([\w.]+)', reqs)) and len(pins)==len(reqs.split())
 
 def test_readme_and_makefile():
     "Every target that the README or `make help` speaks of exists"
