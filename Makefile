@@ -39,7 +39,7 @@ bump: $(INSTALLED) ## raise the version's last part, or PART=minor, PART=major
 	$(BIN)/python tools/bump.py $(PART)
 
 clean: ## remove what building, testing and the demo leave behind (.venv stays)
-	rm -rf build dist *.egg-info .pytest_cache .hypothesis _proc _docs _md demo
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .hypothesis _proc _docs _md demo
 	find bench fastaccum nbs tests tools -type d \( -name __pycache__ -o -name .ipynb_checkpoints -o -name models \
 		-o -name runs -o -name wandb \) -prune -exec rm -rf {} +
 

@@ -210,24 +210,25 @@ class GradientAccumulation(LoopCallback):
     "Step the optimizer once every `accum_bs` items, with the exact gradient of the mean loss over all of them"
     order,run_valid,name = 6,False,'gradient_accumulation'
     def __init__(self,
-        accum_bs:int=None,           # Items of an accumulated batch; default `n_acc`, or the loader's batch with `micro_batch_size`
-        n_acc:int=32,                # fastai's name for `accum_bs`
+        accum_bs:int|None=None,      # Items of an accumulated batch; default 32, as in fastai, or the loader's batch with `micro_batch_size`
+        n_acc:int|None=None,         # fastai's name for `accum_bs`: pass one of the two
         log_accum_batch:bool=True,   # One log row a step, with the accumulated loss? If False one a loader batch, as fastai
-        micro_batch_size:int|str=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit memory
+        micro_batch_size:int|str|None=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit memory
         remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
         normalize:bool=True,         # Exact weighted mean? If False gradients are added up as they come
         weight=None                  # `weight(learn)`: what the micro-batch's loss averaged over, for losses that `loss_weight` does not know
     ):
-        check_args(micro_batch_size, remainder, weight)
+        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight)
+        accum_bs = ifnone(accum_bs, n_acc)
         self.per_loader_batch = accum_bs is None and micro_batch_size is not None
-        accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, n_acc)
+        accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, 32)
         self.acc = GradientAccumulator([], accum_bs, normalize)
         self.state = SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=micro_batch_size, info=None)
         self._warned,self._factors,self._fits = set(),(None,None),{}
         store_attr()
 
     @property
-    def accum_bs(self):
+    def accum_bs(self) -> int:
         "Of the accumulated batch under way"
         return self.acc.accum_bs
     @accum_bs.setter
@@ -325,8 +326,9 @@ class GradientAccumulation(LoopCallback):
 # %% ../nbs/api/10_accumulation.ipynb #dc1be440
 _remainders = 'step','drop','carry'
 
-def check_args(micro_batch_size, remainder, weight):
+def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight):
     "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
+    if None not in (accum_bs, n_acc): raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone (n_acc is fastai's name for it).")
     k = micro_batch_size
     if not (k is None or k == 'auto' or isinstance(k, Integral) and not isinstance(k, bool) and k >= 1):
         raise ValueError(f"micro_batch_size={k!r}: pass the most items of a micro-batch (an int, at least 1), 'auto' for as many as fit memory, or None for whole loader batches.")
@@ -451,7 +453,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         finish:float|int=.3,         # Where it ends, likewise
         schedule=SchedCos,           # fastai annealer of (start, end), or a function of the position from 0 to 1, as `combine_scheds` makes
         log_accum_batch:bool=True,   # One log row a step, with the accumulated loss? If False one a loader batch, as fastai
-        micro_batch_size:int|str=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit memory
+        micro_batch_size:int|str|None=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit memory
         remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
         normalize:bool=True,         # Exact weighted mean? If False gradients are added up as they come
         weight=None                  # `weight(learn)`: what the micro-batch's loss averaged over

@@ -198,7 +198,7 @@ class GradientAccumulator:
         "What the loss is multiplied by before `backward`. The first micro-batch sets the target"
         if not self.normalize: return 1
         if self._target is None:
-            if nominal is None: nominal = weight if isinstance(weight, Number) and weight else n_items
+            if nominal is None: nominal = n_items if isinstance(weight, Tensor) else weight or n_items
             self._target = self.accum_bs*nominal/n_items
         return weight/self._target
 
@@ -224,7 +224,7 @@ class GradientAccumulator:
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
         "Make the gradients the accumulated batch's, return its loss on the device, and count anew from the next `add` on"
-        factor = 1
+        factor:float|Tensor = 1
         if self._is_mean: (loss,),(weight,) = self._losses,self._weights
         else:
             loss,weight = mean_loss(self._losses, self._weights, self.normalize)
@@ -234,7 +234,7 @@ class GradientAccumulator:
         self._begin()
         return loss
 
-    def reopen(self):
+    def reopen(self) -> None:
         "Take back the last `finish`: the accumulated batch goes on, its gradients stand"
         self.n_items,self._losses,self._weights,target,weight = self._closed
         # the gradients are a mean over `weight` now; without weight they are zero and keep their target
@@ -242,7 +242,7 @@ class GradientAccumulator:
 
     def reset(self,
         opt=None # An optimizer with `zero_grad`, which may leave zeros (as fastai's do) or nothing. Default: nothing
-    ):
+    ) -> None:
         "Forget all that was added, gradients too"
         if opt is not None: opt.zero_grad()
         else:

@@ -465,8 +465,8 @@ class TrainingCheckpoint(LoopCallback):
     order,run_valid,name = 1000,False,'training_checkpoint'   # after all that the step changes
     def __init__(self,
         fname:str='checkpoint',   # Folder of the checkpoints, in `learn.path/learn.model_dir`
-        every_steps:int=None,     # Optimizer steps from one checkpoint to the next; None: only by time
-        every_minutes:float=15,   # Minutes from one to the next; None: only by steps
+        every_steps:int|None=None,# Optimizer steps from one checkpoint to the next; None: only by time
+        every_minutes:float|None=15, # Minutes from one to the next; None: only by steps
         keep:int=2,               # Checkpoints of the fit under way to keep, at least 1
         resume:bool=True          # Go on with the run that the folder has? If False start anew
     ):
@@ -510,7 +510,7 @@ class TrainingCheckpoint(LoopCallback):
         print(f"TrainingCheckpoint: {name}; the fit is saved at the next step, and ends.")
         self.state.signal,self.state.next_time = name,-inf
 
-    def finish(self):
+    def finish(self) -> None:
         "The run is complete, whatever the process does now: the next fit begins a new one. A script that ends normally needs no `finish`"
         folder = self.state.folder
         if folder is not None: folder.finish()

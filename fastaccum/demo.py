@@ -174,11 +174,11 @@ def main(
 ):
     "Train on handwritten digits: in large batches, in the same batches accumulated by fastaccum and by fastai, and in growing ones"
     torch.set_num_threads(1)  # fastest for a net this small
-    start,out = time.perf_counter(),Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    runs = run_all(epochs, wandb_offline(out))
+    start,folder = time.perf_counter(),Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = run_all(epochs, wandb_offline(folder))
     print(f'\n{verdict(runs)}\n')
-    figure(runs).savefig(out/'demo.png', dpi=130)
-    print(f'The picture: {out/"demo.png"}')
-    for o in sorted(out.glob('wandb/offline-run-*'))[-1:]: print(f'Run (d) for Weights & Biases, to upload with `wandb sync`: {o}')
+    figure(runs).savefig(folder/'demo.png', dpi=130)
+    print(f'The picture: {folder/"demo.png"}')
+    for o in sorted(folder.glob('wandb/offline-run-*'))[-1:]: print(f'Run (d) for Weights & Biases, to upload with `wandb sync`: {o}')
     print(f'{time.perf_counter()-start:.0f} seconds')

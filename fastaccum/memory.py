@@ -59,13 +59,13 @@ class PeakMemory:
     On devices whose allocator counts (CUDA, XPU) this is its count; a second one inside the block would start it anew.
     Elsewhere storages are followed, and what an operator takes and gives back within itself is not seen."""
     def __init__(self,
-        device='cpu' # Device whose allocator is asked, if it counts
+        device:str|torch.device='cpu' # Device whose allocator is asked, if it counts
     ):
         self.device,self.peak = torch.device(device),0
         mod = backend(device)
         self.counter = mod if hasattr(mod, 'reset_peak_memory_stats') else None
 
-    def __enter__(self):
+    def __enter__(self) -> PeakMemory:
         if self.counter is None: self.follower = StorageFollower().__enter__()
         else:
             self.counter.reset_peak_memory_stats(self.device)

@@ -28,7 +28,7 @@ def _holds_items(b, n):
 def split_items(
     b,           # Tensor, or any nesting of tuples, lists and dicts of tensors; a list of one object an item will do too
     size:int,    # Most items of a part
-    n:int=None   # Number of items in `b`, default the first dimension of its first tensor
+    n:int|None=None # Number of items in `b`, default the first dimension of its first tensor
 ) -> list: # The parts, of the type of `b`
     "Split `b` along its items. What has no items (a number, a string, `None`, a tensor without dimensions) goes whole with every part"
     if n is None: n = n_items(b)
@@ -41,9 +41,9 @@ def split_items(
         return [type(b)({k: v[i] for k,v in parts.items()}) for i in range(m)]
     if isinstance(b, _listy) and not isinstance(b, nn.utils.rnn.PackedSequence):
         if len(b) == n and not _holds_items(b, n): return [b[i:i+size] for i in range(0, n, size)]
-        parts = [split_items(o, size, n) for o in b]
+        columns = [split_items(o, size, n) for o in b]
         make = b._make if hasattr(b, '_make') else type(b)  # a namedtuple
-        return [make(p[i] for p in parts) for i in range(m)]
+        return [make(c[i] for c in columns) for i in range(m)]
     if b is None or isinstance(b, (Number,str,bytes,Tensor)) or not hasattr(b, '__len__'): return [b]*m
     raise TypeError(f"Cannot split a {type(b).__name__} into micro-batches: use tensors, or lists, tuples and dicts of them, or leave out micro_batch_size.")
 

@@ -8,6 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/precision.html.md"""
 from __future__ import annotations
 from copy import deepcopy
 from contextlib import nullcontext
+from enum import Enum                 # fastai's is the same, but unknown to type checkers
 import matplotlib.pyplot as plt
 from functools import lru_cache
 from fastai.basics import *
@@ -82,7 +83,7 @@ class MixedPrecision(LoopCallback):
     order,name = 10,'mixed_precision'
     def __init__(self,
         amp_mode:str|Enum='fp16', # 'fp16' or 'bf16'
-        device:str=None,          # Device that the model must be on, default wherever it is
+        device:str|None=None,     # Device that the model must be on, default wherever it is
         **scaler_kwargs           # Arguments of `DynamicLossScaler`, for fp16
     ):
         amp_mode = parse_amp_mode(amp_mode)
@@ -113,7 +114,7 @@ class MixedPrecision(LoopCallback):
         if self.learn.opt is not None: self.learn.opt.zero_grad()
 
     @property
-    def scaler(self):
+    def scaler(self) -> DynamicLossScaler:
         "The loss scale; a copy of it while `lr_find` runs, whatever ends that"
         return self._trial if self._trial is not None and self.loop.lr_finder else self._scaler
 

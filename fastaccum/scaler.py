@@ -104,7 +104,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         super().__init__(device, float(init_scale), float(growth_factor), float(backoff_factor), int(growth_interval), enabled)
         self.min_scale,self.max_scale,self.hysteresis,self.patience = float(min_scale),float(max_scale),int(hysteresis),int(patience)
         self._init_overflow_tracker,self._overflow_tracker = 0,None  # on the device with the first loss, as torch's growth tracker
-        self._last_found = self._last_skipped = None
+        self._last_found:Tensor|None = None
+        self._last_skipped:bool|None = None
         self._record = _StepRecord(self.min_scale, self.patience)
 
     def _lazy_init_scale_growth_tracker(self, dev):
@@ -174,7 +175,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         "Could the next `update` raise? No sync"
         return self._enabled and self._record._until_read <= 1
 
-    def reset_step(self):
+    def reset_step(self) -> None:
         "Forget a step that an exception broke off between `unscale_` and `update`"
         if self._enabled: self._per_optimizer_states.clear()
 

@@ -167,8 +167,8 @@ def to_tensorboard(
 # %% ../nbs/api/12_steps.ipynb #d4386c43
 @patch
 def plot(self:StepLogger,
-    names:list=None, # Columns, default all but those that count
-    x:str='step'     # 'step' or 'epoch'
+    names:list|None=None, # Columns, default all but those that count
+    x:str='step'          # 'step' or 'epoch'
 ): # Matplotlib axes
     "Draw the columns over training. Red ticks: skipped steps; dotted lines: a new fit"
     if not len(self.rows): raise ValueError("StepLogger has no rows yet: train first.")

@@ -86,9 +86,9 @@ def histograms(
 
 # %% ../nbs/api/13_wandb.ipynb #802d1674
 def log_dataset(
-    path,             # Folder
-    name:str=None,    # Name of the artifact, default the folder's
-    metadata:dict=None,
+    path,                # Folder
+    name:str|None=None,  # Name of the artifact, default the folder's
+    metadata:dict|None=None,
     description:str='raw dataset'
 ):
     "Log a folder, but for its `models`, as an artifact that the run uses. (Offline, where W&B cannot record its use, as one it makes)"

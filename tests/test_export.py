@@ -1,6 +1,7 @@
 "What `make test` finds wrong with generated files"
 from pathlib import Path
 import pytest
+pytest.importorskip('nbdev', reason='Modules are made with nbdev')
 from fastcore.nbio import mk_cell, nb2str, new_nb
 import export
 

@@ -63,6 +63,16 @@ def test_drop_in():
     for l in (ours, fastais): l.fit(2, .1)
     assert_same(fastais, ours)              # divisible, equal items: there fastai's is right too
 
+def test_n_acc():
+    "fastai's name for `accum_bs`, also where loader batches are split; not both names"
+    for cb in (GradientAccumulation(n_acc=64, micro_batch_size=4), GradientAccumulation(64, micro_batch_size=4)):
+        learn = learner(data, 16, cb, Spy(), loss_func=ce)
+        learn.fit(1, .1)
+        assert learn.gradient_accumulation.items==learn.gradient_accumulation.accum_bs==64 and len(learn.spy.steps)==3
+    for n_acc in (32, 64):
+        with pytest.raises(ValueError, match=f'accum_bs=64 and n_acc={n_acc} are the same argument: pass accum_bs alone'): GradientAccumulation(64, n_acc)
+    with pytest.raises(TypeError, match='a float'): GradientAccumulation(n_acc=2.5, micro_batch_size=4)
+
 def test_only_in_one_fit():
     "`fit(cbs=...)`: afterwards the Learner is as it was"
     learn = learner(data, 16, Spy(), loss_func=ce)

@@ -19,20 +19,50 @@ def test_version(): assert fastaccum.__version__==cfg['version']
 def test_pyproject():
     proj = toml['project']
     assert (proj['name'], proj['description'])==(cfg['lib_name'], cfg['description'])
-    assert proj['urls']==dict(Repository=cfg['git_url'], Documentation=cfg['doc_host']+cfg['doc_baseurl']+'/')
+    site = f"{cfg['doc_host']}{cfg['doc_baseurl']}/"
+    assert proj['urls']==dict(Repository=cfg['git_url'], Documentation=site, Changelog=f'{site}changelog.html', Issues=f"{cfg['git_url']}/issues")
+
+def from_yaml(f): return yaml.safe_load((root/f).read_text(encoding='utf-8'))
 
 def test_pythons():
-    workflow = yaml.safe_load((root/'.github/workflows/test.yml').read_text(encoding='utf-8'))
-    pythons = cfg['pythons'].split()
+    jobs,pythons = from_yaml('.github/workflows/test.yml')['jobs'],cfg['pythons'].split()
     assert pythons[0]==cfg['min_python']
-    assert workflow['jobs']['test']['strategy']['matrix']['python']==pythons
+    assert jobs['test']['strategy']['matrix']=={'os': ['ubuntu-latest', 'macos-latest'], 'python': pythons}
+    assert [(o['versions'], o['python']) for o in jobs['versions']['strategy']['matrix']['include']]==[('lowest', pythons[0]), ('newest', pythons[-1])]
 
-def test_readme_and_makefile():
-    "Every target that the README or `make help` speaks of exists"
+def test_lower_bounds():
+    "The lowest versions that are promised are those that are tested"
+    reqs = ' '.join(cfg[k] for k in ('requirements', 'all_requirements'))
+    pins = re.findall(r'(?m)^([\w-]+)==(.+)$', (root/'tests/lowest.txt').read_text(encoding='utf-8'))
+    assert sorted(pins)==sorted(re.findall(r'(?:^| )([\w-]+)>=([\w.]+)', reqs)) and len(pins)==len(reqs.split())
+
+def test_makefile():
+    "Every target that `make help`, the README or a workflow speaks of exists"
     makefile = (root/'Makefile').read_text(encoding='utf-8')
     targets = set(re.findall(r'(?m)^([a-z]+):', makefile))
     assert targets=={'help', *re.search(r'\.PHONY: (.*)', makefile)[1].split()}
-    assert set(re.findall(r'\bmake ([a-z]+)$', (root/'README.md').read_text(encoding='utf-8'), re.M)) <= targets
+    for f in ('README.md', '.ci/run', '.github/workflows/test.yml', '.github/workflows/docs.yml'):
+        used = set(re.findall(r'\bmake ([a-z]+)(?: </dev/null)?$', (root/f).read_text(encoding='utf-8'), re.M))
+        assert used and used <= targets, f
+
+def test_pre_commit():
+    "The hooks need nothing but what `make` has installed, and see what they are for"
+    hooks = [h for r in from_yaml('.pre-commit-config.yaml')['repos'] for h in r['hooks'] if r['repo']=='local']
+    files = ['nbs/index.ipynb', 'nbs/api/00_accumulator.ipynb', 'fastaccum/all.py', 'README.md']
+    assert {h['entry']: [bool(re.search(h['files'], f)) for f in files] for h in hooks}=={
+        '.venv/bin/nbdev-clean': [True, True, False, False], '.venv/bin/python tools/export.py': [True]*4}
+    assert all((root/f).exists() for f in [*files, 'tools/export.py'])
+
+def test_issue_templates():
+    forms = {f.name: from_yaml(f) for f in (root/'.github/ISSUE_TEMPLATE').glob('*.yml')}
+    assert [o['url'] for o in forms.pop('config.yml')['contact_links']]==[toml['project']['urls']['Documentation']]
+    assert {'bug.yml', 'idea.yml'} <= {*forms}
+    for name,form in forms.items():
+        assert {'name','description','body'} <= {*form}, name
+        ids = [o['id'] for o in form['body'] if o['type']!='markdown']
+        assert ids and len(ids)==len(set(ids)), name
+
+def test_changelog(): assert cfg['version'] in re.findall(r'(?m)^## ([\d.]+)', (root/'CHANGELOG.md').read_text(encoding='utf-8'))
 
 @pytest.mark.parametrize('part,new', [('patch','1.2.4'), ('minor','1.3.0'), ('major','2.0.0')])
 def test_bumped(part, new): assert bump.bumped('1.2.3', part)==new

@@ -1,6 +1,7 @@
 "The conversion of the home page's notebook to README.md"
 from pathlib import Path
 import pytest
+pytest.importorskip('nbdev', reason='README.md is made with nbdev')
 from fastcore.nbio import mk_cell, new_nb, write_nb
 import readme
 

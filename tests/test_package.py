@@ -1,0 +1,86 @@
+"The wheel: what is in it, and that it runs away from this folder. Needs no network"
+import os, re, shutil, subprocess, sys, zipfile
+from email.parser import Parser
+from pathlib import Path
+import pytest
+from test_metadata import cfg, root, toml
+
+def python(code, *path, **kwargs):
+    "Run `code` in a new process, with the folders `path` first among those it imports from; what it printed"
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(map(str, path)), 'PYTHONWARNINGS': 'ignore', 'MPLBACKEND': 'Agg'}
+    res = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=300, **kwargs)
+    assert res.returncode==0, res.stdout + res.stderr
+    return res.stdout
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory):
+    "The wheel that is built from the source distribution, in a copy of what a clone has"
+    pytest.importorskip('build', reason="Packages are built with build: pip install -e '.[dev]'")
+    src = tmp_path_factory.mktemp('package')/'src'
+    skip = shutil.ignore_patterns('.*', '_*', '*.egg-info', 'build', 'dist', 'demo', 'wandb', 'models')
+    shutil.copytree(root, src, ignore=lambda d, names: skip(d, names) - {'__init__.py', '_modidx.py'})
+    res = subprocess.run([sys.executable, '-m', 'build', '--no-isolation'], cwd=src, capture_output=True, text=True, timeout=300)
+    assert res.returncode==0, res.stdout + res.stderr
+    return zipfile.ZipFile(next((src/'dist').glob('*.whl')))
+
+@pytest.fixture(scope='module')
+def installed(wheel, tmp_path_factory):
+    "A folder with what the wheel installs"
+    where = tmp_path_factory.mktemp('installed')
+    wheel.extractall(where)
+    return where
+
+def test_files(wheel):
+    ours = {f.relative_to(root).as_posix() for f in (root/'fastaccum').iterdir() if f.suffix in ('.py', '.typed')}
+    info = f"fastaccum-{cfg['version']}.dist-info"
+    others = {f'{info}/{f}' for f in ('METADATA', 'WHEEL', 'RECORD', 'entry_points.txt', 'top_level.txt', 'licenses/LICENSE')}
+    assert 'fastaccum/py.typed' in ours and set(wheel.namelist())==ours|others
+
+def test_wheel_metadata(wheel):
+    meta = Parser().parsestr(wheel.read(f"fastaccum-{cfg['version']}.dist-info/METADATA").decode())
+    expected = {'Name': cfg['lib_name'], 'Version': cfg['version'], 'Summary': cfg['description'], 'Author': cfg['author'], 'Author-email': cfg['author_email'],
+                'License-Expression': 'Apache-2.0', 'Requires-Python': f">={cfg['min_python']}", 'Description-Content-Type': 'text/markdown'}
+    assert {k: meta[k] for k in expected}==expected
+    assert dict(u.split(', ') for u in meta.get_all('Project-URL'))==toml['project']['urls']
+    assert meta.get_payload().strip()==(root/'README.md').read_text(encoding='utf-8').strip()
+    classifiers = meta.get_all('Classifier')
+    assert {f'Programming Language :: Python :: {p}' for p in cfg['pythons'].split()}|{'Typing :: Typed', 'Operating System :: OS Independent'} <= {*classifiers}
+    needs = [r.partition('; ') for r in meta.get_all('Requires-Dist')]
+    assert {re.match(r'[\w-]+', r)[0] for r,_,extra in needs if not extra}=={'fastai', 'fastcore', 'torch'}
+    assert {'wandb','tensorboard','all','docs','dev'} <= {*meta.get_all('Provides-Extra')}
+
+def test_readme_example(installed, tmp_path):
+    "The README's code, with a smaller net and smaller pictures, where only what is in the wheel is there"
+    code = re.search(r'(?s)## Use it\n\n```python\n(.*?)```', (root/'README.md').read_text(encoding='utf-8'))[1]
+    for old,new in [('Resize(224)', 'Resize(32)'), ('resnet50', 'resnet18, pretrained=False'), ('fine_tune(5)', 'fine_tune(1)')]:
+        assert old in code
+        code = code.replace(old, new)
+    out = python(f'''
+from PIL import Image
+import fastaccum, os
+from pathlib import Path
+from importlib.metadata import version
+path = Path('data')
+for i in range(40):
+    (path/'ab'[i%2]).mkdir(parents=True, exist_ok=True)
+    Image.new('RGB', (40, 40), ('red', 'blue')[i%2]).save(path/'ab'[i%2]/f'{{i}}.png')
+{code}
+print(fastaccum.__file__, version('fastaccum'), len(learn.recorder.losses))''', installed, cwd=tmp_path)
+    assert out.split()[-3:]==[str(installed/'fastaccum/__init__.py'), cfg['version'], '1']
+
+def test_import_time(tmp_path):
+    "`fastaccum.all` adds less than 0.2 s to fastai's own import. Up to three tries: other programs can only slow it down"
+    code = 'import time\nfrom fastai.vision.all import *\nt = time.perf_counter()\nfrom fastaccum.all import *\nprint(time.perf_counter()-t)'
+    assert any(float(python(code, root, cwd=tmp_path)) < .2 for _ in range(3))
+
+def test_without_extras(tmp_path):
+    "Nothing optional is imported; what needs it says which extra to install"
+    out = python('''
+import sys
+for o in ('wandb', 'tensorboard', 'torch.utils.tensorboard', 'accelerate'): sys.modules[o] = None
+from fastaccum.all import *
+from fastai.test_utils import synth_learner
+synth_learner(cbs=[GradientAccumulation(32), StepLogger(grad_norm=True)]).fit(1)
+try: import fastaccum.wandb
+except ImportError as e: print(e)''', root, cwd=tmp_path)
+    assert out.strip().endswith("pip install 'fastaccum[wandb]'")

@@ -1,0 +1,72 @@
+"""What a type checker makes of the public names. Only mypy reads this (test_types.py).
+
+A line with `type: ignore` is wrong on purpose: mypy complains of the comment too, if it finds nothing to ignore."""
+from __future__ import annotations
+from typing import Any, Iterable
+from typing_extensions import assert_type
+import torch
+from fastai.learner import Learner
+from torch import Tensor, nn
+from fastaccum.all import (AMPMode, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule, GradientAccumulator, MixedPrecision,
+                           PeakMemory, StepLogger, TrainingCheckpoint, loss_weight)
+from fastaccum.wandb import WandbCallback
+
+def own_loop(model:nn.Module, opt:torch.optim.Optimizer, batches:Iterable[tuple[Tensor,Tensor]]) -> None:
+    loss_func = nn.CrossEntropyLoss()
+    acc,scaler = GradientAccumulator(model.parameters(), accum_bs=256),DynamicLossScaler('cpu', hysteresis=2)
+    for xb,yb in batches:
+        weight = assert_type(loss_weight(loss_func, yb), int|Tensor|None)
+        loss = assert_type(acc.add(loss_func(model(xb), yb), len(xb), weight), Tensor)
+        scaler.scale(loss).backward()
+        if not assert_type(acc.ready, bool): continue
+        assert_type(acc.finish(), Tensor)
+        scaler.step(opt)
+        scaler.update()
+        if scaler.last_skipped: acc.reset()
+    assert_type(scaler.last_skipped, bool|None)
+    assert_type(scaler.found_inf, Tensor|None)
+    assert_type(scaler.n_overflows, int)
+    assert_type(scaler.history(), dict[Any,Any])
+    scaler.load_state_dict(assert_type(scaler.state_dict(), dict[Any,Any]))
+    scaler.reset_step()
+    acc.load_state_dict(assert_type(acc.state_dict(), dict[Any,Any]))
+    acc.reopen()
+    with PeakMemory(torch.device('cpu')) as peak: model(xb)
+    assert_type(peak, PeakMemory)
+    print(peak.peak, peak)
+
+def callbacks(learn:Learner) -> None:
+    acc,precision,steps = GradientAccumulation(256, micro_batch_size='auto', weight=len),MixedPrecision(AMPMode.BF16),StepLogger(grad_norm=True)
+    checkpoint = TrainingCheckpoint(every_steps=100, every_minutes=None)
+    GradientAccumulation(), GradientAccumulation(None, n_acc=64, micro_batch_size=8), GradientAccumulation(64, remainder='drop', normalize=False)
+    GradientAccumulationSchedule(64, 512, start=1, finish=.5, micro_batch_size=None), MixedPrecision('fp16', device=None, init_scale=2.**10)
+    learn.add_cbs([acc, precision, steps, checkpoint, WandbCallback(log_preds=False)])
+    learn.to_fp16(growth_interval=500).fit_one_cycle(3)
+    assert_type(acc.accum_bs, int)
+    assert_type(acc.size_at(0, 10, 3), int)
+    assert_type(precision.scaler, DynamicLossScaler)
+    precision.load_state_dict(assert_type(precision.state_dict(), dict[Any,Any]))
+    steps.to_df().loss.mean()
+    acc.plan(3), acc.plot(3), precision.plot(), steps.plot()   # added to the classes by `@patch`, as `to_fp16` is: Any
+    checkpoint.finish()
+
+def wrong(model:nn.Module, loss:Tensor) -> None:
+    GradientAccumulator(model.parameters(), '256')                 # type: ignore[arg-type]
+    GradientAccumulator(model.parameters(), 256).add(loss)         # type: ignore[call-arg]
+    GradientAccumulator(model.parameters(), 256).add(loss, 'all')  # type: ignore[arg-type]
+    DynamicLossScaler(init_scale='big')                            # type: ignore[arg-type]
+    DynamicLossScaler(patience=2.5)                                # type: ignore[arg-type]
+    PeakMemory(0)                                                  # type: ignore[arg-type]
+    GradientAccumulation('256')                                    # type: ignore[arg-type]
+    GradientAccumulation(n_acc=2.5)                                # type: ignore[arg-type]
+    GradientAccumulation(256, micro_batch_size=2.5)                # type: ignore[arg-type]
+    GradientAccumulation(256, remainder=None)                      # type: ignore[arg-type]
+    GradientAccumulation(256, micro_batchsize=8)                   # type: ignore[call-arg]
+    GradientAccumulationSchedule(64)                               # type: ignore[call-arg]
+    GradientAccumulationSchedule(64, 512, finish='end')            # type: ignore[arg-type]
+    MixedPrecision(16)                                             # type: ignore[arg-type]
+    MixedPrecision(device=0)                                       # type: ignore[arg-type]
+    StepLogger('loss')                                             # type: ignore[arg-type]
+    TrainingCheckpoint(every_steps=.5)                             # type: ignore[arg-type]
+    TrainingCheckpoint(keep=None)                                  # type: ignore[arg-type]
+    AMPMode.FP32                                                   # type: ignore[attr-defined]
