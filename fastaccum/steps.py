@@ -89,7 +89,9 @@ class StepTable:
         "All rows, for checkpoints"
         return dict(n=self.n, kinds=dict(self.kinds), cols={k: torch.from_numpy(self[k].astype(float)) for k in self.cols})
 
-    def load_state_dict(self, state:dict):
+    def load_state_dict(self,
+        state:dict # From `state_dict`
+    ):
         "Go on after these rows"
         self.n,self.kinds = state['n'],dict(state['kinds'])
         self.cols = {k: {None: v.numpy().copy()} for k,v in state['cols'].items()}
@@ -133,7 +135,9 @@ class StepLogger(LoopCallback):
         "All rows, for checkpoints"
         return dict(rows=self.rows.state_dict(), axis=dict(vars(self.axis)), n_fits=self.n_fits, first=self._first)
 
-    def load_state_dict(self, state:dict):
+    def load_state_dict(self,
+        state:dict # From `state_dict`
+    ):
         "Go on after these rows"
         self.rows.load_state_dict(state['rows'])
         vars(self.axis).update(state['axis'])
@@ -164,7 +168,7 @@ def to_tensorboard(
         for k,v in to_host(row).items():
             if k != 'lr': cb.writer.add_scalar(k, v, learn.train_iter)
 
-# %% ../nbs/api/12_steps.ipynb #d4386c43
+# %% ../nbs/api/12_steps.ipynb #d632ad92
 @patch
 def plot(self:StepLogger,
     names:list|None=None, # Columns, default all but those that count

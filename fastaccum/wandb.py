@@ -84,7 +84,7 @@ def histograms(
         if log != 'gradients': tensors[f'parameters/{n}'] = p
     return {k: histogram(t.to_dense()) for k,t in tensors.items()}
 
-# %% ../nbs/api/13_wandb.ipynb #802d1674
+# %% ../nbs/api/13_wandb.ipynb #04e012d1
 def log_dataset(
     path,                # Folder
     name:str|None=None,  # Name of the artifact, default the folder's
@@ -149,7 +149,9 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         "Where the run is, for checkpoints"
         return dict(run_id=self._run_id, step=self._wandb_step, n_steps=self._n_steps, axis=dict(vars(self.axis))) if self._run_id else {}
 
-    def load_state_dict(self, state:dict):
+    def load_state_dict(self,
+        state:dict # From `state_dict`
+    ):
         "Go on after this step. Rows that the run has already come again, with the same step and the same values"
         if not state: return
         if wandb.run is not None and wandb.run.id != state['run_id']:
