@@ -78,7 +78,9 @@ def check_learner(
                          "items would be taken for that of others. Leave micro_batch_size out and give the loader a smaller batch size.")
     check_sizes(acc)
 
-def check_sizes(acc):
+def check_sizes(
+    acc # A `GradientAccumulation` that is attached to a `Learner`
+):
     "The part of `check_learner` that asks how large the batches are"
     learn = acc.learn
     try: sizes = batch_sizes(learn.dls.train)
@@ -95,8 +97,10 @@ def check_sizes(acc):
         _warn_once(acc, f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its statistics "
                    "are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).")
 
-# %% ../nbs/api/10_accumulation.ipynb #6722b021
-def count_items(learn) -> int:
+# %% ../nbs/api/10_accumulation.ipynb #b5ab934f
+def count_items(
+    learn # A `Learner` with a batch
+) -> int:
     "Items of the batch: fastai's `find_bs` of its targets, or of its inputs where the targets are no tensor (boxes, or none yet)"
     y = learn.yb[0] if len(learn.yb) else None
     return y.shape[0] if isinstance(y, Tensor) and y.dim() else find_bs(learn.xb)
@@ -115,7 +119,10 @@ def loss_info(
 # %% ../nbs/api/10_accumulation.ipynb #8d887d3b
 class MicroBatches:
     "A loader batch of `cb.learn`, in micro-batches of at most `size` items"
-    def __init__(self, cb, size:int):
+    def __init__(self,
+        cb,      # A `GradientAccumulation`
+        size:int # Most items of a micro-batch
+    ):
         learn = cb.learn
         self.whole = cb.opens and cb.closes  # it is an accumulated batch
         self.cb,self.learn,self.acc,self.size,self.xb,self.yb = cb,learn,cb.acc,size,learn.xb,learn.yb
@@ -244,8 +251,12 @@ class GradientAccumulation(LoopCallback):
         res = dict(items=self.state.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
         return res if self.micro_batch_size is None else {**res, 'micro_bs': self.state.micro_bs}
 
-    def size_at(self, done:int, n_iter:int, n_epoch:int) -> int:
-        "`accum_bs` of an accumulated batch that begins after `done` loader batches of a fit of `n_epoch` epochs of `n_iter`"
+    def size_at(self,
+        done:int,   # Loader batches of the fit so far
+        n_iter:int, # Loader batches of an epoch
+        n_epoch:int # Epochs of the fit
+    ) -> int:
+        "`accum_bs` of an accumulated batch that begins there"
         return self._accum_bs
 
     def before_fit(self):
@@ -295,12 +306,16 @@ class GradientAccumulation(LoopCallback):
         "The micro-batch sizes that 'auto' has found, for checkpoints (which are written where nothing is accumulated)"
         return dict(micro_bs=self.state.micro_bs, fits=[([(list(s), str(d).split('.')[-1]) for s,d in key], size) for key,size in self._fits.items()])
 
-    def load_state_dict(self, state:dict):
+    def load_state_dict(self,
+        state:dict # From `state_dict`
+    ):
         "Go on with these sizes"
         self.state.micro_bs = state['micro_bs']
         self._fits = {tuple((torch.Size(s), getattr(torch, d)) for s,d in key): size for key,size in state['fits']}
 
-    def host_factors(self, factors):
+    def host_factors(self,
+        factors:list # Numbers
+    ) -> tuple: # Tensors without dimensions
         "Factors that the host knows, as tensors on the device: made once, as they are mostly the same"
         key = factors,find_device(self.acc.params)
         if self._factors[0] != key: self._factors = key,tensor(factors, dtype=torch.float32).to(key[1]).unbind()
@@ -326,7 +341,7 @@ class GradientAccumulation(LoopCallback):
 # %% ../nbs/api/10_accumulation.ipynb #dc1be440
 _remainders = 'step','drop','carry'
 
-def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight):
+def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight): # As given to `GradientAccumulation`
     "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
     if None not in (accum_bs, n_acc): raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone (n_acc is fastai's name for it).")
     k = micro_batch_size
@@ -426,10 +441,10 @@ def plot(self:GradientAccumulation,
     sizes,items = self._sizes(dl),self.plan(n_epoch, dl)
     ax = ax or plt.subplots(figsize=(6, 2.6))[1]
     seen = np.cumsum([0]+items)/sum(sizes)   # epochs of items
-    ax.step(seen[:-1], items, where='post', label='items in a step')
+    ax.step(seen, [*items, *items[-1:]] or [0], where='post', label='items in a step')
     n_iter = len(sizes)
     ax.plot([i/n_iter for i in range(n_epoch*n_iter)], [self.size_at(i, n_iter, n_epoch) for i in range(n_epoch*n_iter)], ':', label='accum_bs')
-    ax.set(xlabel='epoch', ylabel='items', ylim=0, title=f'{len(items)} optimizer steps'); ax.legend()
+    ax.set(xlabel='epoch', ylabel='items', ylim=(0, 1.08*ax.get_ylim()[1]), title=f'{len(items)} optimizer steps'); ax.legend()
     return ax
 
 # %% ../nbs/api/10_accumulation.ipynb #b4e97aad
@@ -466,8 +481,12 @@ class GradientAccumulationSchedule(GradientAccumulation):
         store_attr()
         self.size = schedule(start_accum_bs, final_accum_bs) if _is_factory(schedule) else schedule
 
-    def size_at(self, done:int, n_iter:int, n_epoch:int) -> int:
-        "`accum_bs` of an accumulated batch that begins after `done` loader batches of a fit of `n_epoch` epochs of `n_iter`"
+    def size_at(self,
+        done:int,   # Loader batches of the fit so far
+        n_iter:int, # Loader batches of an epoch
+        n_epoch:int # Epochs of the fit
+    ) -> int:
+        "`accum_bs` of an accumulated batch that begins there"
         a,b = (v*n_iter*(1 if isinstance(v, Integral) else n_epoch) for v in (self.start, self.finish))
         if a > b: raise ValueError(f"start={self.start} is after finish={self.finish} in a fit of {n_epoch} epochs.")
         if done < a or (self.learn is not None and self.loop.lr_finder): return self.start_accum_bs  # lr_find tries the first size

@@ -20,11 +20,15 @@ _row_takers = 'ParamScheduler', 'WandbCallback', 'TensorBoardCallback', 'StepLog
 @lru_cache(None)
 def _is_a(cls, *names): return any(c.__name__ in names for c in cls.__mro__)  # by name: W&B and TensorBoard may be missing
 
-def takes_rows(cb) -> bool:
+def takes_rows(
+    cb # Any `Callback`
+) -> bool:
     "Does `cb` log or schedule, so that `after_batch` means a step to it?"
     return _is_a(type(cb), *_row_takers) or isinstance(cb, Recorder)
 
-def is_recorder(cb) -> bool:
+def is_recorder(
+    cb # Any `Callback`
+) -> bool:
     "Is `cb` fastai's `Recorder`, whose rows `record_step` writes? (A subclass with an `after_batch` of its own writes them itself)"
     return getattr(type(cb), 'after_batch', None) is Recorder.after_batch
 
@@ -71,8 +75,11 @@ def explain(
 # %% ../nbs/api/09_loop.ipynb #fbd393c0
 class EventTable:
     "The methods that the callbacks of `learn` have for the events of a batch, in order"
-    def __init__(self, learn, when=noop):
-        self.learn,self.when,self.cbs = learn,when,None  # `when(cb, event)`: None, or a function that says whether to call it
+    def __init__(self,
+        learn,               # Its callbacks, whatever they are at the time
+        when=lambda *_: None # `when(cb, event)`: None, or a function that says each time whether to call it
+    ):
+        self.learn,self.when,self.cbs = learn,when,None
 
     def __getitem__(self, event):
         if self.learn.cbs.items != self.cbs: self._build()
@@ -129,7 +136,9 @@ class LoopCallback(Callback):
 # %% ../nbs/api/09_loop.ipynb #9b3505d9
 class BatchLoop:
     "`Learner.one_batch` with a step per accumulated batch"
-    def __init__(self, learn):
+    def __init__(self,
+        learn # Whose `one_batch` it is
+    ):
         self.learn,self.step_loss,self.device,self.call = learn,None,None,EventTable(learn, self.when)
         self._begin()
 
@@ -259,8 +268,10 @@ class BatchLoop:
             if is_recorder(cb): record_step(cb, self.learn.loss)
             elif takes_rows(cb): cb('after_batch')
 
-# %% ../nbs/api/09_loop.ipynb #fcb08593
-def check_own_loop(learn):
+# %% ../nbs/api/09_loop.ipynb #1f74f183
+def check_own_loop(
+    learn # Any `Learner`
+):
     "Raise an error for a subclass of `Learner` whose own batch loop would be bypassed"
     own = next((m for m in ('one_batch','_do_one_batch','_do_grad_opt') if getattr(type(learn), m) is not getattr(Learner, m)), None)
     if own: raise TypeError(f"{type(learn).__name__} has a {own} of its own, which fastaccum's batch loop would bypass: train it without fastaccum's "

@@ -188,5 +188,5 @@ def plot(self:StepLogger,
         if len(skipped): ax.plot(skipped, [0]*len(skipped), 'r|', transform=ax.get_xaxis_transform(), ms=12, clip_on=False, label='skipped')
         for start in df[x][df.fit.diff() > 0]: ax.axvline(start, color='grey', ls=':')
         ax.set(xlabel=x, title=n)
-    axs.flat[0].legend()
+        if n == 'items' or n == names[0] and len(skipped): ax.legend()
     return axs[0] if n_rows == 1 else axs

@@ -74,7 +74,7 @@ def histogram(
     return wandb.Histogram(np_histogram=tuple(o.tolist() for o in torch.histogram(t if len(t) else torch.zeros(1), 64)))
 
 def histograms(
-    model:nn.Module,
+    model:nn.Module, # With gradients, if they are to be drawn
     log:str # 'gradients', 'parameters' or 'all'
 ) -> dict: # Name -> `wandb.Histogram`, named as by `wandb.watch`
     "Histograms of the parameters of `model`, of their gradients, or both"
@@ -88,8 +88,8 @@ def histograms(
 def log_dataset(
     path,                # Folder
     name:str|None=None,  # Name of the artifact, default the folder's
-    metadata:dict|None=None,
-    description:str='raw dataset'
+    metadata:dict|None=None, # Name -> anything; W&B gets `str` of it
+    description:str='raw dataset' # Shown with the artifact
 ):
     "Log a folder, but for its `models`, as an artifact that the run uses. (Offline, where W&B cannot record its use, as one it makes)"
     if wandb.run is None: raise ValueError('You must call wandb.init() before log_dataset()')
@@ -223,7 +223,7 @@ def sample_dl(
 def log_learner_dataset(
     cb # A `WandbCallback`
 ):
-    "Log the folder that `log_dataset` names, or that the Learner's data are in"
+    "Log the folder that the callback's argument `log_dataset=` names, or that the Learner's data are in"
     path = Path(cb.learn.dls.path if cb.log_dataset is True else cb.log_dataset)
     if cb.log_dataset is True and path == Path('.'):
         return print('WandbCallback could not retrieve the dataset path, please provide it explicitly to "log_dataset"')

@@ -70,8 +70,7 @@ def test_symbols(site, name):
         if n in users: assert any(re.search(rf'\b{n.rpartition(".")[2]}\b', c.source) for c in cells), f'{n}: no example'
 
 # What fastai leaves open, and methods that only callbacks call
-untold = {'LoopCallback', 'Learner.export', 'WandbCallback', 'GradientAccumulation.size_at', 'GradientAccumulationSchedule.size_at',
-          'GradientAccumulation.load_state_dict', 'GradientAccumulation.host_factors'}
+untold = {'LoopCallback', 'Learner.export', 'WandbCallback'}
 
 def test_all_has_a_place(site):
     "Also what all modules give together is listed"
