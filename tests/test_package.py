@@ -51,7 +51,7 @@ def test_wheel_metadata(wheel):
 
 def test_readme_example(installed, tmp_path):
     "The README's code, with a smaller net and smaller pictures, where only what is in the wheel is there"
-    code = re.search(r'(?s)## Use it\n\n```python\n(.*?)```', (root/'README.md').read_text(encoding='utf-8'))[1]
+    code = re.search(r'(?s)```python\n(.*?)```', (root/'README.md').read_text(encoding='utf-8'))[1]
     for old,new in [('Resize(224)', 'Resize(32)'), ('resnet50', 'resnet18, pretrained=False'), ('fine_tune(5)', 'fine_tune(1)')]:
         assert old in code
         code = code.replace(old, new)
