@@ -231,7 +231,7 @@ class GradientAccumulation(LoopCallback):
         accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, 32)
         self.acc = GradientAccumulator([], accum_bs, normalize)
         self.state = SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=micro_batch_size, info=None)
-        self._warned,self._factors,self._fits = set(),(None,None),{}
+        self._warned,self._factors,self._fits = set(),{},{}
         store_attr()
 
     @property
@@ -315,11 +315,11 @@ class GradientAccumulation(LoopCallback):
 
     def host_factors(self,
         factors:list # Numbers
-    ) -> tuple: # Tensors without dimensions
+    ) -> tuple[Tensor,...]: # Tensors without dimensions
         "Factors that the host knows, as tensors on the device: made once, as they are mostly the same"
-        key = factors,find_device(self.acc.params)
-        if self._factors[0] != key: self._factors = key,tensor(factors, dtype=torch.float32).to(key[1]).unbind()
-        return self._factors[1]
+        key = *factors,find_device(self.acc.params)
+        if key not in self._factors: self._factors = {key: tensor(factors, dtype=torch.float32).to(key[-1]).unbind()}
+        return self._factors[key]
 
     def after_batch(self):
         if self.loop.closed and self.log_accum_batch: self.loop.batch_loss,self.learn.loss = self.learn.loss,self.loop.step_loss
