@@ -1,6 +1,6 @@
 "Random data, batches, schedules, losses and exceptions: the weights are those of a loop over the items of each step, in float64"
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from reference import *
 import torch.utils.data as torch_data
 from fastai.callback.schedule import ParamScheduler, SchedCos, SchedExp, SchedLin, combine_scheds
@@ -123,8 +123,12 @@ def never_steps(c, sizes):
 
 # --- whole fits
 
+once_wrong = dict(n=26, bs=2, n_epoch=1, loss='flat', order=3, fp16=False, nan=None, drop_last=False, loader=DataLoader, one_cycle=False,
+    acc=dict(accum_bs=1, micro_batch_size=None, remainder='step', log_accum_batch=True, normalize=True), stop=('before_step', CancelBatchException, {(0, 11)}))
+
 @cases(200)
 @given(trainings())
+@example(SimpleNamespace(**once_wrong))   # a step is cancelled in which no item counts
 def test_fit(c):
     "Weights, rows and items are those of the steps that should be; and again in a second fit"
     learn,data,sizes = prepare(c)
@@ -226,4 +230,4 @@ def test_accumulator(data):
     ref = double(model)
     expected = ((ref(x.double())-y.double()).pow(2)[:,0]*w).sum()/w.sum() if w.sum() else (ref.weight*0).sum()
     ref.zero_grad(); expected.backward()
-    assert rel_err(grads(model), grads(ref)) < 2e-6 and abs(loss.item()-expected.item()) < 1e-5*max(1, abs(expected.item())) and acc.n_items==0
+    assert rel_err(grads(model), grads(ref)) < 5e-6 and abs(loss.item()-expected.item()) < 1e-5*max(1, abs(expected.item())) and acc.n_items==0
