@@ -66,7 +66,7 @@ def stops(draw, n_batches, split):
     inner = [] if split else ['after_pred','after_loss','before_backward','after_backward']
     ex = draw(st.sampled_from([CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException, CancelStepException, Interrupted,
                                *[CancelBackwardException]*(not split)]))
-    events = {CancelStepException: ['before_step'], CancelBackwardException: ['before_backward','after_backward']}.get(ex,
+    events = {CancelStepException: ['before_step'], CancelBackwardException: ['before_backward']}.get(ex,
         ['before_batch','before_step','after_step',*inner] + ['after_batch']*(ex is not CancelBatchException))
     return draw(st.sampled_from(events)),ex,draw(st.sets(st.tuples(st.integers(0, 2), st.integers(0, n_batches-1)), max_size=4))
 
