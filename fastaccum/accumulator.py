@@ -237,7 +237,8 @@ class GradientAccumulator:
     def reopen(self) -> None:
         "Take back the last `finish`: the accumulated batch goes on, its gradients stand"
         self.n_items,self._losses,self._weights,target,weight = self._closed
-        # the gradients are a mean over `weight` now; without weight they are zero and keep their target
+        # the gradients are a mean over `weight` now; without weight they are zero and keep their target, if `aim` had one
+        if isinstance(target, Tensor): target = target.clamp(min=1)
         self._target = torch.where(weight > 0, weight, target) if isinstance(weight, Tensor) and self.normalize else weight or target
 
     def reset(self,

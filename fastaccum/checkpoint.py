@@ -13,16 +13,18 @@ from time import monotonic
 from types import SimpleNamespace
 import torch.utils.data as torch_data
 from fastai.basics import *
+from fastai.callback.progress import CSVLogger
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import LRFinder, ParamScheduler
+from fastai.callback.tracker import SaveModelCallback
 import fastaccum
 from .loop import LoopCallback
 
 # %% auto #0
 __all__ = ['write_checkpoint', 'read_checkpoint', 'plain', 'rng_state', 'set_rng_state', 'check_loader', 'item_order',
-           'rest_of_loader', 'plain_attrs', 'set_attrs', 'recorder_state', 'load_recorder', 'callback_states',
-           'load_callbacks', 'training_state', 'learner_device', 'load_weights', 'load_training', 'setting',
-           'fit_settings', 'differences', 'CheckpointFolder', 'saved_wandb_id', 'check_checkpoint_args',
+           'rest_of_loader', 'plain_attrs', 'set_attrs', 'recorder_state', 'load_recorder', 'csv_text', 'load_csv',
+           'callback_states', 'load_callbacks', 'training_state', 'learner_device', 'load_weights', 'load_training',
+           'setting', 'fit_settings', 'differences', 'CheckpointFolder', 'saved_wandb_id', 'check_checkpoint_args',
            'check_resumable', 'on_signals', 'TrainingCheckpoint', 'resumed', 'checkpointed_fit']
 
 # %% ../nbs/api/15_checkpoint.ipynb #f6e7bf3d
@@ -212,18 +214,33 @@ def load_recorder(
     rec.smooth_loss.count,rec.smooth_loss.val = state['smooth']
     for m,s in zip(rec._train_mets[1:], state['mets']): set_attrs(m, s)
 
+# %% ../nbs/api/15_checkpoint.ipynb #ce55b695
+def csv_text(cb:CSVLogger) -> str|None: # `None` when no fit is under way
+    "What is in the file of `cb`"
+    file = vars(cb).get('file')
+    if file is None or file.closed: return
+    file.flush()
+    return Path(file.name).read_text()
+
+def load_csv(cb:CSVLogger, text:str):
+    "Have that in its file, and go on behind it"
+    if csv_text(cb) is None: return           # the fit is over
+    cb.file.seek(0); cb.file.truncate(); cb.file.write(text); cb.file.flush()
+
 # %% ../nbs/api/15_checkpoint.ipynb #6f22dede
 def callback_states(
     cbs # Callbacks
 ) -> list: # For each one that has a state its name and the state
     "What callbacks are to know after a restart"
-    res = []
-    for cb in cbs:
-        if isinstance(cb, Recorder): state = recorder_state(cb) if hasattr(cb, 'losses') else None
-        elif _keeps_state(cb): state = plain(cb.state_dict())
-        else: state = None if isinstance(cb, LoopCallback) else plain_attrs(cb)
-        if state: res.append((cb.name, state))
-    return res
+    return [(cb.name, state) for cb in cbs if (state := _state_of(cb))]
+
+def _state_of(cb):
+    if isinstance(cb, Recorder): return recorder_state(cb) if hasattr(cb, 'losses') else None
+    if _keeps_state(cb): return plain(cb.state_dict())
+    if isinstance(cb, LoopCallback): return
+    if isinstance(cb, CSVLogger): return dict(csv=csv_text(cb))
+    if isinstance(cb, SaveModelCallback) and cb.last_saved_path: return dict(plain_attrs(cb), last_saved_path=str(cb.last_saved_path))
+    return plain_attrs(cb)
 
 def load_callbacks(
     cbs,   # Callbacks
@@ -237,7 +254,10 @@ def load_callbacks(
         states.remove(found)
         if isinstance(cb, Recorder): load_recorder(cb, found[1])
         elif _keeps_state(cb): cb.load_state_dict(found[1])
-        else: set_attrs(cb, found[1])
+        elif isinstance(cb, CSVLogger): load_csv(cb, found[1]['csv'])
+        else:
+            set_attrs(cb, found[1])
+            if isinstance(cb, SaveModelCallback) and cb.last_saved_path: cb.last_saved_path = Path(cb.last_saved_path)
 
 # %% ../nbs/api/15_checkpoint.ipynb #4d2bfdd6
 _of_learner = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','smooth_loss','final_record','training'
@@ -401,9 +421,14 @@ class CheckpointFolder:
             if not self.files or f.name != self.files[-1].name: f.unlink()
 
     def _at_exit(self):
-        failed = not IN_IPYTHON and getattr(sys, 'last_value', None) is not None   # an error ended the script
-        later = any(_place(f)[0] > self.n_fits for f in self.files)                # fits that another process began
-        if os.getpid() == self.pid and self.n_fits and not (self.unfinished or self.stopped or failed or later): self.finish()
+        later = any(_place(f)[0] > self.n_fits for f in self.files)   # fits that another process began
+        if os.getpid() == self.pid and self.n_fits and not (self.unfinished or self.stopped or later or _failed()): self.finish()
+
+def _failed():
+    "Did an error end the script, or the last cell of the notebook?"
+    if not IN_IPYTHON: return getattr(sys, 'last_value', None) is not None
+    from IPython import get_ipython
+    return not getattr(get_ipython(), 'last_execution_succeeded', True)
 
 # %% ../nbs/api/15_checkpoint.ipynb #e7067af1
 def saved_wandb_id(

@@ -7,6 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/wandb.html.md"""
 # %% ../nbs/api/13_wandb.ipynb #5c78eb84
 from __future__ import annotations
 import inspect, json, math, random, struct, time
+from collections import deque
 from contextlib import redirect_stdout
 from numbers import Number
 from fastai.basics import *
@@ -21,9 +22,9 @@ from .loop import LoopCallback
 from .steps import EpochAxis, step_row, to_host
 
 # %% auto #0
-__all__ = ['settings', 'plain', 'fit_config', 'epoch_values', 'histogram', 'histograms', 'log_dataset', 'WandbCallback',
-           'at_step', 'begin_fit', 'train_row', 'sample_dl', 'log_learner_dataset', 'log_best', 'offline_records',
-           'offline_history', 'log_model', 'wandb_process']
+__all__ = ['keep_rows_s', 'settings', 'plain', 'fit_config', 'epoch_values', 'histogram', 'histograms', 'log_dataset',
+           'WandbCallback', 'log_row', 'at_step', 'begin_fit', 'train_row', 'sample_dl', 'log_learner_dataset',
+           'log_best', 'offline_records', 'offline_history', 'log_model', 'wandb_process']
 
 # %% ../nbs/api/13_wandb.ipynb #ebd67422
 _all_ = ['log_model', 'wandb_process']
@@ -126,7 +127,7 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         if not self._fitting or not self.learn.training or not (loop.closed or (loop.accumulation and loop.seen)): return
         self.axis.move(self.learn)
         self._wandb_step = at_step(self, self._wandb_step+1)
-        wandb.log({**to_host(train_row(self)), **self._hists}, step=self._wandb_step)
+        log_row(self, to_host(train_row(self)), self._wandb_step, self._hists)
         self._n_steps,self._hists = self._n_steps+loop.closed,{}
 
     def after_train(self):
@@ -136,7 +137,7 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         if not self._fitting: return
         if self.log_preds and self.log_preds_every_epoch: self.log_predictions()
         epoch = math.ceil(self.axis.done)
-        wandb.log({'epoch': epoch, **to_host(epoch_values(self.learn.recorder))}, step=at_step(self, self._wandb_step))
+        log_row(self, {'epoch': epoch, **to_host(epoch_values(self.learn.recorder))}, at_step(self, self._wandb_step))
 
     def after_fit(self):
         if not self._fitting: return
@@ -145,9 +146,10 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         if self.log_model: log_best(self)
         wandb.log({})           # the last row is complete
 
-    def state_dict(self) -> dict: # Strings and numbers; empty before the first fit
-        "Where the run is, for checkpoints"
-        return dict(run_id=self._run_id, step=self._wandb_step, n_steps=self._n_steps, axis=dict(vars(self.axis))) if self._run_id else {}
+    def state_dict(self) -> dict: # Strings, numbers, and lists of them; empty before the first fit
+        "Where the run is, for checkpoints, and its last rows"
+        if not self._run_id: return {}
+        return dict(run_id=self._run_id, step=self._wandb_step, n_steps=self._n_steps, axis=dict(vars(self.axis)), rows=[(step, row) for _,step,row in self._recent])
 
     def load_state_dict(self,
         state:dict # From `state_dict`
@@ -158,8 +160,10 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
             print(f"WandbCallback: the checkpoint logged to the run {state['run_id']!r}, this is {wandb.run.id!r}. Begin with "
                   "`wandb.init(id=saved_wandb_id(...), resume='allow')` to go on with the same.")
         self._run_id,self._ahead = (wandb.run.id, wandb.run.step) if wandb.run is not None else (state['run_id'], 0)
-        self._wandb_step,self._n_steps,self.axis = state['step'],state['n_steps'],EpochAxis()
+        self._wandb_step,self._n_steps,self.axis,self._recent = state['step'],state['n_steps'],EpochAxis(),deque()
         vars(self.axis).update(state['axis'])
+        for step,row in state['rows'] if self._run_id == state['run_id'] and wandb.run is not None else ():
+            if step >= self._ahead: log_row(self, row, step)
 
     def log_predictions(self):
         "Log predictions for a sample of the validation set as a `wandb.Table`"
@@ -167,6 +171,21 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         with no_random(reproducible=False), self.learn.added_cbs(fetch):
             fetch.after_validate()
             super().log_predictions()
+
+# %% ../nbs/api/13_wandb.ipynb #743dee0b
+keep_rows_s = 30   # seconds; twice what W&B takes to write
+
+def log_row(
+    cb,       # A `WandbCallback`
+    row:dict, # Name -> number
+    step:int, # Of W&B
+    more={}   # What checkpoints do not keep
+):
+    "Log a row, and keep it for checkpoints as long as W&B may not have written it"
+    wandb.log({**row, **more}, step=step)
+    now = time.time()
+    cb._recent.append((now, step, row))
+    while cb._recent[0][0] < now - keep_rows_s: cb._recent.popleft()
 
 # %% ../nbs/api/13_wandb.ipynb #14ae5045
 def at_step(
@@ -183,7 +202,7 @@ def begin_fit(
     run,learn = wandb.run,cb.learn
     if run is None: raise ValueError('You must call wandb.init() before WandbCallback()')
     cb._fitting,cb._hists,new = True,{},run.id != cb._run_id
-    if new: cb._run_id,cb._wandb_step,cb._n_steps,cb.axis = run.id,-1,0,EpochAxis()
+    if new: cb._run_id,cb._wandb_step,cb._n_steps,cb.axis,cb._recent = run.id,-1,0,EpochAxis(),deque()
     if not cb._ahead: cb.axis.done = max(cb.axis.done, run.summary.get('epoch') or 0)  # others may have trained in this run
     try: run.config.update(fit_config(learn), allow_val_change=True)
     except Exception as e: print(f'WandbCallback could not log config parameters -> {e}')

@@ -52,7 +52,7 @@ def train(model, loss_func, opt_func, batches, lr, clip=None):
 _before = 'before_batch','after_pred','after_loss','before_backward'
 _no_step = *_before,'after_backward','before_step'
 def accumulated(sizes, accum_bs, remainder='step', n_epoch=1, stop=None):
-    """The loader batches `(epoch, i)` of each step. `accum_bs` may be a function of the first of them. `stop`, an event, a fastai exception and the loader batches at which a callback
+    """The loader batches `(epoch, i)` of each step. `accum_bs` may be a function of the first of them. `stop`, an event, an exception and the loader batches at which a callback
     raises it: before `backward` the loader batch does not count; before the step the accumulated batch goes on"""
     event,ex,at = stop or (None,None,())
     steps,taken = [],[]
@@ -66,8 +66,8 @@ def accumulated(sizes, accum_bs, remainder='step', n_epoch=1, stop=None):
             if closes and not (hit and event in _no_step and ex not in (CancelBackwardException, CancelStepException)):
                 if not (hit and ex is CancelStepException): steps.append(taken)
                 taken = []
-            if hit and ex is CancelFitException: return steps
             if hit and ex in (CancelTrainException, CancelEpochException): break
+            if hit and ex not in (CancelBatchException, CancelBackwardException, CancelStepException): return steps
         if taken and (remainder=='step' or (remainder=='drop' and full())): steps.append(taken); taken = []
         if remainder=='drop': taken = []
     return steps

@@ -2,6 +2,7 @@
 import gc, os, pickle, resource, signal, subprocess, sys, threading, time
 import pytest
 import torch.utils.data as torch_data
+from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.data.all import ItemTransform, TfmdDL
 from reference import *
@@ -199,6 +200,44 @@ def test_several_fits(at, n):
     assert got['lr'] == want['lr'] and torch.equal(got['preds'], want['preds']) and got['rand'] == want['rand']
     test_eq_bits(learn, whole)
 
+exits = '''
+import os, signal, sys
+from reference import *
+from fastaccum.checkpoint import *
+sys.stdout = sys.stderr = open('log', 'w')
+for how in ['normal', 'error', 'Ctrl-C', 'SIGTERM', '_exit', 'exit']:
+    first = os.fork()
+    if not first:
+        os.mkdir(how); os.chdir(how)
+        learn = learner(Data(torch.randn(16, 6), torch.randn(16, 4)), 4, TrainingCheckpoint())
+        learn.fit(1)
+        break
+    os.waitpid(first, 0)
+if first: sys.exit()
+if how == 'error': 1/0
+if how == 'Ctrl-C': raise KeyboardInterrupt
+if how == 'SIGTERM': os.kill(os.getpid(), signal.SIGTERM)
+if how == '_exit': os._exit(1)
+if how == 'exit': sys.exit(1)
+'''
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
+def test_ends():
+    "A script that does not end normally after a fit goes on behind it; the code of `sys.exit` cannot be known"
+    subprocess.run([sys.executable, '-W', 'ignore', '-c', exits], check=True, env={**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)})
+    folders = {how.name: [p.name for p in (how/'models').iterdir()] for how in Path().iterdir() if how.is_dir()}
+    done,goes_on = ['checkpoint-finished'],['checkpoint']
+    assert folders == dict(normal=done, exit=done, error=goes_on, _exit=goes_on, SIGTERM=goes_on, **{'Ctrl-C': goes_on})
+
+@pytest.mark.parametrize('ok', [True, False])
+def test_end_of_notebook(ok, monkeypatch):
+    "When its kernel is shut down"
+    import IPython
+    monkeypatch.setattr('fastaccum.checkpoint.IN_IPYTHON', True)
+    monkeypatch.setattr(IPython, 'get_ipython', lambda: SimpleNamespace(last_execution_succeeded=ok))
+    run({}, TrainingCheckpoint()).training_checkpoint.state.folder._at_exit()
+    assert [p.name for p in Path('models').iterdir()] == ['checkpoint-finished' if ok else 'checkpoint']
+
 def test_two_learners():
     "Cross validation: each Learner has its fits in the run"
     def cross(stop=None):
@@ -291,6 +330,48 @@ def test_damaged(damage, finished):
     new_process()
     for p in checkpoints(): p.write_bytes(b'')
     with pytest.warns(UserWarning, match='is damaged'): test_eq_bits(run(case, TrainingCheckpoint()), whole)    # from the start
+
+@pytest.mark.parametrize('append', [False, True])
+def test_csv(append):
+    "The rows of all processes, each once"
+    def rows():
+        res = [l.rsplit(',', 1)[0] for l in Path('history.csv').read_text().splitlines()]   # but for the time
+        Path('history.csv').unlink()
+        return res
+    def script(stop=None, *cbs):
+        learn = make({}, CSVLogger(append=append), *cbs, *([stop] if stop else []))
+        learn.fit(1, .05); learn.fit_one_cycle(4, .05)
+    script()
+    whole = rows()
+    assert len(whole) == (7 if append else 5)
+    for at in (1, 4),(3, 7):       # rows after the checkpoint are there, and come again
+        with pytest.raises(RuntimeError): script(Interrupt(at), TrainingCheckpoint(every_steps=11))
+        new_process()
+    script(None, TrainingCheckpoint())
+    assert rows() == whole
+
+@pytest.mark.parametrize('how', [dict(), dict(every_epoch=1), dict(at_end=True), dict(reset_on_fit=False)], ids=str)
+def test_saved_models(how):
+    "The files of `SaveModelCallback` and where the last one is"
+    case = dict(cbs=lambda: [SaveModelCallback(**how)], fit=lambda l: (l.fit(2, .05), l.fit(4, .3)))
+    def saved(learn):
+        res = {f.name: weights(load_into(f)) for f in Path('models').glob('*.pth')}
+        for f in Path('models').glob('*.pth'): f.unlink()
+        return res,learn.save_model.last_saved_path
+    def load_into(f):
+        model = net()
+        model.load_state_dict(torch.load(f))
+        return model
+    whole = run(case)
+    files,last = saved(whole)
+    for at in (1, 4),(2, 2),(3, 5):
+        run(case, TrainingCheckpoint(every_steps=3), stop=Interrupt(at))
+        new_process()
+    learn = run(case, TrainingCheckpoint(every_steps=3))
+    test_eq_bits(learn, whole)
+    assert learn.save_model.best == whole.save_model.best
+    again,last_again = saved(learn)
+    assert last_again == last and again.keys() == files.keys() and all(torch.equal(again[k], files[k]) for k in files)
 
 def test_keep():
     for keep in 1,3:

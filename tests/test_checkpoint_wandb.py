@@ -1,8 +1,9 @@
 "Restarted runs have the rows in Weights & Biases, the table of `StepLogger` and the micro-batch sizes of the uninterrupted run"
+import os, signal, subprocess, sys
 import pytest
 wandb = pytest.importorskip('wandb')
 from reference import *
-from test_checkpoint import Interrupt, make, new_process, one_process, run, test_eq_bits
+from test_checkpoint import Interrupt, Stateless, make, new_process, one_process, run, test_eq_bits
 from fastaccum.wandb import WandbCallback, offline_history
 from fastaccum.steps import StepLogger
 from fastaccum.checkpoint import TrainingCheckpoint, saved_wandb_id
@@ -51,3 +52,22 @@ def test_auto():
     learn = run(case, TrainingCheckpoint(every_steps=2))
     test_eq_bits(learn, whole)
     assert learn.gradient_accumulation.state.micro_bs == whole.gradient_accumulation.state.micro_bs
+
+killed = '''
+import os, signal
+from test_checkpoint_wandb import *
+class Kill(Stateless):
+    order,run_valid = 2000,False
+    def after_batch(self):
+        if (self.learn.epoch,self.learn.iter) == (1,5): os.kill(os.getpid(), signal.SIGKILL)
+wandb_run(TrainingCheckpoint(every_steps=3), stop=Kill())
+'''
+
+def test_killed():
+    "Rows of before the checkpoint, which W&B had not written when the process was killed, are not lost"
+    _,_,rows = wandb_run()
+    env = {k: v for k,v in os.environ.items() if k != 'WANDB_SERVICE'}   # a W&B of its own
+    env['PYTHONPATH'] = os.pathsep.join(p for p in sys.path if p)
+    assert subprocess.run([sys.executable, '-W', 'ignore', '-c', killed], env=env).returncode == -signal.SIGKILL
+    _,_,more = wandb_run(TrainingCheckpoint(every_steps=3))
+    assert more == rows

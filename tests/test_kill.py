@@ -16,13 +16,15 @@ class Server:
     def ended(self, seconds=None):
         "Did it end by itself within so many seconds?"
         if seconds is not None and not select.select([self.p.stdout], [], [], seconds)[0]: return False
-        status = int(self.p.stdout.readline().split()[1])
-        assert status in (0, signal.SIGKILL), 'the script failed'
+        self.status = int(self.p.stdout.readline().split()[1])
+        assert self.status in (0, signal.SIGKILL), 'the script failed'
         return True
     def kill(self):
+        "Was it in time?"
         try: os.kill(self.pid, signal.SIGKILL)
         except ProcessLookupError: pass                               # it has just ended
         self.ended()
+        return self.status == signal.SIGKILL
 
 @pytest.fixture(scope='module')
 def server():
@@ -35,8 +37,9 @@ def alone(server, tmp_path_factory):
     "What the script makes if nobody disturbs it"
     folder = tmp_path_factory.mktemp('left')/'alone'
     folder.mkdir()
+    server.start(folder)                                              # once it has imported everything
     t = time.monotonic()
-    server.start(folder); server.ended()
+    server.ended()
     server.seconds = time.monotonic() - t
     return result(folder)
 
@@ -52,13 +55,13 @@ def test_killed(server, alone, tmp_path):
     checkpoints,rand,n,n_runs,in_write = tmp_path/'models'/'checkpoint',random.Random(0),0,0,0
     while n < N_KILLS or n_runs == 0:
         server.start(tmp_path)
-        ended = server.ended(rand.uniform(0, server.seconds/3) if n < N_KILLS else None)
-        if not ended:
-            until = time.monotonic() + (.2 if n%2 else 0)             # every second kill is to meet a write
+        killed = not server.ended(rand.uniform(0, server.seconds/3) if n < N_KILLS else None)
+        if killed:
+            until = time.monotonic() + (server.seconds if n%2 else 0) # every second kill is to meet a write
             while time.monotonic() < until and not list(checkpoints.glob('*.tmp')): time.sleep(.0005)
-            server.kill()
-            n,in_write = n+1,in_write + bool(list(checkpoints.glob('*.tmp')))
-        elif (tmp_path/'result.pt').exists():
+            killed = server.kill()
+        if killed: n,in_write = n+1,in_write + bool(list(checkpoints.glob('*.tmp')))
+        else:
             check_same(result(tmp_path), alone)
             assert not checkpoints.exists() and [f.name for f in checkpoints.with_name('checkpoint-finished').iterdir()] == ['2-end.pt']
             n_runs += 1

@@ -37,10 +37,13 @@ callbacks = {  # `None`: not here
     'wandb':    wandb and (lambda: WandbCallback(log_preds=False)),
     'saves':    TrainingCheckpoint and (lambda: TrainingCheckpoint(every_steps=2))}
 pairs = ['acc+fp16', 'fp16+acc', 'split+bf16', 'bf16+carry', 'fp16+auto', 'auto+steps', 'steps+drop', 'steps+fp16', 'wandb+fp16', 'wandb+parts', 'rows+wandb',
-         'schedule+fp16+steps', 'steps+fp16+parts', 'wandb+steps+bf16+split', 'saves+acc', 'schedule+saves', 'fp16+saves', 'parts+fp16+saves+steps']
-setups = [s for s in [*callbacks, *pairs] if all(callbacks[n] for n in s.split('+'))]
+         'schedule+fp16+steps', 'steps+fp16+parts', 'wandb+steps+bf16+split', 'saves+acc', 'schedule+saves', 'fp16+saves', 'parts+fp16+saves+steps',
+         'wandb+saves', 'saves+steps+wandb+acc']
+for_hours = 'SWEEP' in os.environ    # every setup, every two callbacks in both orders, every event
+accumulating,precise = ('acc','drop','carry','rows','split','auto','schedule','parts'),('fp16','bf16')
+if for_hours: pairs += [f'{a}+{b}' for a,b in itertools.permutations(callbacks, 2) if not ({a,b} <= {*accumulating} or {a,b} <= {*precise})]
+setups = [s for s in dict.fromkeys([*callbacks, *pairs]) if all(callbacks[n] for n in s.split('+'))]
 every_setup = pytest.mark.parametrize('setup', setups)
-for_hours = 'SWEEP' in os.environ    # every setup and order
 some_setups = every_setup if for_hours else pytest.mark.parametrize('setup', [s for s in setups if s in ('carry','split','fp16','steps','acc+fp16','parts+fp16+saves+steps')])
 
 def make(setup): return [callbacks[n]() for n in setup.split('+') if n]
@@ -49,7 +52,7 @@ def has(setup, *names): return bool(set(names) & set(setup.split('+')))
 def size(setup, n_epoch, n_iter):
     "`accum_bs` of an accumulated batch, for `accumulated`"
     if has(setup, 'schedule', 'parts'): return lambda epoch, i: round(8 + 32*(epoch*n_iter+i)/(n_iter*n_epoch))
-    return 20 if has(setup, 'acc', 'drop', 'carry', 'rows', 'split', 'auto') else 1
+    return 20 if has(setup, *accumulating) else 1
 def remainder(setup): return 'carry' if has(setup, 'carry', 'schedule') else 'drop' if has(setup, 'drop') else 'step'
 def steps_of(setup, n_epoch=1, stop=None, data=data):
     sizes = data.sizes(bs)
