@@ -194,7 +194,7 @@ def set_attrs(
         elif isinstance(old, np.ndarray): v = v.numpy().astype(old.dtype)
         object.__setattr__(o, k, v)
 
-# %% ../nbs/api/15_checkpoint.ipynb #47291fcb
+# %% ../nbs/api/15_checkpoint.ipynb #58953146
 def recorder_state(
     rec:Recorder # During a fit
 ) -> dict: # For `load_recorder`
@@ -218,7 +218,7 @@ def load_recorder(
 def csv_text(cb:CSVLogger) -> str|None: # `None` when no fit is under way
     "What is in the file of `cb`"
     file = vars(cb).get('file')
-    if file is None or file.closed: return
+    if file is None or file.closed: return None
     file.flush()
     return Path(file.name).read_text()
 
@@ -288,7 +288,7 @@ def learner_device(
     device = getattr(learn.dls, 'device', None)
     return torch.device(device) if device is not None else next((p.device for p in learn.model.parameters()), torch.device('cpu'))
 
-# %% ../nbs/api/15_checkpoint.ipynb #f28d62c5
+# %% ../nbs/api/15_checkpoint.ipynb #a50792b1
 def load_weights(
     learn,     # A `Learner` with an optimizer
     state:dict # From `training_state`
@@ -441,7 +441,7 @@ def saved_wandb_id(
         state = found.load(fit, 'cpu')
         if state is not None: return first(s.get('run_id') for n,s in state['callbacks'] if n == 'wandb')
 
-# %% ../nbs/api/15_checkpoint.ipynb #05817569
+# %% ../nbs/api/15_checkpoint.ipynb #20e00196
 def check_checkpoint_args(
     every_steps,   # As for `TrainingCheckpoint`
     every_minutes, # Likewise
@@ -608,7 +608,7 @@ def _skip_fit(learn, cb, state):
     learn.model.train(learn.training)
     set_rng_state(state['rng'], learner_device(learn), learn.dls.loaders)
 
-# %% ../nbs/api/15_checkpoint.ipynb #6b438451
+# %% ../nbs/api/15_checkpoint.ipynb #e628d133
 _fit = Learner.fit
 
 @patch
