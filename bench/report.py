@@ -31,7 +31,7 @@ def memory(rows):
     def shown(r):
         peaks = {k: f'{v/2**20:.1f}' for k,v in r.items() if k[0].isdigit()}
         head = {'model': r['model'], 'precision': r['precision'], 'checkpointing': 'yes' if r['checkpointing'] else 'no'}
-        return head | peaks | {'split, in eighths of 1x64': f'{eighths(r):.3f}'}
+        return head | peaks | {'eighths': f'{eighths(r):.3f}'}
     return pd.DataFrame(map(shown, rows)).set_index('model').rename_axis(None)
 
 def eighths(row): return 8*row['8x8 split']/row['1x64']
