@@ -18,7 +18,7 @@ def table(head, rows): return '\n'.join([row(*head), row(*['---']*len(head)), *(
 
 def type_name(anno, value=empty):
     "What an annotation is called; nothing for the type of a default `value` that says less than the value does"
-    if anno in (empty, None, type(None)) or type(value) is anno and anno not in (int, float, bool, str, tuple, list, dict): return ''
+    if anno in (empty, None, type(None), 'None') or type(value) is anno and anno not in (int, float, bool, str, tuple, list, dict): return ''
     return anno if isinstance(anno, str) else inspect.formatannotation(anno).replace('typing.', '').replace('torch.', '')
 
 _address = re.compile(r'<[\w.]*?(\w+) object at 0x\w+>')  # in the repr of an object: another one in every build
