@@ -47,7 +47,7 @@ def test_wheel_metadata(wheel):
     assert {f'Programming Language :: Python :: {p}' for p in cfg['pythons'].split()}|{'Typing :: Typed', 'Operating System :: OS Independent'} <= {*classifiers}
     needs = [r.partition('; ') for r in meta.get_all('Requires-Dist')]
     assert {re.match(r'[\w-]+', r)[0] for r,_,extra in needs if not extra}=={'fastai', 'fastcore', 'torch'}
-    assert {'wandb','tensorboard','all','docs','dev'} <= {*meta.get_all('Provides-Extra')}
+    assert {'wandb','tensorboard','distributed','bench','all','docs','dev'} <= {*meta.get_all('Provides-Extra')}
 
 def test_readme_example(installed, tmp_path):
     "The README's code, with a smaller net and smaller pictures, where only what is in the wheel is there"
