@@ -68,16 +68,15 @@ def stops(draw, n_epoch, n_batches, split):
     ex = draw(st.sampled_from([CancelTrainException, CancelEpochException, CancelFitException, Interrupted] + [CancelBatchException]*(event!='after_batch') + [only]*(only is not None)))
     return event,ex,draw(st.sets(st.tuples(st.integers(0, n_epoch-1), st.integers(0, n_batches-1)), min_size=1, max_size=4))
 
-def accum_sizes(k):
-    "Arguments that say how large an accumulated batch is; none with micro-batches: as large as the loader's"
-    return st.one_of(st.fixed_dictionaries(dict(accum_bs=st.integers(1, 60))), schedules(), st.fixed_dictionaries(dict(n_acc=st.integers(1, 60))) if k is None else st.just({}))
+# how large an accumulated batch is; without arguments 32, and with micro-batches as large as the loader's
+accum_sizes = st.one_of(st.fixed_dictionaries(dict(accum_bs=st.integers(1, 60))), schedules(), st.fixed_dictionaries(dict(n_acc=st.integers(1, 60))), st.just({}))
 
 @st.composite
 def trainings(draw):
     "Everything that a fit depends on"
     n,bs,k,loss,n_epoch = draw(st.integers(1, n_max)),draw(st.integers(1, 12)),draw(micro_batches),draw(st.sampled_from(list(losses))),draw(st.integers(1, 3))
     plain,fp16 = loss in ('items','classes','sum'),draw(st.booleans())   # no item counts for nothing
-    acc = dict(draw(accum_sizes(k)), micro_batch_size=k, remainder=draw(remainders), log_accum_batch=draw(st.booleans()), normalize=not plain or draw(st.integers(0, 4)) > 0)
+    acc = dict(draw(accum_sizes), micro_batch_size=k, remainder=draw(remainders), log_accum_batch=draw(st.booleans()), normalize=not plain or draw(st.integers(0, 4)) > 0)
     return SimpleNamespace(n=n, bs=bs, n_epoch=n_epoch, loss=loss, order=draw(st.sampled_from([3, 20])), acc=acc, fp16=fp16,
         nan=draw(st.none() | st.integers(0, n-1)) if plain and fp16 else None, drop_last=draw(st.integers(0, 4))==0, loader=draw(st.sampled_from([DataLoader, torch_data.DataLoader])),
         one_cycle=draw(st.booleans()), stop=draw(stops(n_epoch, -(-n//bs), isinstance(k, int))) if draw(st.integers(0, 3)) else None)
@@ -86,7 +85,7 @@ def accumulation(kwargs): return (GradientAccumulationSchedule if 'start_accum_b
 
 def size_at(c, n_iter):
     "`accum_bs` by the words of the docs: position = loader batches done of all, a float a fraction of the fit, an int an epoch"
-    if 'start_accum_bs' not in c.acc: return c.acc.get('accum_bs', c.acc.get('n_acc', 1))
+    if 'start_accum_bs' not in c.acc: return c.acc.get('accum_bs', c.acc.get('n_acc', 1 if c.acc['micro_batch_size'] else 32))
     a,b = (v/c.n_epoch if isinstance(v, int) else v for v in (c.acc['start'], c.acc['finish']))
     first,last = c.acc['start_accum_bs'],c.acc['final_accum_bs']
     def size(epoch, i):
