@@ -502,63 +502,6 @@ def test_memory_of_predictions():
 
 # --- host syncs
 
-class Around(Callback):
-    "Runs each training batch in a new `context()`"
-    order,run_valid = -100,False
-    def __init__(self, context): self.context,self.all = context,[]
-    def before_batch(self): self.all.append(self.context().__enter__())
-class AroundEnd(Callback):
-    order,run_valid = 200,False
-    def after_batch(self): self.learn.around.all[-1].__exit__(None, None, None)
-
-class Classifier(nn.Module):
-    "A transformer, with a class for each of its 16 words"
-    def __init__(self, n_cls=4):
-        super().__init__()
-        self.inp,self.out = nn.Linear(6, 16),nn.Linear(16, n_cls)
-        self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0., batch_first=True), 2)
-    def forward(self, x): return self.out(self.body(self.inp(x))).transpose(1, 2)
-
-def conv_net(): return nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-
-nets = {'conv net': (conv_net(), (6,12,12), (), 4), 'transformer': (Classifier(), (16,6), (16,), 4), 'words': (Classifier(300), (16,6), (16,), 300)}
-
-def peak(net, bs, k, accum_bs=64, metrics=None):
-    "The most memory that a loader batch takes, without parameters, their gradients (from the second one on) and the batch itself"
-    model,x,y,n_cls = nets[net]
-    torch.manual_seed(0)
-    data = Data(torch.randn(192, *x), torch.randint(n_cls, (192, *y)))
-    learn = learner(data, bs, Acc(accum_bs, micro_batch_size=k), Around(PeakMemory), AroundEnd(), model=model, loss_func=ce, metrics=metrics, valid=Data(data.x[:1], data.y[0][:1]))
-    learn.recorder.train_metrics = metrics is not None
-    learn.fit(1, .01)
-    return max(m.peak for m in learn.around.all[1:])
-
-@pytest.mark.parametrize('net', nets)
-def test_memory(net):
-    "8x8 items take an eighth of what 1x64 do, as much as loader batches of 8"
-    whole,split,small = peak(net, 64, None),peak(net, 64, 8),peak(net, 8, None)
-    print(f'{net}: {split/whole*8:.4f} {small/whole*8:.4f} {peak(net, 64, 8, 128)/split:.4f}')
-    assert split/whole < 1.05/8
-    assert abs(split/small-1) < .02
-    assert peak(net, 64, 8, 128)/split < 1.01
-
-def test_memory_of_predictions():
-    "They are kept for training metrics only, without what made them"
-    plain,kept,whole = peak('conv net', 64, 8),peak('conv net', 64, 8, metrics=accuracy),peak('conv net', 64, None)
-    assert plain < kept < plain + 64*4*4*3 < whole/4
-
-# --- host syncs
-
-class Outer(SyncCounter):
-    "fastai's tensor types call a method twice: the inner call does not count"
-    def _counted(self, f):
-        count = super()._counted(f)
-        def counted(*args, **kwargs):
-            inside,self.inside = getattr(self, 'inside', False),True
-            try: return (f if inside else count)(*args, **kwargs)
-            finally: self.inside = inside
-        return counted
-
 sync_cases = {'mse': (MSELossFlat(), torch.randn(64, 4)), 'ignored': (CrossEntropyLossFlat(weight=cls_w), data.y[0]), 'CE': (ce, data.y[0])}
 
 @pytest.mark.parametrize('amp,opt,most', [('to_fp32', SGD, 1), ('to_bf16', SGD, 1), ('to_fp16', SGD, 2), ('to_fp32', Adam, 1)])
