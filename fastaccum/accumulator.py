@@ -50,7 +50,7 @@ class LossInfo:
         known = isinstance(f, _element_losses) or f in _element_funcs
         return 'elements' if known or type(f).__name__ in _fastai_element_losses else 'items'
 
-# %% ../nbs/api/00_accumulator.ipynb #73072d21
+# %% ../nbs/api/00_accumulator.ipynb #045b16e4
 def n_items(
     b # A tensor, or any nesting of tensors in tuples, lists and dicts
 ) -> int: # Length of the first dimension of the first tensor
@@ -207,7 +207,7 @@ class GradientAccumulator:
     ) -> float|Tensor: # Their sum
         "If all weights are known at the start their sum can be the target, and `finish` has nothing to multiply"
         if not isinstance(weights, Tensor): total = sum(weights); self._target = total or 1
-        else: total = weights.sum(); self._target = total.clamp(min=torch.finfo(total.dtype).tiny if total.is_floating_point() else 1)
+        else: total = weights.sum(); self._target = torch.where(total > 0, total, 1)
         return total
 
     def count(self,
@@ -237,8 +237,7 @@ class GradientAccumulator:
     def reopen(self) -> None:
         "Take back the last `finish`: the accumulated batch goes on, its gradients stand"
         self.n_items,self._losses,self._weights,target,weight = self._closed
-        # the gradients are a mean over `weight` now; without weight they are zero and keep their target, if `aim` had one
-        if isinstance(target, Tensor): target = target.clamp(min=1)
+        # the gradients are a mean over `weight` now; without weight they are zero and keep their target
         self._target = torch.where(weight > 0, weight, target) if isinstance(weight, Tensor) and self.normalize else weight or target
 
     def reset(self,
