@@ -1,11 +1,10 @@
-"Host syncs, operators and live memory inside a `with` block: counted, so the same on every machine and run"
-import traceback, weakref
+"Host syncs and operators inside a `with` block: counted, so the same on every machine and run"
+import traceback
 from collections import Counter
 from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 class OpCounter(TorchDispatchMode):
     "How often each operator was called"
@@ -49,28 +48,3 @@ class SyncCounter(TorchDispatchMode):
     def __exit__(self, *args):
         for p in self.patches: p.stop()
         return super().__exit__(*args)
-
-class LiveMemory(TorchDispatchMode):
-    "Most bytes of storages that lived at once; those of `known` tensors do not count"
-    def __init__(self, known=()):
-        super().__init__()
-        self.live = self.peak = 0
-        self.hold = [t.untyped_storage() for t in known]  # they live on, so that their addresses are not used again
-        self.keys = {s._cdata for s in self.hold}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        res = func(*args, **(kwargs or {}))
-        for t in tree_leaves(res):
-            if isinstance(t, Tensor): self._add(t.untyped_storage())
-        return res
-
-    def _add(self, s):
-        if s._cdata in self.keys: return
-        self.keys.add(s._cdata)
-        self.live += s.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(s, self._free, s._cdata, s.nbytes())
-
-    def _free(self, key, n):
-        self.keys.discard(key)
-        self.live -= n

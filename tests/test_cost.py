@@ -1,7 +1,8 @@
 "What accumulation costs: host syncs, multiplications, memory"
 import pytest
 from reference import *
-from bench.measure import LiveMemory, OpCounter, SyncCounter
+from bench.measure import OpCounter, SyncCounter
+from fastaccum.memory import StorageFollower
 from fastai.callback.mixup import MixUp
 
 def make(n_steps, k, *cbs, target=None, loss_func=None, bs=8, **acc):
@@ -87,7 +88,7 @@ def sgd(ps): return SGD([list(ps)], lr=.01, mom=.9)
 
 def peak_of_hand_written(data, bs, k, model, loss_func):
     opt,n = sgd(model.parameters()),len(data)
-    with LiveMemory(model.parameters()) as mem:
+    with StorageFollower() as mem:
         for i in range(0, n, bs):
             x,y = data.batch(range(i, min(n, i+bs)))
             (loss_func(model(x), y)/k).backward()
@@ -96,7 +97,7 @@ def peak_of_hand_written(data, bs, k, model, loss_func):
 
 def peak_of_learner(data, bs, model, *cbs, loss_func):
     learn = learner(data, bs, *cbs, model=model, loss_func=loss_func, valid=Data(data.x[:2], data.y[0][:2]))
-    with LiveMemory(learn.model.parameters()) as mem: learn.fit(1, .01)
+    with StorageFollower() as mem: learn.fit(1, .01)
     return mem.peak
 
 @pytest.mark.parametrize('name', ['host weights', 'device weights', 'class weights', 'split', 'GradientClip'])
