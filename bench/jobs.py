@@ -38,7 +38,7 @@ MODELS = {'MLP 32-64-10': (mlp, vectors), 'conv net': (conv_net, images), 'trans
 
 class Memory(list):
     "Batches in memory as a loader: what fastai and the Trainer ask a loader for"
-    drop_last,device = False,torch.device('cpu')
+    drop_last,device,n_inp = False,torch.device('cpu'),1
     def __init__(self, batches):
         super().__init__(batches)
         sizes = [n_items(b) for b in batches]

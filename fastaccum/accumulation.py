@@ -121,26 +121,30 @@ class MicroBatches:
     "A loader batch of `cb.learn`, in micro-batches of at most `size` items"
     def __init__(self,
         cb,      # A `GradientAccumulation`
-        size:int # Most items of a micro-batch
+        size:int,# Most items of a micro-batch
+        n:int    # Items of the loader batch
     ):
         learn = cb.learn
         self.whole = cb.opens and cb.closes  # it is an accumulated batch
-        self.cb,self.learn,self.acc,self.size,self.xb,self.yb = cb,learn,cb.acc,size,learn.xb,learn.yb
-        self.n = count_items(learn)
-        self.sizes = [min(size, self.n-i) for i in range(0, self.n, size)]
+        self.cb,self.learn,self.acc,self.size,self.n,self.xb,self.yb = cb,learn,cb.acc,size,n,learn.xb,learn.yb
+        self.sizes = [min(size, n-i) for i in range(0, n, size)]
         self.split = len(self.sizes) > 1
+        self.plain = type(learn)._backward is Learner._backward and '_backward' not in learn.__dict__  # not somebody else's, such as accelerate's
         self.mixers = [(o,o.yb1,o.lam) for o in learn.cbs if isinstance(o, MixHandler) and o.run and hasattr(o, 'yb1')] if self.split else []
         self.keep_preds = self.split and getattr(getattr(learn, 'recorder', None), 'train_metrics', False)
-        self.losses,self.weights,self.preds,self.done,self.part_yb,self.known,self.joint = [],[],[],0,self.yb,None,None
+        self.losses,self.weights,self.preds,self.done = [],[],[],[]  # done: their numbers
+        self.part_yb,self.known,self.shares,self.may_be_empty = self.yb,None,None,False
 
     def run(self):
         "Send all forward and backward, count those that went, and put the loader batch back"
         loop = self.cb.loop
+        table = loop.call.now()
         try:
             self.weigh()
             for self.i in self.parts():
                 loop.forward()
-                loop.events(self.backward, 'backward', CancelBackwardException)
+                if table['backward']: loop.events(self.backward, 'backward', CancelBackwardException)
+                else: self.backward()
                 if self.keep_preds: self.preds.append(map_tensors(Tensor.detach, self.learn.pred))
         except cancels: self.count(); raise
         finally: self.put_back()
@@ -154,9 +158,10 @@ class MicroBatches:
         self.total = acc.aim(self.known) if self.whole else None
         if not isinstance(self.known, Tensor): self.factors = cb.host_factors([acc.factor(w, n) for w,n in zip(self.known, self.sizes)])
         else:
-            factors = acc.factor(self.known, self.n, self.yb[0].numel())
-            if self.split: self.joint,self.shares,self.known,self.factors = self.known,factors,self.known.unbind(),factors.unbind()
-            else: self.known,self.factors = [self.known],[factors]
+            self.may_be_empty = info.nan_if_empty
+            shares = acc.factor(self.known, self.n, self.yb[0].numel())
+            if self.split: self.shares,self.factors = shares,shares.unbind()
+            else: self.known,self.factors = [self.known],[shares]
 
     def parts(self):
         "The numbers of the micro-batches; each is in the place of the loader batch when it is its turn"
@@ -172,24 +177,27 @@ class MicroBatches:
             yield i
 
     def backward(self):
-        learn,i = self.learn,self.i
-        check_scalar(learn.loss_grad)
-        if learn.loss_grad.dim(): learn.loss_grad,learn.loss = learn.loss_grad.view(()),learn.loss.view(())
-        weight,factor = self._weight_of(i)
+        learn,loss = self.learn,self.learn.loss_grad
+        if loss.dim():
+            check_scalar(loss)
+            learn.loss_grad,learn.loss = loss.view(()),learn.loss.view(())
+            loss = learn.loss_grad
+        weight,factor = self._weight_of(self.i)
         if factor is None: learn._backward()
-        elif '_backward' in learn.__dict__ or type(learn)._backward is not Learner._backward:  # somebody else's, such as accelerate's
-            learn.loss_grad = learn.loss_grad*factor
+        elif self.plain: loss.backward(factor if factor.dtype == loss.dtype else factor.to(loss.dtype))
+        else:
+            learn.loss_grad = loss*factor
             learn._backward()
-        else: learn.loss_grad.backward(gradient=factor if factor.dtype == learn.loss_grad.dtype else factor.to(learn.loss_grad.dtype))
-        self.losses.append(learn.loss.detach()); self.weights.append(weight)
-        self.done += self.sizes[i]
+        self.losses.append(learn.loss.detach() if learn.loss.requires_grad else learn.loss)
+        self.done.append(self.i)
+        if self.known is None: self.weights.append(weight)
 
     def _weight_of(self, i):
-        if not self.acc.normalize: return 1,None
         if self.known is not None and self.learn.yb is self.part_yb:
-            if self.cb.state.info.nan_if_empty and isinstance(self.known[i], Tensor): ignore_empty(self.learn.pred, self.known[i])
-            return self.known[i],self.factors[i]
-        self.known = None                         # the user's weight, or targets that a callback has changed after the prediction
+            if self.may_be_empty: ignore_empty(self.learn.pred, self.known[i])
+            return None,self.factors[i]
+        if not self.acc.normalize: return 1,None
+        if self.known is not None: self.weights,self.known = [self.known[j] for j in self.done],None  # a callback has changed the targets after the prediction
         weight = loss_weight(self.cb.state.info, self.learn.yb) if self.cb.weight is None else self.cb.weight(self.learn)
         on_device = torch.as_tensor(weight, device=self.learn.loss_grad.device)
         if isinstance(weight, Tensor) or not weight: ignore_empty(self.learn.pred, on_device)
@@ -198,12 +206,14 @@ class MicroBatches:
     def count(self):
         "Give the accumulator their mean loss"
         if not self.losses: return
-        as_known = self.known is not None and len(self.losses) == len(self.sizes)
-        is_mean = as_known and self.whole
-        if self.joint is not None and is_mean: loss,weight = (torch.where(self.joint > 0, torch.stack(self.losses), 0.)*self.shares).sum(),self.total
-        else: loss,weight = mean_loss(self.losses, [self.joint] if self.joint is not None and as_known else self.weights, self.acc.normalize)
+        all_went = len(self.done) == len(self.sizes)
+        if self.known is None: weights = self.weights
+        else: weights = [self.known] if all_went and self.shares is not None else [self.known[i] for i in self.done]
+        is_mean = all_went and self.whole and self.known is not None
+        if is_mean and self.shares is not None: loss,weight = (torch.where(self.known != 0, torch.stack(self.losses), self.shares)*self.shares).sum(),self.total
+        else: loss,weight = mean_loss(self.losses, weights, self.acc.normalize)
         self.learn.loss = loss
-        self.acc.count([loss], self.done, [weight], is_mean)
+        self.acc.count([loss], self.n if all_went else sum(self.sizes[i] for i in self.done), [weight], is_mean)
 
     def put_back(self):
         if not self.split: return
@@ -290,7 +300,7 @@ class GradientAccumulation(LoopCallback):
         "Forward and backward of the loader batch"
         n = count_items(self.learn)
         if self.micro_batch_size == 'auto': fit_memory(self, n)
-        else: MicroBatches(self, self.micro_batch_size or n).run()  # `micro_batch_size` may be more than `n`
+        else: MicroBatches(self, self.micro_batch_size or n, n).run()  # `micro_batch_size` may be more than `n`
         self.state.closes = self._ends(self.acc.n_items)  # not, if a micro-batch was cancelled
         st = self.state
         if st.info.two_means and self.weight is None:
@@ -322,8 +332,9 @@ class GradientAccumulation(LoopCallback):
         return self._factors[key]
 
     def after_batch(self):
-        if self.loop.closed and self.log_accum_batch: self.loop.batch_loss,self.learn.loss = self.learn.loss,self.loop.step_loss
-        if self.loop.lr_finder: self.learn.train_iter = len(self.learn.recorder.losses) + self.loop.closed  # it counts steps
+        loop,learn = self.loop,self.learn
+        if loop.closed and self.log_accum_batch: loop.batch_loss,learn.loss = learn.loss,loop.step_loss
+        if loop.lr_finder: learn.train_iter = len(learn.recorder.losses) + loop.closed  # it counts steps
 
     def after_train(self): end_epoch(self)
     def after_cancel_epoch(self): end_epoch(self)
@@ -365,7 +376,7 @@ def fit_memory(
     snap = Snapshot(learn.model, acc.params, gradients=not cb.opens)
     while True:
         cb.state.micro_bs = size
-        try: return MicroBatches(cb, size).run()
+        try: return MicroBatches(cb, size, n).run()
         except Exception as e:
             if not is_out_of_memory(e): raise
             why = str(e)

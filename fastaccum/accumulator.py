@@ -207,7 +207,9 @@ class GradientAccumulator:
     ) -> float|Tensor: # Their sum
         "If all weights are known at the start their sum can be the target, and `finish` has nothing to multiply"
         if not isinstance(weights, Tensor): total = sum(weights); self._target = total or 1
-        else: total = weights.sum(); self._target = torch.where(total > 0, total, 1)
+        else:
+            total = weights.sum()
+            self._target = torch.where(total > 0, total, 1) if total.is_floating_point() else total.clamp(min=1)
         return total
 
     def count(self,

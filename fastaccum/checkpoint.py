@@ -547,7 +547,8 @@ def _rest_of_fit(learn, first):
 def _rest_of_epoch(learn, cb, state):
     "`Learner.all_batches` of the epoch that was interrupted; here all callbacks have begun the fit and the epoch, and then get their state"
     del learn.all_batches                       # it is the validation's too
-    learn.n_iter,learn.one_batch.call.cbs,learn.one_batch.device = len(learn.dl),None,None
+    learn.n_iter = len(learn.dl)
+    learn.one_batch.begin_epoch()
     put_back = lambda rng: set_rng_state(rng, learner_device(learn), learn.dls.loaders)
     load_training(learn, state)
     cb.state.epoch_rng = state.get('epoch_rng')

@@ -45,9 +45,9 @@ def record_step(
 ) -> bool: # Was the loss finite?
     "Give `rec` the row of one step. Copies the loss to the host, as `Recorder` does: the one sync of a step"
     smooth,learn = rec.smooth_loss,rec.learn
-    value = (loss.mean() if loss.dim() else loss).item()
-    finite = math.isfinite(value)
-    if finite: smooth.val = torch.lerp(torch.tensor(value), smooth.val, smooth.beta)   # `AvgSmoothLoss.accumulate`
+    loss = (loss.mean() if loss.dim() else loss).detach().to('cpu', torch.float32)
+    finite = math.isfinite(loss.item())
+    if finite: smooth.val = torch.lerp(loss, smooth.val, smooth.beta)  # `AvgSmoothLoss.accumulate`
     elif n := smooth.count: smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if the loss had been the smooth loss
     if finite or smooth.count: smooth.count += 1
     learn.smooth_loss = smooth.value
@@ -58,7 +58,8 @@ def record_step(
 # %% ../nbs/api/09_loop.ipynb #4b9a3bd5
 _batch_events = L.split('before_batch after_pred after_loss before_backward after_cancel_backward after_backward before_step '
                         'after_cancel_step after_step after_cancel_batch after_batch')
-_roles = 'forward_context', 'opt_step', 'undo_step', 'train_batch'
+_parts = {k: (f'before_{k}', f'after_cancel_{k}', f'after_{k}') for k in ('batch','backward','step')}
+_roles = 'predict', 'opt_step', 'undo_step', 'train_batch'
 cancels = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException,
             CancelTrainException, CancelValidException)
 
@@ -79,32 +80,36 @@ class EventTable:
         learn,               # Its callbacks, whatever they are at the time
         when=lambda *_: None # `when(cb, event)`: None, or a function that says each time whether to call it
     ):
-        self.learn,self.when,self.cbs = learn,when,None
+        self.learn,self.when,self.cbs,self.table = learn,when,None,{}
 
-    def __getitem__(self, event):
+    def now(self):
+        "The table, of the callbacks that are there now: event -> whom to call, role -> who has it. It is up to date after every event, too"
         if self.learn.cbs.items != self.cbs: self._build()
-        return self.table[event]
+        return self.table
 
     def who(self, role):
         "The first of fastaccum's callbacks that has a method `role`; or the 'LRFinder'"
-        if self.learn.cbs.items != self.cbs: self._build()
-        cb = self.roles[role]
+        cb = self.now()[role]
         return cb if cb is not None and cb.run else None
 
     def _build(self):
-        self.cbs,self.table = list(self.learn.cbs),{ev: [] for ev in _batch_events}
+        self.cbs = list(self.learn.cbs)
         ours = [cb for cb in self.cbs if isinstance(cb, LoopCallback)]
-        self.roles = {r: first(cb for cb in ours if getattr(type(cb), r, None)) for r in _roles}
-        self.roles['LRFinder'] = first(cb for cb in self.cbs if _is_a(type(cb), 'LRFinder'))
+        self.table.update({r: first(cb for cb in ours if hasattr(type(cb), r) and r not in cb.idle_at) for r in _roles})
+        self.table['LRFinder'] = first(cb for cb in self.cbs if _is_a(type(cb), 'LRFinder'))
+        self.table.update({ev: [] for ev in _batch_events})  # new lists: another event may be going through the old one
         for cb in self.learn.cbs.sorted('order'):
             own = type(cb).__call__ is not Callback.__call__  # it decides for itself
-            for ev,entries in self.table.items():
+            for ev in _batch_events:
                 f = partial(cb, ev) if own else getattr(cb, ev) if ev in cb.__dict__ or hasattr(type(cb), ev) else None
-                if f is not None: entries.append((cb, f, own or ev == 'after_cancel_step', own, self.when(cb, ev)))
+                idle = isinstance(cb, LoopCallback) and ev in cb.idle_at
+                if f is not None and not idle: self.table[ev].append((cb, f, own or ev == 'after_cancel_step', own, self.when(cb, ev)))
+        if [cb for cb,*_ in self.table['after_pred']] == [self.table['predict']]: self.table['after_pred'] = []  # nobody else changes what it returned
+        self.table['backward'] = [e for ev in _parts['backward'] for e in self.table[ev]]
 
     def __call__(self, event):
         "`learn(event)` in training"
-        for cb,f,always,own,when in self[event]:
+        for cb,f,always,own,when in self.now()[event]:
             if own or cb.run and (always or cb.run_train):
                 try:
                     if when is None or when(): f()
@@ -112,11 +117,12 @@ class EventTable:
                 except Exception as e:
                     if own: raise
                     raise explain(e, cb, event)
+        self.now()
 
 # %% ../nbs/api/09_loop.ipynb #559683fd
 class LoopCallback(Callback):
     "A callback that needs fastaccum's batch loop: `learn.one_batch` is a `BatchLoop` while one is attached"
-    forward_context = None  # function that returns a context manager in which the model is called
+    idle_at = ()  # events and parts of the loop for which it has a method, but no use
 
     @property
     def learn(self): return self.__dict__.get('_learn')
@@ -133,7 +139,9 @@ class LoopCallback(Callback):
 
     def detach(self): "Called before it leaves the Learner"
 
-# %% ../nbs/api/09_loop.ipynb #9b3505d9
+# %% ../nbs/api/09_loop.ipynb #132e7ba1
+_split = Learner._split
+
 class BatchLoop:
     "`Learner.one_batch` with a step per accumulated batch"
     def __init__(self,
@@ -158,30 +166,42 @@ class BatchLoop:
     def __call__(self, i, b):
         learn = self.learn
         learn.iter = i
-        if i == 0: self.call.cbs = None  # `order` and methods may have changed, which the list does not show
+        if i == 0 or self.device is None: self.begin_epoch()
         self._begin()
-        learn._split(b if self._on_device(b) else learn._set_device(b))
+        if not self._on_device(b): b = learn._set_device(b)
+        if self.n_inp is None: learn._split(b)
+        else: learn.xb,learn.yb = b[:self.n_inp],b[self.n_inp:]
         self.events(self.batch, 'batch', CancelBatchException)
         self.row_due = False
         if self.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
 
+    def begin_epoch(self):
+        "Ask for what stays the same in an epoch, but takes long to find out"
+        learn,self.call.cbs = self.learn,None  # `order` and methods may have changed, which the list does not show
+        self.device = next((p.device for p in learn.model.parameters()), None)
+        self.n_inp = getattr(learn.dls, 'n_inp', None) if type(learn)._split is _split else None
+
     def _on_device(self, b):
-        "Is the batch where fastai's `_set_device` would put it? Asks the model once an epoch, not every batch"
-        if self.learn.iter == 0 or self.device is None: self.device = next((p.device for p in self.learn.model.parameters()), None)
+        "Is the batch where fastai's `_set_device` would put it?"
         return isinstance(b, (tuple,list)) and all(isinstance(o, Tensor) and o.device == self.device for o in b)
 
     def events(self, f, name, ex):
         "`Learner._with_events`"
-        call = self.call if self.learn.training else self.validate
-        try: call(f'before_{name}'); f()
-        except ex: call(f'after_cancel_{name}')
-        call(f'after_{name}')
+        (before,cancelled,after),table = _parts[name],self.call.now()
+        try:
+            if table[before]: self.tell(before)
+            f()
+        except ex: self.tell(cancelled)
+        if table[after]: self.tell(after)
 
-    def validate(self, event):
-        "`learn(event)`, but TensorBoard, which would repeat the last row or fail if there is none"
-        if event != 'after_batch' or self.accumulation is None: return self.learn(event)
-        for cb in self.learn.cbs.sorted('order'):
-            if not _is_a(type(cb), 'TensorBoardCallback'): cb(event)
+    def tell(self, event):
+        "`learn(event)`. Where nobody is in the table it can be left out"
+        if self.learn.training: return self.call(event)
+        if event != 'after_batch' or self.accumulation is None: self.learn(event)
+        else:   # without TensorBoard, which in validation would repeat the last row, or fail if there is none
+            for cb in self.learn.cbs.sorted('order'):
+                if not _is_a(type(cb), 'TensorBoardCallback'): cb(event)
+        self.call.now()
 
     def when(self, cb, event):
         "Callbacks that take rows hear of the first batch of an accumulated batch, and of the last"
@@ -197,8 +217,9 @@ class BatchLoop:
         return acc is None or acc.opens
 
     def _row_due(self):
+        if self.closed: return True
         acc = self.accumulation
-        return self.closed or acc is None or not (acc.log_accum_batch or self.lr_finder)
+        return acc is None or not (acc.log_accum_batch or self.lr_finder)
 
     def batch(self):
         "Forward, and in training backward, and the step where the accumulated batch closes"
@@ -213,18 +234,16 @@ class BatchLoop:
 
     def forward(self):
         "Prediction and loss of `learn.xb` and `learn.yb`"
-        learn = self.learn
-        call,context = (self.call if learn.training else self.validate),self.call.who('forward_context')
-        if context is None: learn.pred = learn.model(*learn.xb)
-        else:
-            with context.forward_context(): learn.pred = learn.model(*learn.xb)
+        learn,table = self.learn,self.call.now()
+        caller = table['predict']
+        learn.pred = learn.model(*learn.xb) if caller is None or not caller.run else caller.predict()
         self.seen = True
-        call('after_pred')
+        if table['after_pred']: self.tell('after_pred')
         if len(learn.yb):
             learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
             # these may change loss_grad in place, or make a new one of `loss`
-            learn.loss = learn.loss_grad.clone() if self.call['after_loss'] or self.call['before_backward'] else learn.loss_grad.detach()
-        call('after_loss')
+            learn.loss = learn.loss_grad.clone() if table['after_loss'] or table['before_backward'] else learn.loss_grad.detach()
+        if table['after_loss']: self.tell('after_loss')
 
     def step(self, acc):
         "One optimizer step with the gradients of the accumulated batch"

@@ -34,7 +34,7 @@ def split_items(
     if n is None: n = n_items(b)
     m = -(-n//size)
     if isinstance(b, Tensor) and b.dim():
-        if b.shape[0] == n: return list(b.split(size))
+        if b.shape[0] == n: return list(b.unflatten(0, (m, size)).unbind() if n%size == 0 else b.split(size))  # `unbind` is the faster one
         raise TypeError(f"Cannot split a tensor of shape {tuple(b.shape)} into micro-batches: the batch has {n} items. Leave out micro_batch_size for such data.")
     if isinstance(b, dict):
         parts = {k: split_items(v, size, n) for k,v in b.items()}

@@ -77,7 +77,9 @@ def check_precision(
         raise ValueError(f"This {device!r} device (PyTorch {torch.__version__}) cannot compute in {cb.amp_mode.value}. It can in {' and '.join(can)}.")
     return device
 
-# %% ../nbs/api/11_precision.ipynb #da337f62
+# %% ../nbs/api/11_precision.ipynb #0351e3af
+def _in_fp32(pred): return map_tensors(lambda o: o.float() if o.is_floating_point() else o, pred)
+
 class MixedPrecision(LoopCallback):
     "Compute in fp16 or bf16, keep the weights in fp32; in fp16 with a loss scale that lives as long as the callback"
     order,name = 10,'mixed_precision'
@@ -91,14 +93,16 @@ class MixedPrecision(LoopCallback):
             raise ValueError(f"bf16 has the range of fp32 and needs no loss scale: leave out {', '.join(scaler_kwargs)}, or use 'fp16'.")
         store_attr('amp_mode,device')
         self.scaler_kwargs = scaler_kwargs
+        if amp_mode is AMPMode.BF16: self.idle_at = 'before_backward','before_step','opt_step','undo_step'
         self._scaler = self._make_scaler('cpu')  # shows bad arguments at once; made again for the model's device
-        self._autocast = self._trial = self._device = None
+        self._autocast,self._contexts,self._trial,self._device = nullcontext,[],None,None
 
     def _make_scaler(self, device): return DynamicLossScaler(device, enabled=self.amp_mode is AMPMode.FP16, **self.scaler_kwargs)
 
     def before_fit(self):
         device = check_precision(self)
         self.learn.mixed_precision,self._autocast = self,partial(torch.autocast, device, dtype=_dtypes[self.amp_mode])
+        self._contexts = []
         if device != self._device:
             state,self._device,self._scaler = self._scaler.state_dict(),device,self._make_scaler(device)
             if state: self._scaler.load_state_dict(state)
@@ -118,8 +122,16 @@ class MixedPrecision(LoopCallback):
         "The loss scale; a copy of it while `lr_find` runs, whatever ends that"
         return self._trial if self._trial is not None and self.loop.lr_finder else self._scaler
 
-    def forward_context(self): return self._autocast() if self._autocast else nullcontext()
-    def after_pred(self): self.learn.pred = map_tensors(lambda o: o.float() if o.is_floating_point() else o, self.learn.pred)
+    def predict(self):
+        "Call the model in half precision; what it says is in fp32"
+        learn,free = self.learn,self._contexts  # taken while in use: should the model come here again, it needs another
+        context = free.pop() if free else self._autocast()
+        with context: pred = learn.model(*learn.xb)
+        free.append(context)
+        return _in_fp32(pred)
+
+    def after_pred(self): self.learn.pred = _in_fp32(self.learn.pred)  # other callbacks may have made another
+
     def before_backward(self): self.learn.loss_grad = self.scaler.scale(self.learn.loss_grad)
 
     @property

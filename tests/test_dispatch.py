@@ -170,6 +170,18 @@ def test_changes(change, event):
                 return [cb, All(log, 'other'), At(event, lambda learn: changes[change](learn, cb), order=order)]
             same(cast, calls=50)
 
+@pytest.mark.parametrize('loop', loops)
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'before_backward', 'before_step'])
+@pytest.mark.parametrize('training', [True, False])
+def test_first_to_listen(training, event, loop):
+    "To the events after the one at which it came: nobody else hears most of them"
+    for hears in ('after_loss','after_backward','after_step','after_batch'):
+        def cast(log):
+            new = Heard(log, 'new', 1)
+            setattr(new, hears, lambda: new.hear(hears))
+            return [At(event, lambda learn: learn.add_cb(new), training), Some(log, 'some')]
+        same(cast, calls=8, loop=loops[loop])
+
 @pytest.mark.parametrize('change', ['run', 'run_train', 'remove', 'add'])
 def test_changes_in_validation(change):
     def cast(log):

@@ -93,6 +93,37 @@ def test_inference(mode):
         assert set(learn.seen)=={dtypes[mode]} and not torch.is_autocast_enabled('cpu')
         if isinstance(res, tuple): assert all(o.dtype==torch.float32 for o in res if isinstance(o, Tensor) and o.is_floating_point())
 
+class Twice(nn.Module):
+    "Makes the precision callback call it once more, when it is called for the second time"
+    def __init__(self): super().__init__(); self.body,self.calls,self.by = nn.Linear(6, 4),0,None
+    def forward(self, x):
+        self.calls += 1
+        if self.calls==2: assert self.by.predict().dtype==torch.float32 and torch.is_autocast_enabled('cpu')
+        return self.body(x)
+
+@pytest.mark.parametrize('mode', ('bf16', 'fp16'))
+def test_call_within_a_call(mode):
+    "Autocast stays on until the outer one is done, and is off then"
+    learn = learner(data, 8, MixedPrecision(mode), model=Twice())
+    learn.model.by = learn.mixed_precision
+    learn.fit(1, .01)
+    assert learn.model.calls > 3
+    nothing_on(learn)
+
+class Hides(nn.Linear):
+    "Its prediction is where `MixedPrecision` does not look for it"
+    def forward(self, x): return SimpleNamespace(out=super().forward(x))
+
+def take_out(cb): cb.learn.pred = cb.learn.pred.out
+
+@pytest.mark.parametrize('mode', ('bf16', 'fp16'))
+def test_prediction_made_by_a_callback(mode):
+    seen = []
+    def loss_func(pred, y): seen.append(pred.dtype); return F.mse_loss(pred, y)
+    learn = learner(data, 8, MixedPrecision(mode), Callback(after_pred=take_out), model=Hides(6, 4), loss_func=loss_func, valid=data)
+    learn.fit(1)
+    assert set(seen)=={torch.float32} and len(seen) > len(learn.dls.train)
+
 # --- 3. With accumulation
 
 def poison_pred(v): return 'after_pred', lambda learn: learn.pred.register_hook(lambda g: g*v)
