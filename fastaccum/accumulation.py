@@ -127,10 +127,10 @@ class MicroBatches:
         learn = cb.learn
         self.whole = cb.opens and cb.closes  # it is an accumulated batch
         self.cb,self.learn,self.acc,self.size,self.n,self.xb,self.yb = cb,learn,cb.acc,size,n,learn.xb,learn.yb
-        self.sizes = [min(size, n-i) for i in range(0, n, size)]
+        self.sizes = [size]*(n//size) + [n%size]*(n%size > 0)
         self.split = len(self.sizes) > 1
         self.plain = type(learn)._backward is Learner._backward and '_backward' not in learn.__dict__  # not somebody else's, such as accelerate's
-        self.mixers = [(o,o.yb1,o.lam) for o in learn.cbs if isinstance(o, MixHandler) and o.run and hasattr(o, 'yb1')] if self.split else []
+        self.mixers = [(o,o.yb1,o.lam) for o in cb.loop.call.now()['mixers'] if o.run and hasattr(o, 'yb1')] if self.split else []
         self.keep_preds = self.split and getattr(getattr(learn, 'recorder', None), 'train_metrics', False)
         self.losses,self.weights,self.preds,self.done = [],[],[],[]  # done: their numbers
         self.part_yb,self.known,self.shares,self.may_be_empty = self.yb,None,None,False

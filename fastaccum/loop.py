@@ -97,6 +97,7 @@ class EventTable:
         ours = [cb for cb in self.cbs if isinstance(cb, LoopCallback)]
         self.table.update({r: first(cb for cb in ours if hasattr(type(cb), r) and r not in cb.idle_at) for r in _roles})
         self.table['LRFinder'] = first(cb for cb in self.cbs if _is_a(type(cb), 'LRFinder'))
+        self.table['mixers'] = [cb for cb in self.cbs if _is_a(type(cb), 'MixHandler')]
         self.table.update({ev: [] for ev in _batch_events})  # new lists: another event may be going through the old one
         for cb in self.learn.cbs.sorted('order'):
             own = type(cb).__call__ is not Callback.__call__  # it decides for itself
@@ -124,12 +125,13 @@ class LoopCallback(Callback):
     "A callback that needs fastaccum's batch loop: `learn.one_batch` is a `BatchLoop` while one is attached"
     idle_at = ()  # events and parts of the loop for which it has a method, but no use
 
-    @property
-    def learn(self): return self.__dict__.get('_learn')
-    @learn.setter
-    def learn(self, learn):
+    def __setattr__(self, name, value):
+        if name == 'learn': self._change(value)
+        else: super().__setattr__(name, value)
+
+    def _change(self, learn):
         if learn is None and self.learn is not None: self.detach()
-        old,self.__dict__['_learn'] = self.learn,learn
+        old,self.__dict__['learn'] = self.learn,learn
         if learn is not None and not isinstance(learn.__dict__.get('one_batch'), BatchLoop): learn.one_batch = BatchLoop(learn)
         if old is not None and old is not learn and not any(isinstance(cb, LoopCallback) and cb is not self for cb in old.cbs):
             old.__dict__.pop('one_batch', None)
