@@ -19,7 +19,7 @@ demo: $(INSTALLED) ## see what fastaccum does, in a short run on this machine
 test: $(INSTALLED) ## check that generated files are up to date, run all notebooks, then pytest
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness and host syncs (minutes); make the page of it
 	$(TEST_ENV) $(BIN)/python -m bench

@@ -131,7 +131,7 @@ def check_loader(
 # %% ../nbs/api/15_checkpoint.ipynb #e2b66fa0
 def item_order(
     dl,   # A fastai `DataLoader` that is being iterated
-    done:int # Batches it has given
+    done:int # Batches it has given in this iteration
 ) -> Tensor: # Indices
     "The items that `dl` has not given yet, in their order"
     return torch.tensor([int(i) for i in dl._DataLoader__idxs[done*(dl.bs or 1):]])
@@ -511,6 +511,7 @@ class TrainingCheckpoint(LoopCallback):
         st.next_time = inf if never or self.every_minutes is None else monotonic() + 60*self.every_minutes
 
     def before_train(self):
+        self.state.before = 0   # batches of this epoch that another process trained
         if not isinstance(self.learn.dl, DataLoader): self.state.epoch_rng = self._rng()   # the order of its items comes from them
 
     def after_batch(self):
@@ -528,7 +529,7 @@ class TrainingCheckpoint(LoopCallback):
 
     def _save_batch(self):
         learn,st,done = self.learn,self.state,self.learn.iter+1
-        order = dict(order=item_order(learn.dl, done)) if isinstance(learn.dl, DataLoader) else dict(epoch_rng=st.epoch_rng)
+        order = dict(order=item_order(learn.dl, done-st.before)) if isinstance(learn.dl, DataLoader) else dict(epoch_rng=st.epoch_rng)
         st.folder.save(dict(training_state(learn), **order, batch=done, settings=st.settings), st.fit, learn.epoch*learn.n_iter + done, self.keep)
 
     def _stop(self, name):
@@ -551,7 +552,7 @@ def _rest_of_epoch(learn, cb, state):
     learn.one_batch.begin_epoch()
     put_back = lambda rng: set_rng_state(rng, learner_device(learn), learn.dls.loaders)
     load_training(learn, state)
-    cb.state.epoch_rng = state.get('epoch_rng')
+    cb.state.epoch_rng,cb.state.before = state.get('epoch_rng'),state['batch']
     rest = rest_of_loader(learn.dl, state.get('order'), state['batch'], partial(put_back, cb.state.epoch_rng), partial(put_back, state['rng']))
     for i,b in enumerate(rest, state['batch']): learn.one_batch(i, b)
 

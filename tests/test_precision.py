@@ -470,7 +470,7 @@ def test_marked():
 
 # --- 2., 8. Patience, and 9. errors
 
-@pytest.mark.parametrize('cbs', ([], [GradientClip], [acc], [acc, GradientClip]), ids=str)
+@pytest.mark.parametrize('cbs', ([], [GradientClip], [acc], [acc, GradientClip]), ids=['', 'clip', 'acc', 'acc clip'])
 @pytest.mark.parametrize('opt', ('SGD', 'torch SGD', 'torch SGD fused'))
 def test_gives_up(opt, cbs):
     "Names the parameter, whatever clipping made of the others, and the loss of the whole step; the next fit has the full patience"
