@@ -181,7 +181,8 @@ class BatchLoop:
         "Ask for what stays the same in an epoch, but takes long to find out"
         learn,self.call.cbs = self.learn,None  # `order` and methods may have changed, which the list does not show
         self.device = next((p.device for p in learn.model.parameters()), None)
-        self.n_inp = getattr(learn.dls, 'n_inp', None) if type(learn)._split is _split else None
+        own = type(learn)._split is not _split or '_split' in learn.__dict__   # somebody else's
+        self.n_inp = None if own else getattr(learn.dls, 'n_inp', None)
 
     def _on_device(self, b):
         "Is the batch where fastai's `_set_device` would put it?"

@@ -139,6 +139,19 @@ def test_loss_grad_made_of_loss(event):
     def add(self): self.learn.loss_grad = self.learn.loss + .1*sum(p.square().sum() for p in self.learn.model.parameters())
     same(lambda log: [Callback(**{event: add}), All(log, 'all', 1)], calls=20)
 
+@pytest.mark.parametrize('own', ['class', 'object'])
+def test_own_split(own):
+    "Somebody else's way from a batch to inputs and targets"
+    class Twice(Learner):
+        def _split(self, b): self.xb,self.yb = (b[0]*2,),b[1:]
+    def fit(*cbs):
+        learn = learner(data, 8, *cbs)
+        if own == 'class': learn.__class__ = Twice
+        if own == 'object': learn._split = partial(Twice._split, learn)
+        learn.fit(1, .01)
+        return weights(learn.model)
+    assert torch.equal(fit(Plain()), fit())
+
 # --- the list changes in training
 
 class Late(Some):
