@@ -474,6 +474,9 @@ def test_cost():
                 torch.save(dict(model=learn.model.state_dict(), opt=learn.opt.state_dict()), f); f.flush(); os.fsync(f.fileno())
             times['plain'].append(time.perf_counter()-t)
     learn.add_cb(Both())
-    learn.fit(1)
-    print({k: sorted(v) for k,v in times.items()}, min(times['ours'])/min(times['plain']))
-    assert min(times['ours']) < 1.2*min(times['plain']) + .02
+    for _ in range(3):   # other programs that use the disk can only slow it down
+        learn.fit(1)
+        ours,plain = map(min, times.values())
+        if ours < 1.2*plain + .02: break
+    print({k: sorted(v) for k,v in times.items()}, ours/plain)
+    assert ours < 1.2*plain + .02
