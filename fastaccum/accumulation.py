@@ -16,7 +16,7 @@ from fastai.callback.schedule import SchedCos
 from types import SimpleNamespace
 from torch.utils._pytree import tree_leaves
 from .accumulator import GradientAccumulator, LossInfo, check_scalar, ignore_empty, loss_weight, loss_weights, mean_loss
-from .loop import LoopCallback, cancels, check_own_loop
+from .loop import LoopCallback, cancels, check_own_loop, is_fastais
 from .memory import available_bytes, free_memory, is_out_of_memory
 from .microbatch import Snapshot, join_items, map_tensors, split_items
 
@@ -129,7 +129,7 @@ class MicroBatches:
         self.cb,self.learn,self.acc,self.size,self.n,self.xb,self.yb = cb,learn,cb.acc,size,n,learn.xb,learn.yb
         self.sizes = [size]*(n//size) + [n%size]*(n%size > 0)
         self.split = len(self.sizes) > 1
-        self.plain = type(learn)._backward is Learner._backward and '_backward' not in learn.__dict__  # not somebody else's, such as accelerate's
+        self.plain = is_fastais(learn, '_backward')  # not accelerate's, for instance
         self.mixers = [(o,o.yb1,o.lam) for o in cb.loop.call.now()['mixers'] if o.run and hasattr(o, 'yb1')] if self.split else []
         self.keep_preds = self.split and getattr(getattr(learn, 'recorder', None), 'train_metrics', False)
         self.losses,self.weights,self.preds,self.done = [],[],[],[]  # done: their numbers

@@ -12,7 +12,7 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['cancels', 'takes_rows', 'is_recorder', 'current_lr', 'record_step', 'explain', 'EventTable', 'LoopCallback',
-           'BatchLoop', 'check_own_loop']
+           'BatchLoop', 'is_fastais', 'check_own_loop']
 
 # %% ../nbs/api/09_loop.ipynb #e195c360
 _row_takers = 'ParamScheduler', 'WandbCallback', 'TensorBoardCallback', 'StepLogger'
@@ -142,8 +142,6 @@ class LoopCallback(Callback):
     def detach(self): "Called before it leaves the Learner"
 
 # %% ../nbs/api/09_loop.ipynb #132e7ba1
-_split = Learner._split
-
 class BatchLoop:
     "`Learner.one_batch` with a step per accumulated batch"
     def __init__(self,
@@ -181,8 +179,7 @@ class BatchLoop:
         "Ask for what stays the same in an epoch, but takes long to find out"
         learn,self.call.cbs = self.learn,None  # `order` and methods may have changed, which the list does not show
         self.device = next((p.device for p in learn.model.parameters()), None)
-        own = type(learn)._split is not _split or '_split' in learn.__dict__   # somebody else's
-        self.n_inp = None if own else getattr(learn.dls, 'n_inp', None)
+        self.n_inp = getattr(learn.dls, 'n_inp', None) if is_fastais(learn, '_split') else None
 
     def _on_device(self, b):
         "Is the batch where fastai's `_set_device` would put it?"
@@ -289,6 +286,16 @@ class BatchLoop:
             if not all_take and not _is_a(type(cb), 'StepLogger'): continue
             if is_recorder(cb): record_step(cb, self.learn.loss)
             elif takes_rows(cb): cb('after_batch')
+
+# %% ../nbs/api/09_loop.ipynb #6d1f0a52
+_fastais = {m: getattr(Learner, m) for m in ('_split','_backward')}
+
+def is_fastais(
+    learn,   # Any `Learner`
+    name:str # '_split' or '_backward', which are not called where they are fastai's: what they do is done in fewer steps
+) -> bool:
+    "Is this method fastai's, and not somebody else's, on the Learner or on its class?"
+    return name not in learn.__dict__ and getattr(type(learn), name) is _fastais[name]
 
 # %% ../nbs/api/09_loop.ipynb #1f74f183
 def check_own_loop(

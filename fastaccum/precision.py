@@ -78,9 +78,7 @@ def check_precision(
     return device
 
 # %% ../nbs/api/11_precision.ipynb #0a7721d4
-def _in_fp32(pred):
-    if isinstance(pred, Tensor): return pred.float() if pred.is_floating_point() else pred
-    return map_tensors(_in_fp32, pred)
+def _in_fp32(pred): return map_tensors(lambda o: o.float() if o.is_floating_point() else o, pred)
 
 class MixedPrecision(LoopCallback):
     "Compute in fp16 or bf16, keep the weights in fp32; in fp16 with a loss scale that lives as long as the callback"

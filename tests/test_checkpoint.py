@@ -1,6 +1,7 @@
 "A run that is interrupted and started again is the run that nobody interrupted: to the last bit"
 import os, pickle, resource, signal, subprocess, sys, threading
 from collections import Counter
+from contextlib import contextmanager
 import pytest
 import torch.utils.data as torch_data
 from fastai.callback.progress import CSVLogger
@@ -206,7 +207,6 @@ exits = '''
 import os, signal, sys
 from reference import *
 from fastaccum.checkpoint import *
-from fastaccum.memory import StorageFollower
 sys.stdout = sys.stderr = open('log', 'w')
 for how in ['normal', 'error', 'Ctrl-C', 'SIGTERM', '_exit', 'exit']:
     first = os.fork()
@@ -451,35 +451,36 @@ def test_plain_learner_and_others():
         except RuntimeError: new_process()
     test_eq_bits(learn, whole)
 
+@contextmanager
+def counted(module, *functions):
+    "Counts how often they are called"
+    calls = Counter()
+    with pytest.MonkeyPatch.context() as m:
+        for f in functions:
+            old = getattr(module, f)
+            m.setattr(module, f, lambda *a, _old=old, _f=f, **k: (calls.update([_f]), _old(*a, **k))[1])
+        yield calls
+
 def test_nothing_between_saves():
     "A step that does not save asks for no state"
-    calls = []
-    with pytest.MonkeyPatch.context() as m:
-        for f in 'training_state','rng_state','item_order','callback_states':
-            old = getattr(sys.modules['fastaccum.checkpoint'], f)
-            m.setattr(f'fastaccum.checkpoint.{f}', lambda *a, _old=old, _f=f, **k: (calls.append(_f), _old(*a, **k))[1])
+    with counted(sys.modules['fastaccum.checkpoint'], 'training_state', 'rng_state', 'item_order', 'callback_states') as calls:
         make({}, TrainingCheckpoint()).fit(2)
-    assert calls.count('training_state') == 1 and calls.count('item_order') == 0    # the end's
+    assert calls['training_state'] == 1 and calls['item_order'] == 0    # the end's
 
-def test_cost(monkeypatch):
+def test_cost():
     "A checkpoint is one `torch.save` of what a plain one holds, and one wait each for the file and its folder; nothing is copied"
-    model,calls = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 4)),Counter()
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 4))
     learn = learner(Data(torch.randn(16, 1000), torch.randn(16, 4)), 8, TrainingCheckpoint(every_minutes=None), model=model, opt_func=Adam)
     class Measure(Callback):
         order,run_valid = 2000,False
         def after_batch(self):
-            plain = Path('plain.pt')
+            cb,plain = self.learn.training_checkpoint,Path('plain.pt')
             torch.save(dict(model=self.learn.model.state_dict(), opt=self.learn.opt.state_dict()), plain)
-            with monkeypatch.context() as m, StorageFollower() as mem:
-                for module,f in (torch, 'save'),(os, 'fsync'):
-                    old = getattr(module, f)
-                    m.setattr(module, f, lambda *a, _old=old, _f=f, **k: (calls.update([_f]), _old(*a, **k))[1])
-                self.learn.training_checkpoint._save_batch()
-            ours = max(self.learn.training_checkpoint.state.folder.files, key=os.path.getmtime)
-            assert calls == dict(save=1, fsync=2)
+            with counted(torch, 'save') as saves, counted(os, 'fsync') as waits, StorageFollower() as mem: cb._save_batch()
+            ours = max(cb.state.folder.files, key=os.path.getmtime)
+            assert saves['save'] == 1 and waits['fsync'] == 2
             assert plain.stat().st_size > 12e6 and ours.stat().st_size < plain.stat().st_size + 50_000   # the generators' states are 10,000 of it
             assert mem.peak < 50_000
-            calls.clear()
     learn.add_cb(Measure())
     learn.fit(1)
     assert len(learn.recorder.losses) == 2

@@ -256,7 +256,7 @@ class Crop(Callback):
 def all_words(ts): return torch.cat([t.flatten(0, 1) for t in ts])
 
 @pytest.mark.parametrize('k', [None, 3], ids=['', 'split'])
-@pytest.mark.parametrize('loss_func,target', [(MSELossFlat(), reals), (CrossEntropyLossFlat(), classes), (BCEWithLogitsLossFlat(), bits), (FocalLossFlat(), classes)], ids=lambda o: getattr(o, "__name__", str(o)))
+@pytest.mark.parametrize('loss_func,target', [(MSELossFlat(), reals), (CrossEntropyLossFlat(), classes), (BCEWithLogitsLossFlat(), bits), (FocalLossFlat(), classes)], ids=lambda o: getattr(o, '__name__', str(o)))
 def test_lengths(loss_func, target, k):
     data = Data(torch.randn(61, 5, 6), target(5)[:61])
     learn = learner(data, 8, GradientAccumulation(32, micro_batch_size=k), Crop(), Spy(), loss_func=loss_func)

@@ -5,7 +5,7 @@ import pytest, torch
 
 script = [sys.executable, '-W', 'ignore', str(Path(__file__).with_name('kill_script.py'))]
 env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
-N_KILLS = int(os.environ.get('N_KILLS', 15))
+N_KILLS = int(os.environ.get('N_KILLS', 25))
 
 class Server:
     "Starts the script in a new process, in a folder"
