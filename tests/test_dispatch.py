@@ -152,6 +152,21 @@ def test_own_split(own):
         return weights(learn.model)
     assert torch.equal(fit(Plain()), fit())
 
+@pytest.mark.parametrize('own', ['class', 'object', 'patched'])
+@pytest.mark.parametrize('k', [None, 3])
+def test_own_backward(own, k, monkeypatch):
+    "It gets the weighted loss, whoever it is that has one"
+    calls,(learn,expected) = [],[learner(data, 8, GradientAccumulation(16, micro_batch_size=k)) for _ in range(2)]
+    class Counts(Learner):
+        def _backward(self): calls.append(len(self.xb[0])); self.loss_grad.backward()
+    expected.fit(1, .01)
+    if own == 'class': learn.__class__ = Counts
+    if own == 'object': learn._backward = partial(Counts._backward, learn)
+    if own == 'patched': monkeypatch.setattr(Learner, '_backward', Counts._backward)
+    learn.fit(1, .01)
+    assert sum(calls) == len(data) and max(calls) == (k or 8)
+    assert rel_err(weights(learn.model), weights(expected.model)) < 1e-6
+
 # --- the list changes in training
 
 class Late(Some):
