@@ -9,6 +9,7 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.losses import *
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastaccum.loop import _batch_events as inner
+from fastaccum.accumulation import too_big
 from fastaccum.memory import PeakMemory, StorageFollower
 from fastaccum.microbatch import Snapshot, split_items
 import fastaccum.precision
@@ -742,6 +743,16 @@ def test_auto_remembers_each_shape():
     learn.fit(1)
     assert learn.model.log[-4:]==[8]*4
 
+def test_auto_tries_more_where_memory_can_be_read(monkeypatch):
+    "At the start of the next fit, where there may be more of it now. (On a CPU, whose free memory nobody reads, the size stays)"
+    learn = learner(data, 16, Acc(micro_batch_size='auto'), Count(), model=Scarce(lambda i: 5 if i < 4 else 9), loss_func=ce)
+    learn.fit(1)
+    monkeypatch.setattr('fastaccum.accumulation.available_bytes', lambda device: 2**30)
+    learn.fit(1)
+    monkeypatch.undo()
+    learn.fit(1)
+    assert [[n for i,n in learn.model.log if i==begin] for begin in (0,4,8)]==[[16, 8, 4, 4, 4, 4], [16, 8, 8], [8, 8]]
+
 @pytest.mark.parametrize('error', full)
 @pytest.mark.parametrize('where', ['start', 'middle', 'back', 'loss'])
 def test_auto_one_item_too_big(where, error):
@@ -753,6 +764,13 @@ def test_auto_one_item_too_big(where, error):
     learn.model.limit = lambda i: 100
     learn.fit(1)
     assert len(learn.recorder.losses)==4
+
+def test_too_big_tells_the_peak(monkeypatch):
+    "Where the allocator counts"
+    assert 'GiB' not in str(too_big('full'))
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda: 3*2**29)
+    assert '(1.5 GiB were in use at most)' in str(too_big('full'))
 
 class InPlace(nn.Module):
     "Changes its input"
