@@ -255,7 +255,7 @@ class LossProbe:
 # %% ../nbs/api/00_losses.ipynb #85ad5e92
 class _Rules:
     "The rules that fit all that was `seen`"
-    def __init__(self): self.seen,self.fits,self.by_element = [],[],None  # by_element: None is not asked yet
+    def __init__(self): self.seen,self.fits,self.by_element,self.has_columns = [],[],None,True  # None: not asked yet
 
     @property
     def settled(self): return bool(self.seen) and len(self.fits) < 2
@@ -274,18 +274,18 @@ class _Rules:
         self._drop()
 
     def narrow_by_columns(self, look):
-        try: seen = look()
-        except Exception: seen = None  # the prediction has no such columns
-        if seen is not None:
+        try:
+            self.seen.append(seen := look())
             self.fits = [r for r in self.fits if r.over == 'items' or seen.error(r) < seen.tol]
-            self.seen.append(seen)
-        self.by_element = seen is not None and any(r.over == 'elements' for r in self.fits)
+        except Exception: self.has_columns = False  # the prediction has none
+        self.by_element = self.has_columns and any(r.over == 'elements' for r in self.fits)
         self._drop()
 
     def _drop(self):
         elements = [r for r in self.fits if r.over == 'elements']
         no = ['elements'] if self.by_element is False else ['items'] if self.by_element and elements else []
         self.fits = [r for r in self.fits if r.over not in no and r not in elements[1:]]
+        if not self.has_columns: self.fits.sort(key=lambda r: r.over != 'items')
 
 def _no_rule(probe):
     "What is to be said of a loss without a rule"
@@ -305,7 +305,7 @@ class _Batch:
         self.pred,self.yb = pred,yb if isinstance(yb, (tuple,list)) else (yb,)
         self.n = n or n_items(self.yb)
         self.rows = n_items(pred)              # more than `n` if the model flattens its output
-        if self.rows%self.n: raise ValueError(f'the prediction has {self.rows} rows for {self.n} items')
+        if self.rows%self.n: self.rows = self.n
         self.targets = [t.detach().cpu() for t in _targets(self.yb)]
 
     def part(self, a, z, columns=False):
@@ -321,6 +321,7 @@ class _Batch:
 
     def _columns(self, a, z, o):
         if not isinstance(o, Tensor) or o.dim() < 2: return o
+        if len(o) == self.n*self.width: return o.detach().unflatten(0, (self.n, self.width))[:,a:z].flatten(0, 1)
         d = o.shape[:3].index(self.width, 1)  # (items, tokens, ...) or (items, classes, tokens)
         return o.detach().narrow(d, a, z-a).clone()
 
@@ -340,7 +341,7 @@ class _Batch:
     def few(self):
         "Fewer items, where the prediction is so large that its gradients would take much memory"
         size = sum(t.numel() for t in _targets(self.pred))//self.n
-        n = max(4, 2**24//max(1, size))
+        n = max(4, 2**22//max(1, size))
         return self if self.n <= n else self.part(0, n)
 
     def join(self, other):
@@ -379,7 +380,8 @@ def _own_copy(loss_func, dtype=None):
         memo = {id(o): o.detach().clone() for o in held if isinstance(o, Tensor) and not o.is_leaf}
         memo.update({id(o): o for o in held if hasattr(o, '__dict__') and not isinstance(o, (Tensor,nn.Module,dict)) and o is not f})
         f = deepcopy(f, memo)
-        getattr(f, '__self__', f).requires_grad_(False).to(dtype)
+        module = getattr(f, '__self__', f).to(dtype)
+        for p in module.parameters(): p.requires_grad_(False)
         return f
     f = copy(f)
     for k,v in list(getattr(f, '__dict__', {}).items()):

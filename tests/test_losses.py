@@ -3,6 +3,7 @@ import random
 from functools import partial
 import numpy as np, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from torch import Tensor, tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from fastai.losses import BaseLoss, CrossEntropyLossFlat, DiceLoss, FocalLoss, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat
 from fastaccum.losses import *
 
@@ -96,6 +97,7 @@ cases = {  # loss, shape(s) of the prediction, targets, what it averages over ('
     'mask as a target':      (masked, p5, (real5, mask), 'mask'),
     'mask in a column':      (stacked, p5, (torch.stack([real5, mask], -1),), 'mask'),
     'missing values':        (not_nan, p3, (real_y,), 'valid'),
+    'lists of objects':      (lambda p, y: sum((a.mean(0)-b.sum(0)).pow(2).sum() for a,b in zip(p, y))/len(y), None, ([torch.ones(1+i%3, 4) for i in range(n)],), 'items'),
     'two heads':             (heads, (p3, p5), (class_y, real5), 'valid'),
     'second target':         (by_second, p53, (real5, pad_y), 'valid'),
     'dict of targets':       (lambda p, y: F.cross_entropy(p.flatten(0, 1), y['ids'].flatten()), p53, ({'x': real5, 'ids': token_y},), 'valid'),
@@ -118,6 +120,7 @@ cases = {  # loss, shape(s) of the prediction, targets, what it averages over ('
 
 def predict(shape, dtype, seed=0):
     torch.manual_seed(seed)
+    if shape is None: return [torch.randn(2+i%2, 4).to(dtype) for i in range(n)]  # an object for each item
     if isinstance(shape[0], tuple): return tuple(predict(s, dtype, seed+i) for i,s in enumerate(shape))
     return torch.randn(shape).to(dtype)
 
@@ -128,12 +131,16 @@ def probed(loss_func, pred, yb, n=n, **kwargs):
     probe.look(pred, yb, n, **kwargs)
     return probe
 
-def cut(o, a, z): return tuple(cut(t, a, z) for t in o) if isinstance(o, tuple) else {k: cut(t, a, z) for k,t in o.items()} if isinstance(o, dict) else o[a*(len(o)//n):z*(len(o)//n)]
+def cut(o, a, z):
+    if isinstance(o, tuple): return tuple(cut(t, a, z) for t in o)
+    if isinstance(o, dict): return {k: cut(t, a, z) for k,t in o.items()}
+    return o[a*(len(o)//n):z*(len(o)//n)]
 
 def gradient(loss_func, pred, yb):
-    pred = [t.detach().clone().requires_grad_() for t in (pred if isinstance(pred, tuple) else (pred,))]
+    leaves,spec = tree_flatten(pred)
+    leaves = [t.detach().clone().requires_grad_() for t in leaves]
     yb = tuple(y.clone() if isinstance(y, Tensor) else y for y in yb)
-    return torch.autograd.grad(loss_func(tuple(t*1 for t in pred) if len(pred) > 1 else pred[0]*1, *yb), pred)
+    return torch.autograd.grad(loss_func(tree_unflatten([t*1 for t in leaves], spec), *yb), leaves)
 
 def accumulated(rule, loss_func, pred, yb, sizes=(3,1,8)):
     "The gradient by micro-batches of these sizes"
@@ -142,7 +149,7 @@ def accumulated(rule, loss_func, pred, yb, sizes=(3,1,8)):
     weights = [loss_weight(rule, y, k) for _,y,k in parts]
     total = 1 if weights[0] is None else sum(weights)
     grads = [[g*(1 if w is None else loss_share(w, total, g)) for g in gradient(loss_func, p, y)] for (p,y,_),w in zip(parts, weights) if w is None or w > 0]
-    return [torch.cat(g) for g in zip(*grads)]
+    return [g for gs in grads for g in gs] if isinstance(pred, list) else [torch.cat(g) for g in zip(*grads)]
 
 def off(a, b):
     a,b = (torch.cat([t.flatten() for t in o]).double() for o in (a, b))
@@ -187,6 +194,7 @@ def test_confident_predictions():
                                             (lambda p, y: F.cross_entropy(p.transpose(1, 2), y), 'valid'),
                                             (lambda p, y: F.mse_loss(p[...,0], y.float()), 'elements'),
                                             (lambda p, y: F.mse_loss(p[...,0], y.float(), reduction='sum')/len(y), 'items'),
+                                            (lambda p, y: F.ctc_loss(p.transpose(0, 1).log_softmax(2), y.clamp(1), [5]*len(y), [3]*len(y)), 'items'),
                                             (lambda p, y: (p[...,0]-y).pow(2).sum(1).sqrt().mean(), 'items')])
 def test_elements_or_items(loss_func, over):
     "All items of a batch have as many elements: the second look cuts through the items. It counts where batches are of different length"
@@ -295,7 +303,7 @@ class NoCopy(nn.Module):
     (lambda p, y: F.mse_loss(p, y, reduction='none'), torch.randn(n, 3), (torch.ones(n, 3),)),
     (lambda p, y: p.argmax(1).float().mean(), torch.randn(n, 3), (torch.ones(n),)),
     (lambda p, y: (p*0).sum(), torch.randn(n, 3), (torch.ones(n),)), (lambda p, y: (p*float('nan')).sum(), torch.randn(n, 3), (torch.ones(n),)),
-    (lambda p, y: p, object(), (None,)), (lambda p: p.mean(), [], ())])
+    (lambda p, y: p, object(), (None,)), (lambda p: p.mean(), [], ()), (lambda p, y: p.mean(), torch.randn(7, n, 3), (torch.ones(7, n),))])
 def test_cannot_be_probed(loss_func, pred, yb):
     probe = LossProbe(loss_func)
     for _ in range(8):
