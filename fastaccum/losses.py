@@ -500,8 +500,8 @@ class _Parts:
             part,ours = batch.part(a, z, columns),batch.cut(whole, a, z, columns)
             grads = _gradients(info.loss_func, part, dtype)
             n2 = _dot(grads, grads)
-            if not 0 < n2 < math.inf: grads,n2 = [g*0 for g in ours],1.  # no valid target in it
-            ratio = _dot(ours, grads)/n2
+            if not 0 < n2 < math.inf: grads,n2 = [torch.zeros_like(g) for g in ours],0.  # no valid target in it
+            ratio = _dot(ours, grads)/(n2 or 1)
             rest = [o-g*ratio for o,g in zip(ours, grads)]
             self.parts.append((part, ratio, n2, _dot(rest, rest)))
 

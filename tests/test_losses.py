@@ -221,6 +221,8 @@ def test_joins_items():
     for i in range(n):
         if probe.open: probe.look(pred[i:i+1], token_y[i:i+1])
     assert [r.over for r in probe.fits] == ['valid'], probe
+    probe = probed(FocalCE(), torch.randn(2, 3), (tensor([1, -100]),), 2)   # the second has no gradient
+    assert [r.over for r in probe.fits] == ['items'], probe
     probe = LossProbe(lambda p, y: F.mse_loss(p, y))
     for i in range(1, 17): probe.look(torch.randn(1, i), torch.randn(1, i))
     assert not probe.open and not probe.fits and 'weight=' in probe.message
