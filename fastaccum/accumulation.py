@@ -10,57 +10,20 @@ import inspect
 import matplotlib.pyplot as plt
 from numbers import Integral, Real
 from fastai.basics import *
-from fastai.callback.mixup import MixHandler
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import SchedCos
-from types import SimpleNamespace
-from torch.utils._pytree import tree_leaves
-from .accumulator import GradientAccumulator, LossInfo, check_scalar, ignore_empty, loss_weight, loss_weights, mean_loss
-from .loop import LoopCallback, cancels, check_own_loop, is_fastais
-from .memory import available_bytes, free_memory, is_out_of_memory
-from .microbatch import Snapshot, join_items, map_tensors, split_items
+from .accumulator import GradientAccumulator, check_accum_bs
+from .events import is_a
+from .losses import count_items
+from .loop import LoopCallback, check_own_loop
+from .memory import available_bytes
+from .passes import end_measuring, fit_memory, forward_backward, learn_device, look_up_loss, loss_rule, warn_once
+from .plan import accum_batches, batch_sizes, epochs_for
 
 # %% auto #0
-__all__ = ['batch_sizes', 'accum_batches', 'check_learner', 'check_sizes', 'count_items', 'loss_info', 'MicroBatches',
-           'GradientAccumulation', 'check_args', 'fit_memory', 'too_big', 'end_epoch', 'epochs_for',
-           'GradientAccumulationSchedule']
-
-# %% ../nbs/api/10_accumulation.ipynb #4d90f913
-def batch_sizes(
-    dl # fastai or PyTorch `DataLoader`
-) -> list: # One int a batch
-    "Number of items of each batch of one epoch of `dl`"
-    bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
-    n = getattr(dl, 'n', None)
-    if n is None and hasattr(dl, 'sampler'): n = len(dl.sampler)
-    if bs and n is not None:
-        sizes = [bs]*(n//bs) + ([n%bs] if n%bs and not dl.drop_last else [])
-        if len(sizes) == len(dl): return sizes
-    raise ValueError(f"The batch sizes of this {type(dl).__name__} are not known before training (a batch sampler, or a "
-                     "length of its own): a plan needs a loader with a fixed batch size.")
-
-# %% ../nbs/api/10_accumulation.ipynb #dfb88212
-def accum_batches(
-    sizes:list,      # Items of each loader batch of an epoch
-    n_epoch:int,     # Number of epochs
-    size_at,         # `size_at(done, n_iter, n_epoch)`: `accum_bs` of an accumulated batch that begins after `done` loader batches
-    remainder='step' # 'step', 'drop' or 'carry', as in `GradientAccumulation`
-) -> list: # Items of each accumulated batch that ends in an optimizer step
-    "The accumulated batches of a whole fit"
-    res,n,n_iter = [],0,len(sizes)
-    for done in range(n_iter*n_epoch):
-        i = done%n_iter
-        if n == 0: accum_bs = size_at(done, n_iter, n_epoch)
-        n += sizes[i]
-        last = i == n_iter-1
-        if n >= accum_bs or (last and remainder == 'step'): res.append(n); n = 0
-        elif last and remainder == 'drop': n = 0
-    return res
-
-# %% ../nbs/api/10_accumulation.ipynb #bbcea6b8
-def _warn_once(cb, msg):
-    if msg not in cb._warned: warn(msg)
-    cb._warned.add(msg)
+__all__ = ['check_learner', 'check_sizes', 'keeps_state', 'warn_of_items', 'OptimizerParams', 'begin_fit', 'learn_dtype',
+           'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder', 'check_args', 'Accumulation',
+           'GradientAccumulation', 'GradientAccumulationSchedule']
 
 # %% ../nbs/api/10_accumulation.ipynb #00d0487e
 def check_learner(
@@ -73,7 +36,11 @@ def check_learner(
     if len(same) > 1:
         raise ValueError(f"{len(same)} gradient accumulation callbacks are attached: {', '.join(f'{c.__module__}.{c.__name__}' for c in same)}. "
                          "Keep one: `learn.remove_cb` the other.")
-    if acc.micro_batch_size is not None and any(isinstance(cb, ModelResetter) for cb in learn.cbs):
+    theirs = first(cb for cb in learn.cbs if is_a(type(cb), 'MixedPrecision') and not isinstance(cb, LoopCallback))
+    if theirs is not None:
+        raise ValueError("fastai's MixedPrecision is attached next to GradientAccumulation: it leaves its autocast once a micro-batch, and the weights would stop learning. "
+                         "Use fastaccum's: `from fastaccum.all import *` after fastai's import, then `learn.to_fp16()` or `learn.to_bf16()`, which replace it.")
+    if acc.micro_batch_size is not None and keeps_state(learn):
         raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (a ModelResetter is there): the state of some "
                          "items would be taken for that of others. Leave micro_batch_size out and give the loader a smaller batch size.")
     check_sizes(acc)
@@ -92,140 +59,187 @@ def check_sizes(
         raise ValueError(f"remainder='drop' with accum_bs={most} would never step: an epoch has {sum(sizes)} items. Use 'step' or 'carry', or a smaller accum_bs.")
     most_at_once = max(sizes)
     if acc.micro_batch_size not in (None, 'auto'): most_at_once = min(most_at_once, acc.micro_batch_size)
-    if most < max(sizes) and not acc.per_loader_batch: _warn_once(acc, f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, every loader batch is a step.")
+    if most < max(sizes) and not acc.per_loader_batch: warn_once(acc, f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, every loader batch is a step.")
     if most_at_once < 8 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in learn.model.modules()):
-        _warn_once(acc, f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its statistics "
+        warn_once(acc, f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its statistics "
                    "are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).")
 
-# %% ../nbs/api/10_accumulation.ipynb #b5ab934f
-def count_items(
-    learn # A `Learner` with a batch
-) -> int:
-    "Items of the batch: fastai's `find_bs` of its targets, or of its inputs where the targets are no tensor (boxes, or none yet)"
-    y = learn.yb[0] if len(learn.yb) else None
-    return y.shape[0] if isinstance(y, Tensor) and y.dim() else find_bs(learn.xb)
 
-# %% ../nbs/api/10_accumulation.ipynb #38ead01a
-def loss_info(
-    loss_func # `learn.loss_func`; MixUp and CutMix have put their own there, which takes the plain mean over all elements
-) -> LossInfo:
-    "What is known about the Learner's loss"
-    mixer = getattr(loss_func, '__self__', None)
-    if not isinstance(mixer, MixHandler): return LossInfo(loss_func)
-    info = LossInfo(mixer.old_lf)
-    info.over,info.two_means = 'elements',False
-    return info
 
-# %% ../nbs/api/10_accumulation.ipynb #8d887d3b
-class MicroBatches:
-    "A loader batch of `cb.learn`, in micro-batches of at most `size` items"
-    def __init__(self,
-        cb,      # A `GradientAccumulation`
-        size:int,# Most items of a micro-batch
-        n:int    # Items of the loader batch
-    ):
-        learn = cb.learn
-        self.whole = cb.opens and cb.closes  # it is an accumulated batch
-        self.cb,self.learn,self.acc,self.size,self.n,self.xb,self.yb = cb,learn,cb.acc,size,n,learn.xb,learn.yb
-        self.sizes = [size]*(n//size) + [n%size]*(n%size > 0)
-        self.split = len(self.sizes) > 1
-        self.plain = is_fastais(learn, '_backward')  # not accelerate's, for instance
-        self.mixers = [(o,o.yb1,o.lam) for o in cb.loop.call.now()['mixers'] if o.run and hasattr(o, 'yb1')] if self.split else []
-        self.keep_preds = self.split and getattr(getattr(learn, 'recorder', None), 'train_metrics', False)
-        self.losses,self.weights,self.preds,self.done = [],[],[],[]  # done: their numbers
-        self.part_yb,self.known,self.shares,self.may_be_empty = self.yb,None,None,False
+def keeps_state(
+    learn # A `Learner`
+) -> bool:
+    "Does the model keep a state from one batch to the next? `SentenceEncoder`, of text classifiers, resets itself at each call"
+    return any(isinstance(cb, ModelResetter) for cb in learn.cbs) and not any(is_a(type(m), 'SentenceEncoder') for m in learn.model.modules())
 
-    def run(self):
-        "Send all forward and backward, count those that went, and put the loader batch back"
-        loop = self.cb.loop
-        table = loop.call.now()
-        try:
-            self.weigh()
-            for self.i in self.parts():
-                loop.forward()
-                if table['backward']: loop.events(self.backward, 'backward', CancelBackwardException)
-                else: self.backward()
-                if self.keep_preds: self.preds.append(map_tensors(Tensor.detach, self.learn.pred))
-        except cancels: self.count(); raise
-        finally: self.put_back()
-        self.count()
+# %% ../nbs/api/10_accumulation.ipynb #f3f33ac4
+def warn_of_items(
+    acc,  # A `GradientAccumulation`
+    n:int # Items that it counted
+):
+    "Inputs and targets have different numbers of rows"
+    shapes = [' and '.join(str(tuple(t.shape)) for t in tree_leaves(b) if isinstance(t, Tensor)) for b in (acc.learn.xb, acc.learn.yb)]
+    warn_once(acc, f"Inputs of shape {shapes[0]} and targets of shape {shapes[1]} do not have the same number of items: the inputs' {n} are counted. "
+               "If that is wrong, pass n_items=, a function of the Learner that returns the number of items in its batch.")
 
-    def weigh(self):
-        "The weight of each micro-batch, and the factor of its loss, unless only the user's `weight` knows"
-        cb,acc,info = self.cb,self.acc,self.cb.state.info
-        if cb.weight is not None or not acc.normalize: return
-        self.known = self.sizes if info.over == 'items' else loss_weights(info, self.yb, self.size)
-        self.total = acc.aim(self.known) if self.whole else None
-        if not isinstance(self.known, Tensor): self.factors = cb.host_factors([acc.factor(w, n) for w,n in zip(self.known, self.sizes)])
-        else:
-            self.may_be_empty = info.nan_if_empty
-            shares = acc.factor(self.known, self.n, self.yb[0].numel())
-            if self.split: self.shares,self.factors = shares,shares.unbind()
-            else: self.known,self.factors = [self.known],[shares]
+class OptimizerParams:
+    "The parameters of the Learner's optimizer as they are when they are asked for, tied ones once"
+    def __init__(self, learn): self.learn = learn
+    def __iter__(self): return iter(dict.fromkeys(p for ps in self.learn.opt.param_lists for p in ps))
 
-    def parts(self):
-        "The numbers of the micro-batches; each is in the place of the loader batch when it is its turn"
-        if not self.split: yield 0; return
-        split = lambda b: split_items(b, self.size, self.n)
-        xbs,ybs = ([tuple(p) for p in zip(*map(split, b))] for b in (self.xb, self.yb))  # as many inputs as items are still inputs
-        # CutMix has one `lam` for all items
-        mixed = [(o, split(yb1), split(lam) if lam.dim() and len(lam) == self.n else [lam]*len(self.sizes)) for o,yb1,lam in self.mixers]
-        for i in range(len(self.sizes)):
-            self.learn.xb,self.learn.yb = xbs[i],ybs[i]
-            self.part_yb = ybs[i]
-            for o,yb1s,lams in mixed: o.yb1,o.lam = yb1s[i],lams[i]
-            yield i
+def begin_fit(
+    acc # A `GradientAccumulation` that is attached to a `Learner` with an optimizer
+):
+    "Check everything, and start from zero gradients and counts, whatever ended the last fit"
+    learn,st = acc.learn,acc.state
+    check_learner(acc)
+    learn.gradient_accumulation = acc
+    acc.acc.params,acc.acc.dtype = OptimizerParams(learn),torch.promote_types(learn_dtype(learn), torch.float32)
+    acc.clear()
+    st.running,st.inexact,st.probe = True,False,None
+    if available_bytes(learn_device(learn)) is not None: st.size_by_shape = {}  # there may be more memory now
+    if acc.loop.lr_finder: learn.n_epoch = epochs_for(acc, acc.loop.lr_finder.num_it)
 
-    def backward(self):
-        learn,loss = self.learn,self.learn.loss_grad
-        if loss.dim():
-            check_scalar(loss)
-            learn.loss_grad,learn.loss = loss.view(()),learn.loss.view(())
-            loss = learn.loss_grad
-        weight,factor = self._weight_of(self.i)
-        if factor is None: learn._backward()
-        elif self.plain: loss.backward(factor if factor.dtype == loss.dtype else factor.to(loss.dtype))
-        else:
-            learn.loss_grad = loss*factor
-            learn._backward()
-        self.losses.append(learn.loss.detach() if learn.loss.requires_grad else learn.loss)
-        self.done.append(self.i)
-        if self.known is None: self.weights.append(weight)
+def learn_dtype(learn): return next((p.dtype for p in learn.model.parameters()), torch.float32)
 
-    def _weight_of(self, i):
-        if self.known is not None and self.learn.yb is self.part_yb:
-            if self.may_be_empty: ignore_empty(self.learn.pred, self.known[i])
-            return None,self.factors[i]
-        if not self.acc.normalize: return 1,None
-        if self.known is not None: self.weights,self.known = [self.known[j] for j in self.done],None  # a callback has changed the targets after the prediction
-        weight = loss_weight(self.cb.state.info, self.learn.yb) if self.cb.weight is None else self.cb.weight(self.learn)
-        on_device = torch.as_tensor(weight, device=self.learn.loss_grad.device)
-        if isinstance(weight, Tensor) or not weight: ignore_empty(self.learn.pred, on_device)
-        return weight,torch.as_tensor(self.acc.factor(weight, self.sizes[i]), dtype=torch.float32, device=on_device.device)
+def end_fit(
+    acc # A `GradientAccumulation` whose fit ends
+):
+    "Clear what is left over, and say so"
+    acc.state.running = False
+    end_measuring(acc)
+    if not acc.n_items: return
+    print(f"GradientAccumulation: the fit ended with {acc.n_items} of {acc.accum_bs} items accumulated; their gradients are cleared.")
+    acc.clear()
 
-    def count(self):
-        "Give the accumulator their mean loss"
-        if not self.losses: return
-        all_went = len(self.done) == len(self.sizes)
-        if self.known is None: weights = self.weights
-        else: weights = [self.known] if all_went and self.shares is not None else [self.known[i] for i in self.done]
-        is_mean = all_went and self.whole and self.known is not None
-        if is_mean and self.shares is not None: loss,weight = (torch.where(self.known != 0, torch.stack(self.losses), self.shares)*self.shares).sum(),self.total
-        else: loss,weight = mean_loss(self.losses, weights, self.acc.normalize)
-        self.learn.loss = loss
-        self.acc.count([loss], self.n if all_went else sum(self.sizes[i] for i in self.done), [weight], is_mean)
+def fit_graph(
+    learn # A `Learner` at the end of an epoch
+):
+    "ShowGraphCallback draws losses over rows, but validation over loader batches: mend that"
+    graph = getattr(learn, 'show_graph', None)
+    if graph is not None and getattr(graph, 'nb_batches', None): graph.nb_batches[-1:] = [len(learn.recorder.losses)] if learn.recorder.losses else []
 
-    def put_back(self):
-        if not self.split: return
+def note_inexact(
+    acc # A `GradientAccumulation` after a loader batch
+):
+    "Remember, on the device, whether a loss was met that no weight makes exact"
+    st = acc.state
+    if not st.info.two_means or acc.weight is not None: return
+    st.inexact = st.inexact | (st.info.class_weight is not None) | (acc.learn.yb[0] == st.info.ignore_index).any()
+
+# %% ../nbs/api/10_accumulation.ipynb #b3bd4448
+def end_epoch(
+    acc # A `GradientAccumulation`
+):
+    "Deal with what is left at the end of an epoch, or of one that was cut short"
+    if acc.state.inexact:
+        warn_once(acc, "LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means with different divisors: no weight makes "
+                   "its accumulated loss exact. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact, or pass weight= yourself.")
+    if acc.loop.now.row_due: acc.loop.rows.give()  # a callback ended the epoch between the step and its row
+    if not acc.n_items or acc.remainder == 'carry': return
+    if acc.remainder == 'drop' and not acc.acc.ready: return drop_remainder(acc)
+    try: acc.loop.step()
+    except (CancelBatchException, CancelTrainException, CancelEpochException): pass  # if it did not step, it goes on
+    if acc.loop.now.row_due: acc.loop.rows.give()
+
+
+
+def drop_remainder(
+    acc # A `GradientAccumulation`
+):
+    "Clear the gradients; a parameter that had none when the accumulated batch began has none again, so that the optimizer leaves it alone"
+    acc.clear()
+    for p in acc.state.without_grad: p.grad = None
+
+# %% ../nbs/api/10_accumulation.ipynb #dc1be440
+_remainders = 'step','drop','carry'
+
+def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None): # As given to `GradientAccumulation`
+    "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
+    if None not in (accum_bs, n_acc): raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone (n_acc is fastai's name for it).")
+    k = micro_batch_size
+    if not (k is None or k == 'auto' or isinstance(k, Integral) and not isinstance(k, bool) and k >= 1):
+        raise ValueError(f"micro_batch_size={k!r}: pass the most items of a micro-batch (an int, at least 1), 'auto' for as many as fit memory, or None for whole loader batches.")
+    if remainder not in _remainders: raise ValueError(f"remainder={remainder!r}: it must be one of {', '.join(map(repr, _remainders))}.")
+    if drop_last is not None: raise TypeError(f"drop_last={drop_last!r} is fastxtend's: use remainder='drop' to leave out what is left at the end of an epoch, 'step' (the default) to step on it.")
+    if n_items is not None and not callable(n_items): raise TypeError(f"n_items is {n_items!r}: pass a function of the Learner that returns the number of items in its batch.")
+    if weight is not None and not callable(weight):
+        raise TypeError(f"weight is {weight!r}: pass a function of the Learner that returns what the loss averaged over. (Class weights belong to the loss.)")
+
+# %% ../nbs/api/10_accumulation.ipynb #b3e0f167
+class Accumulation(LoopCallback):
+    "What all accumulation callbacks do in the loop; how large an accumulated batch is, is up to `size_at`"
+    order,run_valid,name,slot = 6,False,'gradient_accumulation','accumulation'
+    n_items = property(lambda self: self.acc.n_items, doc="Accumulated so far")
+    opens   = property(lambda self: self.state.opens, doc="Does this loader batch begin an accumulated batch?")
+    closes  = property(lambda self: self.state.closes, doc="Does it end one?")
+    items   = property(lambda self: self.state.items, doc="Of the accumulated batch that closed last")
+
+    @property
+    def loss_rule(self) -> str:
+        "What the loss averages over, and whether that is known, measured or assumed"
+        return loss_rule(self)
+
+    @property
+    def step_values(self):
+        res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
+        return res if self.micro_batch_size is None else {**res, 'micro_bs': self.state.micro_bs}
+
+    def before_fit(self):
+        if self.learn.opt is not None: begin_fit(self)   # a loaded Learner that only predicts has none
+
+    def before_batch(self):
+        learn,st = self.learn,self.state
+        if not st.running: begin_fit(self)               # it was added in the middle of a fit
+        n,n_iter = self.count(),learn.__dict__.get('n_iter', 0)
+        st.opens,st.last = self.acc.n_items == 0,learn.iter == n_iter-1
+        if st.opens:
+            self.acc.accum_bs = n if self.per_loader_batch else self.size_at(learn.epoch*n_iter + learn.iter, n_iter, learn.n_epoch)
+            st.without_grad = [p for p in self.acc.params if p.grad is None] if self.remainder == 'drop' else []
+        st.closes = self._ends(self.acc.n_items + n)
+
+    def count(self) -> int:
+        "Items of the loader batch"
         learn = self.learn
-        learn.xb,learn.yb = self.xb,self.yb
-        learn.pred = join_items(self.preds) if len(self.preds) == len(self.sizes) else None
-        for o,yb1,lam in self.mixers: o.yb1,o.lam = yb1,lam
+        if self.items_func is not None: return self.items_func(learn)
+        n,agree = count_items(learn.xb, learn.yb)
+        if not agree: warn_of_items(self, n)
+        return n
+
+    def _ends(self, n): return n >= self.acc.accum_bs or (self.state.last and self.remainder == 'step' and n > 0)
+
+    def train_batch(self):
+        "Forward and backward of the loader batch"
+        st,n = self.state,self.count()
+        look_up_loss(self)
+        if st.opens: self.acc.normalize = self.normalize and (self.weight is not None or st.info.reduction != 'sum')
+        if self.micro_batch_size == 'auto': fit_memory(self, n)
+        else: forward_backward(self, self.micro_batch_size or n, n)   # `micro_batch_size` may be more than `n`
+        st.closes = self._ends(self.acc.n_items)                       # not, if a micro-batch was cancelled
+        note_inexact(self)
+
+    def close(self):
+        self.state.items = self.acc.n_items
+        return self.acc.finish()
+    def reopen(self): self.acc.reopen()
+
+    def after_batch(self):
+        loop,learn = self.loop,self.learn
+        if loop.now.closed and self.log_accum_batch: loop.now.batch_loss,learn.loss = learn.loss,loop.step_loss
+        if loop.lr_finder: learn.train_iter = len(learn.recorder.losses) + loop.now.closed   # it counts steps
+
+    def after_train(self): end_epoch(self)
+    def after_cancel_epoch(self): end_epoch(self)
+    def after_epoch(self): fit_graph(self.learn)
+    def after_fit(self): end_fit(self)
+    def detach(self):
+        if self.state.running: self.clear()              # an exception ended the fit
+
+    def clear(self): self.acc.reset(self.learn.opt)
 
 # %% ../nbs/api/10_accumulation.ipynb #9024908b
-class GradientAccumulation(LoopCallback):
+class GradientAccumulation(Accumulation):
     "Step the optimizer once every `accum_bs` items, with the exact gradient of the mean loss over all of them"
-    order,run_valid,name = 6,False,'gradient_accumulation'
     def __init__(self,
         accum_bs:int|None=None,      # Items of an accumulated batch; default 32, as in fastai, or the loader's batch with `micro_batch_size`
         n_acc:int|None=None,         # fastai's name for `accum_bs`: pass one of the two
@@ -233,33 +247,26 @@ class GradientAccumulation(LoopCallback):
         micro_batch_size:int|str|None=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit memory
         remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
         normalize:bool=True,         # Exact weighted mean? If False gradients are added up as they come
-        weight=None                  # `weight(learn)`: what the micro-batch's loss averaged over, for losses that `loss_weight` does not know
+        weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over, where that cannot be known or measured
+        n_items=None,                # `n_items(learn)`: items of the loader batch, where its inputs' first dimension does not tell
+        check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
+        drop_last=None               # Of fastxtend: use `remainder`
     ):
-        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight)
-        accum_bs = ifnone(accum_bs, n_acc)
-        self.per_loader_batch = accum_bs is None and micro_batch_size is not None
-        accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, 32)
-        self.acc = GradientAccumulator([], accum_bs, normalize)
-        self.state = SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=micro_batch_size, info=None)
-        self._warned,self._factors,self._fits = set(),{},{}
-        store_attr()
+        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, drop_last)
+        self.acc,self.state,self._warned = GradientAccumulator([], 1, normalize),_state(micro_batch_size),set()
+        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss')
+        self.items_func = n_items
+        self.per_loader_batch = accum_bs is None and n_acc is None and micro_batch_size is not None
+        self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
     @property
     def accum_bs(self) -> int:
         "Of the accumulated batch under way"
         return self.acc.accum_bs
     @accum_bs.setter
-    def accum_bs(self, v): self.acc.accum_bs = self._accum_bs = v
-
-    n_items  = property(lambda self: self.acc.n_items, doc="Accumulated so far")
-    opens    = property(lambda self: self.state.opens, doc="Does this loader batch begin an accumulated batch?")
-    closes   = property(lambda self: self.state.closes, doc="Does it end one?")
-    items    = property(lambda self: self.state.items, doc="Of the accumulated batch that closed last")
-
-    @property
-    def step_values(self):
-        res = dict(items=self.state.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
-        return res if self.micro_batch_size is None else {**res, 'micro_bs': self.state.micro_bs}
+    def accum_bs(self, v):
+        check_accum_bs(v)
+        self.acc.accum_bs = self._accum_bs = int(v)
 
     def size_at(self,
         done:int,   # Loader batches of the fit so far
@@ -269,163 +276,21 @@ class GradientAccumulation(LoopCallback):
         "`accum_bs` of an accumulated batch that begins there"
         return self._accum_bs
 
-    def before_fit(self):
-        if self.learn.opt is None: return         # a loaded Learner that predicts
-        check_learner(self)
-        self.learn.gradient_accumulation = self
-        self.acc.params = list(dict.fromkeys(p for ps in self.learn.opt.param_lists for p in ps))  # tied ones once
-        self._clear()                             # whatever ended the last fit
-        self.state.running = True
-        if available_bytes(find_device(self.acc.params)) is not None: self._fits = {}   # there may be more memory now
-        if self.loop.lr_finder: self.learn.n_epoch = epochs_for(self, self.loop.lr_finder.num_it)
-
-    def _clear(self): self.acc.reset(self.learn.opt)
-
-    def detach(self):
-        if self.state.running: self._clear()      # an exception ended the fit
-
-    def before_train(self): self.state.info,self.state.inexact = loss_info(self.learn.loss_func),False
-
-    def before_batch(self):
-        learn,st,n = self.learn,self.state,count_items(self.learn)
-        st.opens,st.last = self.acc.n_items == 0,learn.iter == learn.n_iter-1
-        if st.opens:
-            self.acc.accum_bs = n if self.per_loader_batch else self.size_at(learn.epoch*learn.n_iter + learn.iter, learn.n_iter, learn.n_epoch)
-            self.acc.normalize = self.normalize and (self.weight is not None or st.info.reduction != 'sum')
-        st.closes = self._ends(self.acc.n_items + n)
-
-    def _ends(self, n): return n >= self.acc.accum_bs or (self.state.last and self.remainder == 'step' and n > 0)
-
-    def train_batch(self):
-        "Forward and backward of the loader batch"
-        n = count_items(self.learn)
-        if self.micro_batch_size == 'auto': fit_memory(self, n)
-        else: MicroBatches(self, self.micro_batch_size or n, n).run()  # `micro_batch_size` may be more than `n`
-        self.state.closes = self._ends(self.acc.n_items)  # not, if a micro-batch was cancelled
-        st = self.state
-        if st.info.two_means and self.weight is None:
-            st.inexact = st.inexact | (st.info.class_weight is not None) | (self.learn.yb[0] == st.info.ignore_index).any()
-
-    def close(self):
-        self.state.items = self.acc.n_items
-        return self.acc.finish()
-
-    def reopen(self): self.acc.reopen()
-
     def state_dict(self) -> dict: # Plain values
         "The micro-batch sizes that 'auto' has found, for checkpoints (which are written where nothing is accumulated)"
-        return dict(micro_bs=self.state.micro_bs, fits=[([(list(s), str(d).split('.')[-1]) for s,d in key], size) for key,size in self._fits.items()])
+        fits = [([(list(s), str(d).split('.')[-1]) for s,d in key], size) for key,size in self.state.size_by_shape.items()]
+        return dict(micro_bs=self.state.micro_bs, fits=fits)
 
     def load_state_dict(self,
         state:dict # From `state_dict`
     ):
         "Go on with these sizes"
         self.state.micro_bs = state['micro_bs']
-        self._fits = {tuple((torch.Size(s), getattr(torch, d)) for s,d in key): size for key,size in state['fits']}
+        self.state.size_by_shape = {tuple((torch.Size(s), getattr(torch, d)) for s,d in key): size for key,size in state['fits']}
 
-    def host_factors(self,
-        factors:list # Numbers
-    ) -> tuple[Tensor,...]: # Tensors without dimensions
-        "Factors that the host knows, as tensors on the device: made once, as they are mostly the same"
-        key = *factors,find_device(self.acc.params)
-        if key not in self._factors: self._factors = {key: tensor(factors, dtype=torch.float32).to(key[-1]).unbind()}
-        return self._factors[key]
-
-    def after_batch(self):
-        loop,learn = self.loop,self.learn
-        if loop.closed and self.log_accum_batch: loop.batch_loss,learn.loss = learn.loss,loop.step_loss
-        if loop.lr_finder: learn.train_iter = len(learn.recorder.losses) + loop.closed  # it counts steps
-
-    def after_train(self): end_epoch(self)
-    def after_cancel_epoch(self): end_epoch(self)
-
-    def after_epoch(self):                        # ShowGraphCallback draws losses over rows, but validation over loader batches
-        graph = getattr(self.learn, 'show_graph', None)
-        if graph is not None and getattr(graph, 'nb_batches', None): graph.nb_batches[-1:] = [len(self.learn.recorder.losses)] if self.learn.recorder.losses else []
-
-    def after_fit(self):
-        self.state.running = False
-        if not self.n_items: return
-        print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} items accumulated; their gradients are cleared.")
-        self._clear()
-
-# %% ../nbs/api/10_accumulation.ipynb #dc1be440
-_remainders = 'step','drop','carry'
-
-def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight): # As given to `GradientAccumulation`
-    "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
-    if None not in (accum_bs, n_acc): raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone (n_acc is fastai's name for it).")
-    k = micro_batch_size
-    if not (k is None or k == 'auto' or isinstance(k, Integral) and not isinstance(k, bool) and k >= 1):
-        raise ValueError(f"micro_batch_size={k!r}: pass the most items of a micro-batch (an int, at least 1), 'auto' for as many as fit memory, or None for whole loader batches.")
-    if remainder not in _remainders: raise ValueError(f"remainder={remainder!r}: it must be one of {', '.join(map(repr, _remainders))}.")
-    if weight is not None and not callable(weight):
-        raise TypeError(f"weight is {weight!r}: pass a function of the Learner that returns what the loss averaged over. (Class weights belong to the loss.)")
-
-# %% ../nbs/api/10_accumulation.ipynb #8334e501
-def fit_memory(
-    cb,   # A `GradientAccumulation`
-    n:int # Items of the loader batch
-):
-    "Send the loader batch through the model in the largest micro-batches that fit, halving them whenever memory runs out"
-    learn,acc = cb.learn,cb.acc
-    key = tuple((o.shape[1:], o.dtype) for o in tree_leaves(learn.xb) if isinstance(o, Tensor))
-    batch = [o for o in tree_leaves((learn.xb, learn.yb)) if isinstance(o, Tensor)]
-    versions = [o._version for o in batch]
-    size,counts = min(cb._fits.get(key, n), n),{k: list(v) if isinstance(v, list) else v for k,v in vars(acc).items()}
-    snap = Snapshot(learn.model, acc.params, gradients=not cb.opens)
-    while True:
-        cb.state.micro_bs = size
-        try: return MicroBatches(cb, size, n).run()
-        except Exception as e:
-            if not is_out_of_memory(e): raise
-            why = str(e)
-        # only here, outside `except`, is the traceback gone, which keeps the activations alive
-        learn.pred = learn.loss_grad = learn.loss = None
-        free_memory(find_device(acc.params))
-        if size == 1: raise too_big(why)
-        if versions != [o._version for o in batch]:
-            raise RuntimeError("Memory ran out, and the loader batch cannot begin again in smaller parts: the model or a callback has changed it in place. "
-                               f"Have it make new tensors, or pass a number as micro_batch_size. ({why})")
-        snap.restore()
-        vars(acc).update(counts)
-        size = cb._fits[key] = -(-size//2)
-        print(f"GradientAccumulation: out of memory, going on with micro-batches of {size} items.")
-
-# %% ../nbs/api/10_accumulation.ipynb #6106ec33
-def too_big(
-    why:str # Message of the error
-) -> Exception:
-    "The error for an item that does not fit"
-    peak = f' ({torch.cuda.max_memory_allocated()/2**30:.1f} GiB were in use at most)' if torch.cuda.is_available() else ''
-    return torch.OutOfMemoryError(f"Not even one item fits memory{peak}. Try mixed precision (`learn.to_bf16()` or `to_fp16()`), activation checkpointing, "
-                                  f"smaller items, or a smaller model. ({why})")
-
-# %% ../nbs/api/10_accumulation.ipynb #b3bd4448
-def end_epoch(
-    acc # A `GradientAccumulation`
-):
-    "Deal with what is left at the end of an epoch, or of one that was cut short"
-    if acc.state.inexact:
-        _warn_once(acc, "LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means with different divisors: no weight makes "
-                   "its accumulated loss exact. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact, or pass weight= yourself.")
-    if acc.loop.row_due: acc.loop.give_rows()  # a callback ended the epoch between the step and its row
-    if not acc.n_items or acc.remainder == 'carry': return
-    if acc.remainder == 'drop' and not acc.acc.ready: return acc._clear()
-    try: acc.loop.step(acc)
-    except (CancelBatchException, CancelTrainException, CancelEpochException): pass  # if it did not step, it goes on
-    if acc.loop.row_due: acc.loop.give_rows()
-
-# %% ../nbs/api/10_accumulation.ipynb #ffc7f8fd
-def epochs_for(
-    acc,        # A `GradientAccumulation` that is attached to a `Learner`
-    n_steps:int # Number of optimizer steps
-) -> int:
-    "Number of epochs that give at least `n_steps` steps"
-    try: sizes,n = batch_sizes(acc.learn.dls.train),1
-    except ValueError: return n_steps*acc.size_at(0, 1, 1)  # enough with one item a loader batch; LRFinder ends the fit itself
-    while len(accum_batches(sizes, n, acc.size_at, acc.remainder)) < n_steps: n *= 2
-    return next(i for i in range(n//2, n+1) if len(accum_batches(sizes, i, acc.size_at, acc.remainder)) >= n_steps)
+def _state(micro_bs):
+    return SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=micro_bs, info=None, probe=None,
+                           without_grad=[], size_by_shape={})
 
 # %% ../nbs/api/10_accumulation.ipynb #22c4ee3d
 @patch
@@ -482,14 +347,17 @@ class GradientAccumulationSchedule(GradientAccumulation):
         micro_batch_size:int|str|None=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit memory
         remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
         normalize:bool=True,         # Exact weighted mean? If False gradients are added up as they come
-        weight=None                  # `weight(learn)`: what the micro-batch's loss averaged over
+        weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over
+        n_items=None,                # `n_items(learn)`: items of the loader batch
+        check_loss:bool=True         # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
     ):
-        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder, normalize=normalize, weight=weight)
-        GradientAccumulator([], final_accum_bs)  # the same check
+        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder, normalize=normalize, weight=weight,
+                         n_items=n_items, check_loss=check_loss)
+        check_accum_bs(final_accum_bs)
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
         if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish: raise ValueError(f"start={start} is after finish={finish}: swap them, or the sizes.")
         if not callable(schedule): raise TypeError(f"schedule={schedule!r}: pass a fastai annealer such as SchedCos, or a function of the position from 0 to 1.")
-        store_attr()
+        store_attr('start_accum_bs,final_accum_bs,start,finish,schedule')
         self.size = schedule(start_accum_bs, final_accum_bs) if _is_factory(schedule) else schedule
 
     def size_at(self,

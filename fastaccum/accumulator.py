@@ -6,103 +6,48 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulator.html.md"""
 
 # %% ../nbs/api/00_accumulator.ipynb #4e38840c
 from __future__ import annotations
-from functools import partial
 from numbers import Integral, Number
-import torch, torch.nn as nn, torch.nn.functional as F
+from typing import NamedTuple
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from .losses import ignore_empty, loss_weight, n_items  # a loop of your own needs the last two
 
 # %% auto #0
-__all__ = ['LossInfo', 'n_items', 'loss_weight', 'loss_weights', 'scale_grads', 'check_scalar', 'ignore_empty', 'mean_loss',
-           'GradientAccumulator']
+__all__ = ['nonzero', 'mean_loss', 'scale_grads', 'rescale', 'check_scalar', 'as_weight', 'weighted', 'back_propagate', 'scalar',
+           'Accumulated', 'check_accum_bs', 'Tally', 'GradientAccumulator', 'correct']
 
-# %% ../nbs/api/00_accumulator.ipynb #f7a1f63a
-_class_losses = nn.CrossEntropyLoss, nn.NLLLoss
-_class_funcs  = F.cross_entropy, F.nll_loss
-_element_losses = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss,
-                   nn.PoissonNLLLoss, nn.GaussianNLLLoss, nn.SoftMarginLoss)
-_element_funcs  = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div, F.poisson_nll_loss,
-                   F.binary_cross_entropy_with_logits, F.gaussian_nll_loss, F.soft_margin_loss)
-_fastai_element_losses = 'FocalLoss', 'LabelSmoothingCrossEntropy'  # by name: this module does not import fastai
+# %% ../nbs/api/00_accumulator.ipynb #1f1c8c25
+def nonzero(
+    total:float|Tensor # A sum of weights
+) -> float|Tensor:
+    "What to divide by: `total`, or 1 where nothing counts"
+    if not isinstance(total, Tensor): return total or 1
+    return torch.where(total > 0, total, 1) if total.is_floating_point() else total.clamp(min=1)
 
-# %% ../nbs/api/00_accumulator.ipynb #e2d93801
-class LossInfo:
-    "What is known about `loss_func`: `over` what its mean goes ('classes', 'elements', 'items'), and its options"
-    def __init__(self,
-        loss_func # A module or function of PyTorch, `partial` of one, fastai's `BaseLoss` of one, or any other callable
-    ):
-        self.loss_func,self.func,kw = loss_func,loss_func,{}
-        while isinstance(self.func, partial) or (not isinstance(self.func, nn.Module) and callable(getattr(self.func, 'func', None))):
-            if isinstance(self.func, partial): kw = {**self.func.keywords, **kw}
-            self.func = self.func.func
-        get = lambda k, default=None: kw.get(k, getattr(self.func, k, default))
-        self.reduction,self.class_weight,self.ignore_index = get('reduction', 'mean'),get('weight'),get('ignore_index', -100)
-        # with these PyTorch's gradients are NaN, not 0, if no target counts
-        self.nan_if_empty = self.class_weight is not None or bool(get('label_smoothing'))
-        self.over = self._over()
-        # one mean over all targets plus one over the weights of the valid ones: no single weight is exact
-        self.two_means = type(self.func).__name__ == 'LabelSmoothingCrossEntropy'
+def _as(w, dtype): return w.to(dtype) if isinstance(w, Tensor) and dtype is torch.float64 else w  # int/int would be float32
 
-    def _over(self):
-        f = self.func
-        if isinstance(f, _class_losses) or f in _class_funcs: return 'classes'
-        if self.reduction == 'batchmean': return 'items'
-        known = isinstance(f, _element_losses) or f in _element_funcs
-        return 'elements' if known or type(f).__name__ in _fastai_element_losses else 'items'
-
-# %% ../nbs/api/00_accumulator.ipynb #045b16e4
-def n_items(
-    b # A tensor, or any nesting of tensors in tuples, lists and dicts
-) -> int: # Length of the first dimension of the first tensor
-    "Number of items in a batch"
-    t = b[0] if isinstance(b, (tuple,list)) and b else b  # mostly
-    if not isinstance(t, Tensor) or not t.dim(): t = next((t for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()), None)
-    if t is None: raise TypeError(f"Cannot count the items of a {type(b).__name__} without tensors: pass the number of items, or a `weight`.")
-    return t.shape[0]
-
-# %% ../nbs/api/00_accumulator.ipynb #47fabcd4
-def _item_weights(info, yb):
-    "How much each item counts: a number for all of them, or a tensor with one for each"
-    y = yb[0] if isinstance(yb, (tuple,list)) else yb
-    if info.over == 'items' or not isinstance(y, Tensor): return 1
-    if info.over == 'elements' or y.is_floating_point(): return y.numel()//y.shape[0]
-    y = y.long()                    # a uint8 would never be -100, but equal it when 156
-    valid = y != info.ignore_index
-    w = valid if info.class_weight is None else info.class_weight[y.where(valid, 0)]*valid
-    return w.flatten(1).sum(1) if w.dim() > 1 else w
-
-# %% ../nbs/api/00_accumulator.ipynb #ffc472b3
-def loss_weight(
-    loss_func,  # The loss: a module or function of PyTorch, `partial` of one, fastai's `BaseLoss` of one, or any other callable
-    yb          # Target(s) of the micro-batch: a tensor, or a tuple of tensors of which the loss takes the first
-) -> int|Tensor|None: # Number of things, as a tensor on the device if it depends on their values; `None` if the loss is a sum
-    """What a mean-reduced `loss_func` averaged over, for the targets `yb`.
-
-    Cross entropy and NLL with class-index targets: the sum of `weight[y]`, or the count, over the targets that are not
-    ignored (the divisor in PyTorch's documentation of `nn.CrossEntropyLoss`). Losses that average over elements: the number
-    of target elements. Any other loss: the number of items."""
-    info = loss_func if isinstance(loss_func, LossInfo) else LossInfo(loss_func)
-    if info.reduction == 'sum': return None
-    w = _item_weights(info, yb)
-    return w.sum() if isinstance(w, Tensor) else w*n_items(yb)
-
-# %% ../nbs/api/00_accumulator.ipynb #07cc3247
-def loss_weights(
-    info:LossInfo, # What is known about the loss
-    yb,            # Target(s) of several micro-batches in one
-    size:int       # Items of a micro-batch; the last may have fewer
-) -> list|Tensor: # Weight of each micro-batch: numbers, or a tensor on the device (without dimensions for one micro-batch)
-    "`loss_weight` of each micro-batch, in as many operations as for one"
-    n,w = n_items(yb),_item_weights(info, yb)
-    if not isinstance(w, Tensor): return [w*min(size, n-i) for i in range(0, n, size)]
-    if n <= size: return w.sum()
-    return (F.pad(w, (0, -n%size)) if n%size else w).view(-1, size).sum(1)
-
-# %% ../nbs/api/00_accumulator.ipynb #6d2cd169
-def _check_accum_bs(accum_bs):
-    if not isinstance(accum_bs, Integral) or isinstance(accum_bs, bool):
-        raise TypeError(f"accum_bs is {accum_bs!r}, a {type(accum_bs).__name__}: pass the number of items of an accumulated batch, an int.")
-    if accum_bs < 1: raise ValueError(f"accum_bs={accum_bs}: an accumulated batch has at least 1 item.")
+# %% ../nbs/api/00_accumulator.ipynb #0a6c4341
+def mean_loss(
+    losses,              # Losses of micro-batches, one element each
+    weights,             # Their weights: numbers, and tensors without dimensions
+    normalize:bool=True, # The weighted mean? If False the sum
+    total=None           # The sum of the weights, made `nonzero`, where it is known
+) -> tuple: # The loss, and the sum of the weights: a number if all of them are
+    "The loss of several micro-batches together; one without weight, whose loss is NaN, does not count"
+    if not losses: return torch.zeros(()),0
+    if len(losses) == 1:
+        loss,w = losses[0],weights[0]
+        if isinstance(w, Tensor): return torch.where(w > 0, loss, 0.),w
+        return (loss if w or not normalize else torch.zeros_like(loss)),w
+    loss = torch.stack(losses)
+    if not normalize: return loss.sum(),len(losses)
+    if all(isinstance(w, Number) and w for w in weights):
+        if len(set(weights)) == 1: return loss.mean(),sum(weights)
+        w = torch.tensor(weights, dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device)
+        return (loss*w).sum()/sum(weights),sum(weights)
+    w = torch.stack([w if isinstance(w, Tensor) else torch.tensor(w, device=loss.device) for w in weights])
+    if total is None: total = w.sum()
+    return torch.where(w > 0, loss*w, 0.).sum()/nonzero(total),total
 
 # %% ../nbs/api/00_accumulator.ipynb #81a29307
 def scale_grads(
@@ -118,6 +63,17 @@ def scale_grads(
     for device,grads in by_device.items():
         torch._foreach_mul_(grads, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)
 
+# %% ../nbs/api/00_accumulator.ipynb #a6084443
+def rescale(
+    params,             # Parameters whose gradients are a sum over micro-batches, divided by `target`
+    target:float|Tensor,# What it was divided by
+    weight:float|Tensor # What it should have been divided by: the sum of the weights
+):
+    "Make the gradients the mean. Nothing is multiplied where numbers are equal; without weight they become zero"
+    if isinstance(weight, Tensor): factor = torch.where(weight > 0, target/weight, 0.)
+    else: factor = target/weight if weight else 0.
+    if isinstance(factor, Tensor) or factor != 1: scale_grads(params, factor)
+
 # %% ../nbs/api/00_accumulator.ipynb #f8dfa618
 def check_scalar(
     loss:Tensor # A loss that is to be back-propagated
@@ -125,52 +81,153 @@ def check_scalar(
     "Raise an error unless `loss` is one number"
     if loss.numel() != 1: raise ValueError(f"The loss has the shape {tuple(loss.shape)}, but backward needs one number: use reduction='mean' or 'sum'.")
 
-# %% ../nbs/api/00_accumulator.ipynb #7b8fa319
-def ignore_empty(
-    pred,         # Model output(s) of a micro-batch
-    weight:Tensor # Its weight
-):
-    "Zero gradients for `pred` if `weight` is 0: NaN times 0 is NaN, so they are chosen, not multiplied"
-    for t in tree_leaves(pred):
-        if isinstance(t, Tensor) and t.requires_grad: t.register_hook(lambda g: torch.where(weight > 0, g, 0))
+# %% ../nbs/api/00_accumulator.ipynb #9ba7ae81
+def as_weight(
+    weight, # A number, or a tensor with one element on any device
+    device  # Where a tensor is to be
+) -> float|Tensor: # A number, or a tensor without dimensions
+    "The weight of a micro-batch in the form that is kept"
+    if not isinstance(weight, Tensor): return weight
+    weight = weight.detach().to(device, non_blocking=True)
+    return weight.reshape(()) if weight.dim() else weight
 
-# %% ../nbs/api/00_accumulator.ipynb #b946e313
-def mean_loss(
-    losses:list,         # Losses of micro-batches, one element each
-    weights:list,        # Their weights: numbers and tensors; a tensor may hold several
-    normalize:bool=True  # The weighted mean? If False the sum
-) -> tuple: # The loss, and the sum of the weights: a number if all of them are
-    "The loss of several micro-batches together; one without weight, whose loss is NaN, does not count"
-    if not losses: return torch.zeros(()),0
-    if len(losses) == 1 and isinstance(w := weights[0], Tensor) and not w.dim(): return torch.where(w > 0, losses[0], 0.),w
-    if len(losses) == 1 and (w or not normalize): return losses[0],w
-    loss = torch.stack(losses)
-    if not normalize: return loss.sum(),len(losses)
-    if all(isinstance(w, Number) and w for w in weights):
-        if len(set(weights)) == 1: return loss.mean(),sum(weights)
-        return (loss*torch.tensor(weights, device=loss.device)).sum()/sum(weights),sum(weights)
-    w = torch.cat([torch.as_tensor(w, device=loss.device).view(-1) for w in weights])
-    total = w.sum()
-    return torch.where(total > 0, torch.where(w > 0, loss*w, 0.).sum()/total, 0.),total
+def weighted(
+    loss:Tensor,       # Loss of a micro-batch
+    share:float|Tensor # From `GradientAccumulator.shares`
+) -> Tensor: # What to call `backward` on
+    "`loss` times `share`; 0, whatever the loss is, where the share is 0"
+    if not isinstance(share, Tensor) and share: return loss if share == 1 else loss*share
+    share = torch.as_tensor(share, device=loss.device)
+    return torch.where(share > 0, loss*share, 0.)
+
+def back_propagate(
+    loss:Tensor,        # Loss of a micro-batch, one element
+    share:float|Tensor  # From `GradientAccumulator.shares`
+):
+    "Back-propagate `loss` times `share`, without a multiplication"
+    loss.backward(scalar(share, loss.dtype, loss.device) if isinstance(share, Tensor) or share != 1 else None)
+
+_scalars = {}  # the same few numbers come again and again, and each new one is a copy to the device
+
+def scalar(
+    v:float|Tensor, # A number, or a tensor without dimensions on `device`
+    dtype, device
+) -> Tensor: # Without dimensions
+    "`v` as a tensor for `backward`"
+    if isinstance(v, Tensor): return v if v.dtype == dtype else v.to(dtype)
+    if (v,dtype,device) not in _scalars:
+        if len(_scalars) > 100: _scalars.clear()
+        t = torch.tensor(v, dtype=dtype, device=device)
+        if type(t) is not Tensor: return t   # a fake one, say
+        _scalars[v,dtype,device] = t
+    return _scalars[v,dtype,device]
+
+# %% ../nbs/api/00_accumulator.ipynb #6d604db6
+class Accumulated(NamedTuple):
+    "What an accumulated batch has so far. Keep one to come back to it: for a retry, a cancelled step, a checkpoint"
+    n_items:int=0
+    losses:tuple=()                # of its micro-batches, detached, on their device
+    weights:tuple=()               # what each loss averaged over: a number, or a tensor without dimensions on the device
+    target:float|Tensor|None=None  # what weights are divided by before `backward`: their nominal sum
+    planned:int=-1                 # items whose weights add up to `target`, where all were known at the start
+    known:tuple|None=None          # the mean loss and the sum of the weights, once they were computed
+
+    def plus(self, loss, weight, n_items):
+        "With one more micro-batch"
+        return Accumulated(self.n_items+n_items, (*self.losses, loss), (*self.weights, weight), self.target, self.planned)
+
+    def mean(self, normalize=True, since=0):
+        "Loss of the micro-batches from number `since` on, and the sum of their weights"
+        if not since and self.known is not None: return self.known
+        total = self.target if self.complete and not since else None
+        return mean_loss(self.losses[since:], self.weights[since:], normalize, total)
+
+    def aimed(self, weights, n_items, accum_bs, nominal=None, complete=False):
+        "With a target, if there is none yet: `accum_bs` items that weigh what these do; or their own sum, if they are `complete`"
+        target = self.target
+        if complete: target = nonzero(weights.sum() if isinstance(weights, Tensor) else sum(weights))
+        elif target is None:
+            if nominal is None: nominal = n_items if any(isinstance(w, Tensor) for w in weights) else sum(weights) or n_items
+            target = accum_bs*nominal/n_items
+        return self._replace(target=target, planned=n_items if complete else -1)
+
+    @property
+    def complete(self):
+        "Is `target` the sum of the weights?"
+        return self.planned == self.n_items
+
+    def reopened(self, normalize=True):
+        "The gradients are a mean over the sum of the weights now; without weight they are zero, and keep their target"
+        weight = self.known[1]
+        target = torch.where(weight > 0, weight, self.target) if isinstance(weight, Tensor) and normalize else weight or self.target
+        return self._replace(target=target, planned=-1)
+
+# %% ../nbs/api/00_accumulator.ipynb #6d2cd169
+def check_accum_bs(accum_bs):
+    if not isinstance(accum_bs, Integral) or isinstance(accum_bs, bool):
+        raise TypeError(f"accum_bs is {accum_bs!r}, a {type(accum_bs).__name__}: pass the number of items of an accumulated batch, an int.")
+    if accum_bs < 1: raise ValueError(f"accum_bs={accum_bs}: an accumulated batch has at least 1 item.")
 
 # %% ../nbs/api/00_accumulator.ipynb #d3800a5e
-class GradientAccumulator:
+class Tally:
+    "Counts the micro-batches of an accumulated batch; the base of `GradientAccumulator`"
+    def __init__(self, accum_bs, normalize):
+        self.accum_bs,self.normalize = accum_bs,normalize
+        self.so_far = self.closed = Accumulated()
+
+    @property
+    def n_items(self) -> int: return self.so_far.n_items
+
+    @property
+    def ready(self) -> bool: # `n_items` reached `accum_bs`
+        "The accumulated batch has all its items: call `finish`, then step"
+        return self.n_items >= self.accum_bs
+
+    def count(self,
+        loss:Tensor,         # Loss of a micro-batch that was back-propagated: detached, one element
+        weight:float|Tensor, # Its weight
+        n_items:int          # Number of items in it
+    ):
+        "Count a micro-batch. Nothing is computed before `finish`"
+        self.so_far = self.so_far.plus(loss, weight, n_items)
+
+    def mean_since(self,
+        before:Accumulated # `so_far` of some time before
+    ) -> Tensor: # On the device
+        "Loss of the micro-batches that were counted since then"
+        mean = self.so_far.mean(self.normalize, len(before.losses))
+        if not before.losses: self.so_far = self.so_far._replace(known=mean)   # `finish` need not compute it again
+        return mean[0]
+
+    def reopen(self) -> None:
+        "Take back the last `finish`: the accumulated batch goes on, its gradients stand"
+        self.so_far = self.closed.reopened(self.normalize)
+
+    def state_dict(self) -> dict: # Plain numbers
+        "What is counted so far. The gradients are the parameters', so save it where an accumulated batch has ended"
+        s = self.so_far
+        loss,weight,target = (v.item() if isinstance(v, Tensor) else v for v in (*s.mean(self.normalize), s.target))
+        return dict(accum_bs=self.accum_bs, n_items=s.n_items, loss=loss, weight=weight, target=target)
+
+    def load_state_dict(self,
+        state:dict # From `state_dict`
+    ):
+        "Take over what `state_dict` returned"
+        s = self.so_far = Accumulated(target=state['target'])
+        self.accum_bs = state['accum_bs']
+        if state['n_items']: self.so_far = s.plus(torch.tensor(state['loss']), state['weight'], state['n_items'])
+
+class GradientAccumulator(Tally):
     "Weights the losses of micro-batches so that their gradients add up to the gradient of the big batch's mean loss"
     def __init__(self,
         params,              # Parameters whose gradients accumulate: an iterable of `nn.Parameter`
         accum_bs:int,        # Target number of items of the accumulated batch, at least 1
         normalize:bool=True  # Weighted mean of the losses. If False they are added up as they come
     ):
-        _check_accum_bs(accum_bs)
-        self.params,self.accum_bs,self.normalize = list(params),int(accum_bs),normalize
-        self._begin()
-
-    def _begin(self): self.n_items,self._losses,self._weights,self._target,self._is_mean = 0,[],[],None,False
-
-    @property
-    def ready(self) -> bool: # `n_items` reached `accum_bs`
-        "The accumulated batch has all its items: call `finish`, then step"
-        return self.n_items >= self.accum_bs
+        check_accum_bs(accum_bs)
+        super().__init__(int(accum_bs), normalize)
+        self.params = list(params)
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32  # of shares
 
     def add(self,
         loss:Tensor,            # Loss of the micro-batch, one element
@@ -181,66 +238,33 @@ class GradientAccumulator:
     ) -> Tensor: # Call `backward` on it
         "Count a micro-batch, and return the loss to back-propagate"
         check_scalar(loss)
-        if weight is None: weight = n_items
-        factor = self.factor(weight, n_items, nominal)
-        self.count([loss.detach()], n_items, [weight])
-        if not self.normalize: return loss
-        if isinstance(weight, Number) and weight: return loss*factor
-        weight = torch.as_tensor(weight, device=loss.device)
-        if pred is not None: ignore_empty(pred, weight)
-        return torch.where(weight > 0, loss*factor, 0.)
+        weight = as_weight(n_items if weight is None else weight, loss.device)
+        share, = self.shares([weight], n_items, nominal)
+        self.count(loss.detach(), weight, n_items)
+        if pred is not None and self.normalize: ignore_empty(pred, torch.as_tensor(weight, device=loss.device))
+        return weighted(loss, share)
 
-    def factor(self,
-        weight:float|Tensor,    # Weight of a micro-batch, or of several in a tensor
-        n_items:int,            # Number of items in it
-        nominal:float|None=None # What `weight` would be if nothing were ignored
-    ) -> float|Tensor: # weight/target
-        "What the loss is multiplied by before `backward`. The first micro-batch sets the target"
-        if not self.normalize: return 1
-        if self._target is None:
-            if nominal is None: nominal = n_items if isinstance(weight, Tensor) else weight or n_items
-            self._target = self.accum_bs*nominal/n_items
-        return weight/self._target
-
-    def aim(self,
-        weights:list|Tensor # Of all micro-batches of the accumulated batch, before any `factor`
-    ) -> float|Tensor: # Their sum
-        "If all weights are known at the start their sum can be the target, and `finish` has nothing to multiply"
-        if not isinstance(weights, Tensor): total = sum(weights); self._target = total or 1
-        else:
-            total = weights.sum()
-            self._target = torch.where(total > 0, total, 1) if total.is_floating_point() else total.clamp(min=1)
-        return total
-
-    def count(self,
-        losses:list,       # Detached losses of micro-batches, one element each
-        n_items:int,       # Number of items in all of them
-        weights:list,      # Their weights: numbers and tensors; a tensor may hold several
-        is_mean:bool=False # Is this the mean loss of all that `aim` was told of?
-    ):
-        "Count what was back-propagated. Nothing is computed before `finish`"
-        self.n_items += n_items
-        self._losses += losses
-        self._weights += weights
-        self._is_mean = is_mean
+    def shares(self,
+        weights:list|Tensor,    # Of micro-batches, one each: numbers, or tensors on the device
+        n_items:int,            # Number of items in all of them
+        nominal:float|None=None,# What the weights would add up to if nothing were ignored; for weights on the device
+        complete:bool=False     # Are these all micro-batches of the accumulated batch? Then `finish` has nothing to multiply
+    ) -> list|Tensor: # weight/target, one each
+        "What each micro-batch's loss is multiplied by. The first call for an accumulated batch sets the target"
+        if not self.normalize: return [1]*len(weights)
+        on_device = isinstance(weights, Tensor)
+        weights = _as(weights, self.dtype) if on_device else [_as(w, self.dtype) for w in weights]
+        self.so_far = self.so_far.aimed(weights, n_items, self.accum_bs, nominal, complete)
+        target = self.so_far.target
+        return weights/target if on_device else [w/target for w in weights]
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
         "Make the gradients the accumulated batch's, return its loss on the device, and count anew from the next `add` on"
-        factor:float|Tensor = 1
-        if self._is_mean: (loss,),(weight,) = self._losses,self._weights
-        else:
-            loss,weight = mean_loss(self._losses, self._weights, self.normalize)
-            if self.normalize and self._losses: factor = torch.where(weight > 0, self._target/weight, 0.) if isinstance(weight, Tensor) else self._target/weight
-        if isinstance(factor, Tensor) or factor != 1: scale_grads(self.params, factor)
-        self._closed = self.n_items,self._losses,self._weights,self._target,weight
-        self._begin()
+        s = self.so_far
+        loss,weight = s.mean(self.normalize)
+        if self.normalize and s.losses and not s.complete: rescale(self.params, s.target, _as(weight, self.dtype))
+        self.closed,self.so_far = s._replace(known=(loss, weight)),Accumulated()
         return loss
-
-    def reopen(self) -> None:
-        "Take back the last `finish`: the accumulated batch goes on, its gradients stand"
-        self.n_items,self._losses,self._weights,target,weight = self._closed
-        # the gradients are a mean over `weight` now; without weight they are zero and keep their target
-        self._target = torch.where(weight > 0, weight, target) if isinstance(weight, Tensor) and self.normalize else weight or target
 
     def reset(self,
         opt=None # An optimizer with `zero_grad`, which may leave zeros (as fastai's do) or nothing. Default: nothing
@@ -249,16 +273,16 @@ class GradientAccumulator:
         if opt is not None: opt.zero_grad()
         else:
             for p in self.params: p.grad = None
-        self._begin()
+        self.so_far = Accumulated()
 
-    def state_dict(self) -> dict: # Plain numbers
-        "What is counted so far. The gradients are the parameters', so save it where an accumulated batch has ended"
-        loss,weight,target = (v.item() if isinstance(v, Tensor) else v for v in (*mean_loss(self._losses, self._weights, self.normalize), self._target))
-        return dict(accum_bs=self.accum_bs, n_items=self.n_items, loss=loss, weight=weight, target=target)
-
-    def load_state_dict(self,
-        state:dict # From `state_dict`
-    ):
-        "Take over what `state_dict` returned"
-        self.accum_bs,self.n_items,self._target = (state[k] for k in ('accum_bs','n_items','target'))
-        self._losses,self._weights = ([torch.tensor(state['loss'])],[state['weight']]) if state['n_items'] else ([],[])
+# %% ../nbs/api/00_accumulator.ipynb #4b25732d
+def correct(
+    acc,   # A `GradientAccumulator` that has one micro-batch so far
+    weight # What its weight should have been; `None` for a loss that is a sum
+):
+    "Change the weight of what was back-propagated already: the target changes with it, the gradients stand"
+    s,(old,) = acc.so_far,acc.so_far.weights
+    if weight is None:
+        scale_grads(acc.params, s.target/old)
+        acc.normalize,weight = False,1
+    acc.so_far = s._replace(weights=(weight,), target=s.target*weight/old, known=None)

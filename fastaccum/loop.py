@@ -6,312 +6,256 @@ Docs: https://fastaccum.github.io/fastaccum/api/loop.html.md"""
 
 # %% ../nbs/api/09_loop.ipynb #4e38840c
 from __future__ import annotations
-from functools import lru_cache
-import math
+from contextlib import nullcontext
 from fastai.basics import *
+from .events import Events, _batch_events, cancels, is_a
+from .rows import Rows
 
 # %% auto #0
-__all__ = ['cancels', 'takes_rows', 'is_recorder', 'current_lr', 'record_step', 'explain', 'EventTable', 'LoopCallback',
-           'BatchLoop', 'is_fastais', 'check_own_loop']
+__all__ = ['fastai_do_fit', 'fastai_validation_context', 'fastai_do_epoch_validate', 'is_stock', 'check_own_loop', 'EveryBatch',
+           'AsItIs', 'Progress', 'BatchLoop', 'LoopCallback', 'loop_of', 'warn_of_fastais', 'in_fit', 'undisturbed']
 
-# %% ../nbs/api/09_loop.ipynb #e195c360
-_row_takers = 'ParamScheduler', 'WandbCallback', 'TensorBoardCallback', 'StepLogger'
+# %% ../nbs/api/09_loop.ipynb #66b8cd87
+_stock = {m: getattr(Learner, m) for m in ('_split','_backward')}
 
-@lru_cache(None)
-def _is_a(cls, *names): return any(c.__name__ in names for c in cls.__mro__)  # by name: W&B and TensorBoard may be missing
-
-def takes_rows(
-    cb # Any `Callback`
+def is_stock(
+    learn,   # Any `Learner`
+    name:str # '_split' or '_backward', which are not called where they are fastai's: what they do is done in fewer steps
 ) -> bool:
-    "Does `cb` log or schedule, so that `after_batch` means a step to it?"
-    return _is_a(type(cb), *_row_takers) or isinstance(cb, Recorder)
+    "Is this method fastai's, and not somebody else's, on the Learner or on its class?"
+    return name not in learn.__dict__ and getattr(type(learn), name) is _stock[name]
 
-def is_recorder(
-    cb # Any `Callback`
-) -> bool:
-    "Is `cb` fastai's `Recorder`, whose rows `record_step` writes? (A subclass with an `after_batch` of its own writes them itself)"
-    return getattr(type(cb), 'after_batch', None) is Recorder.after_batch
-
-# %% ../nbs/api/09_loop.ipynb #899f9d90
-def current_lr(
-    opt # fastai's `Optimizer`, or an `OptimWrapper`, whose `hypers` would translate the names of all settings first
-) -> float:
-    "Learning rate of the last parameter group"
-    return (opt.opt.param_groups if isinstance(opt, OptimWrapper) else opt.hypers)[-1]['lr']
-
-def record_step(
-    rec:Recorder, # Its `losses`, `lrs` and `smooth_loss` get a row
-    loss:Tensor   # Loss of the step, on any device
-) -> bool: # Was the loss finite?
-    "Give `rec` the row of one step. Copies the loss to the host, as `Recorder` does: the one sync of a step"
-    smooth,learn = rec.smooth_loss,rec.learn
-    loss = (loss.mean() if loss.dim() else loss).detach().to('cpu', torch.float32)
-    finite = math.isfinite(loss.item())
-    if finite: smooth.val = torch.lerp(loss, smooth.val, smooth.beta)  # `AvgSmoothLoss.accumulate`
-    elif n := smooth.count: smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if the loss had been the smooth loss
-    if finite or smooth.count: smooth.count += 1
-    learn.smooth_loss = smooth.value
-    rec.losses.append(learn.smooth_loss)
-    rec.lrs.append(current_lr(learn.opt))
-    return finite
-
-# %% ../nbs/api/09_loop.ipynb #4b9a3bd5
-_batch_events = L.split('before_batch after_pred after_loss before_backward after_cancel_backward after_backward before_step '
-                        'after_cancel_step after_step after_cancel_batch after_batch')
-_parts = {k: (f'before_{k}', f'after_cancel_{k}', f'after_{k}') for k in ('batch','backward','step')}
-_roles = 'predict', 'opt_step', 'undo_step', 'train_batch'
-cancels = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException,
-            CancelTrainException, CancelValidException)
-
-# %% ../nbs/api/09_loop.ipynb #a0e83dde
-def explain(
-    e,    # Exception
-    cb,   # Callback that raised it
-    event # at this event
+# %% ../nbs/api/09_loop.ipynb #bc953ca9
+def check_own_loop(
+    learn # Any `Learner`
 ):
-    "What `Callback.__call__` makes of an exception"
-    if not e.args: return e  # where fastai's raises an IndexError
-    return modify_exception(e, f'Exception occured in `{cb.__class__.__name__}` when calling event `{event}`:\n\t{e.args[0]}', replace=True)
+    "Raise an error for a `Learner` whose own batch loop would be bypassed: of a subclass, or patched into it"
+    own = next((m for m in ('one_batch','_do_one_batch','_do_grad_opt') if getattr(type(learn), m).__module__ != 'fastai.learner'), None)
+    if own: raise TypeError(f"{type(learn).__name__} has a {own} of its own, which fastaccum's batch loop would bypass: train it without fastaccum's "
+                            "callbacks, or move what it does into a callback.")
 
-# %% ../nbs/api/09_loop.ipynb #fbd393c0
-class EventTable:
-    "The methods that the callbacks of `learn` have for the events of a batch, in order"
+# %% ../nbs/api/09_loop.ipynb #3c13d193
+class EveryBatch:
+    "Without accumulation: each loader batch is an accumulated batch"
+    opens,closes,log_accum_batch = True,True,True
+    def __init__(self, loop): self.loop = loop
+    def train_batch(self):
+        self.loop.forward()
+        self.loop.call.around(self.loop.learn._backward, 'backward', CancelBackwardException)
+    def close(self): return self.loop.learn.loss.detach()
+    def reopen(self): pass
+
+class AsItIs:
+    "Without mixed precision: the model computes in the type of its weights"
+    def __init__(self, loop): self.learn = loop.learn
+    def predict(self): return self.learn.model(*self.learn.xb)
+    def opt_step(self):
+        self.learn._step()
+        return True
+    def undo_step(self): pass
+
+# %% ../nbs/api/09_loop.ipynb #2c23b87d
+class Progress:
+    "How far a batch has come"
+    predicted = False # it went through the model
+    attempted = False # the optimizer was called
+    closed    = False # it ended an accumulated batch
+    stepped   = False # the weights changed; a tensor where only the device knows
+    row_due   = False # the Recorder has no row of the step yet
+    diverged  = False # the loss is not finite
+    losses    = None  # of its items, where the loss function makes no mean of them
+    batch_loss = None # its own loss, where `learn.loss` is the accumulated one
+
+class BatchLoop:
+    "`Learner.one_batch` with a step per accumulated batch"
     def __init__(self,
-        learn,               # Its callbacks, whatever they are at the time
-        when=lambda *_: None # `when(cb, event)`: None, or a function that says each time whether to call it
+        learn # Whose `one_batch` it is
     ):
-        self.learn,self.when,self.cbs,self.table = learn,when,None,{}
+        self.learn,self.now,self.step_loss,self.device,self.n_inp,self.in_fit,self.busy,self.nested = learn,Progress(),None,None,None,False,False,False
+        self.every_batch,self.as_it_is,self.rows = EveryBatch(self),AsItIs(self),Rows(self)
+        self.call = Events(learn, self.rows.condition)
 
-    def now(self):
-        "The table, of the callbacks that are there now: event -> whom to call, role -> who has it. It is up to date after every event, too"
-        if self.learn.cbs.items != self.cbs: self._build()
-        return self.table
+    def __reduce__(self): return type(self), (self.learn,)
 
-    def who(self, role):
-        "The first of fastaccum's callbacks that has a method `role`; or the 'LRFinder'"
-        cb = self.now()[role]
-        return cb if cb is not None and cb.run else None
+    accumulation = property(lambda self: self.call.slot('accumulation') or self.every_batch)
+    precision    = property(lambda self: self.call.slot('precision') or self.as_it_is)
+    lr_finder    = property(lambda self: self.call.slot('LRFinder'))
+    closed       = property(lambda self: self.now.closed, doc="Did the last batch end an accumulated batch?")
 
-    def _build(self):
-        self.cbs = list(self.learn.cbs)
-        ours = [cb for cb in self.cbs if isinstance(cb, LoopCallback)]
-        self.table.update({r: first(cb for cb in ours if hasattr(type(cb), r) and r not in cb.idle_at) for r in _roles})
-        self.table['LRFinder'] = first(cb for cb in self.cbs if _is_a(type(cb), 'LRFinder'))
-        self.table['mixers'] = [cb for cb in self.cbs if _is_a(type(cb), 'MixHandler')]
-        self.table.update({ev: [] for ev in _batch_events})  # new lists: another event may be going through the old one
-        for cb in self.learn.cbs.sorted('order'):
-            own = type(cb).__call__ is not Callback.__call__  # it decides for itself
-            for ev in _batch_events:
-                f = partial(cb, ev) if own else getattr(cb, ev) if ev in cb.__dict__ or hasattr(type(cb), ev) else None
-                idle = isinstance(cb, LoopCallback) and ev in cb.idle_at
-                if f is not None and not idle: self.table[ev].append((cb, f, own or ev == 'after_cancel_step', own, self.when(cb, ev)))
-        if [cb for cb,*_ in self.table['after_pred']] == [self.table['predict']]: self.table['after_pred'] = []  # nobody else changes what it returned
-        self.table['backward'] = [e for ev in _parts['backward'] for e in self.table[ev]]
+    def __call__(self, i, b):
+        self.learn.iter,self.now,self.busy = i,Progress(),True
+        if i == 0 or self.device is None: self.begin_epoch()
+        self.place(b)
+        try: self.call.around(self.batch, 'batch', CancelBatchException)
+        finally: self.busy = False
+        self.now.row_due = False
+        if self.now.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
 
-    def __call__(self, event):
-        "`learn(event)` in training"
-        for cb,f,always,own,when in self.now()[event]:
-            if own or cb.run and (always or cb.run_train):
-                try:
-                    if when is None or when(): f()
-                except cancels: raise
-                except Exception as e:
-                    if own: raise
-                    raise explain(e, cb, event)
-        self.now()
+    def begin_epoch(self):
+        "Ask for what stays the same in an epoch, but takes long to find out"
+        learn,self.call.cbs = self.learn,None  # `order` and methods may have changed, which the list does not show
+        self.device = next((p.device for p in learn.model.parameters()), None)
+        self.n_inp = getattr(learn.dls, 'n_inp', None) if is_stock(learn, '_split') else None
 
-# %% ../nbs/api/09_loop.ipynb #559683fd
+    def place(self, b):
+        "`Learner._set_device` and `Learner._split`, the first only where a tensor is elsewhere"
+        learn = self.learn
+        if not (isinstance(b, (tuple,list)) and all(isinstance(o, Tensor) and o.device == self.device for o in b)): b = learn._set_device(b)
+        if self.n_inp is None: learn._split(b)
+        else: learn.xb,learn.yb = b[:self.n_inp],b[self.n_inp:]
+
+    def batch(self):
+        "Forward, and in training backward, and the step where the accumulated batch closes"
+        if not self.learn.training or not len(self.learn.yb): return self.forward()
+        self.accumulation.train_batch()
+        if self.accumulation.closes: self.step()
+
+    def forward(self):
+        "Prediction and loss of `learn.xb` and `learn.yb`"
+        learn,table = self.learn,self.call.current()
+        learn.pred = self.precision.predict()
+        self.now.predicted = True
+        if table['after_pred']: self.call.fire('after_pred')
+        if len(learn.yb):
+            learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+            if learn.loss_grad.dim(): self.now.losses,learn.loss_grad = learn.loss_grad,learn.loss_grad.clone()  # which may be changed in place
+            # these may change loss_grad in place, or make a new one of `loss`
+            learn.loss = learn.loss_grad.clone() if table['after_loss'] or table['before_backward'] else learn.loss_grad.detach()
+        if table['after_loss']: self.call.fire('after_loss')
+
+    def step(self):
+        "One optimizer step with the gradients of the accumulated batch"
+        self.step_loss,self.now.attempted = self.accumulation.close(),False
+        try:
+            self.call.around(self._attempt, 'step', CancelStepException)
+            self.now.closed = True
+        finally: self._settle()
+
+    def _attempt(self):
+        self.now.attempted = self.now.closed = True
+        self.now.stepped = self.precision.opt_step()
+
+    def _settle(self):
+        if not self.now.attempted: self.precision.undo_step()
+        if not self.now.closed: return self.accumulation.reopen()  # cancelled before it was attempted: the accumulated batch goes on
+        self.learn.opt.zero_grad()
+        self.now.row_due = True
+
+# %% ../nbs/api/09_loop.ipynb #f8574607
+_fit_events = 'before_fit','before_epoch','after_epoch','after_fit'
+
 class LoopCallback(Callback):
     "A callback that needs fastaccum's batch loop: `learn.one_batch` is a `BatchLoop` while one is attached"
-    idle_at = ()  # events and parts of the loop for which it has a method, but no use
+    slot = None         # 'accumulation' or 'precision', for a callback that does this work of the loop
+    unused_events = ()  # for which it has a method, but no use
+
+    def __call__(self, event_name):
+        if event_name in _fit_events and self.loop.nested: return  # of a validation inside the fit, which goes on
+        return super().__call__(event_name)
+    __call__.as_fastai = True                                      # so `Events` calls the methods themselves
+
+    @property
+    def name(self): return self.__dict__.get('name') or super().name
 
     def __setattr__(self, name, value):
         if name == 'learn': self._change(value)
         else: super().__setattr__(name, value)
 
     def _change(self, learn):
-        if learn is None and self.learn is not None: self.detach()
-        old,self.__dict__['learn'] = self.learn,learn
+        old = self.learn
+        if old is learn: return
+        if learn is None: self.detach()
+        elif old is not None and any(cb is self for cb in old.cbs):
+            raise ValueError(f"This {type(self).__name__} is attached to another Learner already: make a second one, or call `remove_cb` there first.")
+        if self.name.startswith('removed_'): del self.__dict__['name']
+        stays = first(cb for cb in old.cbs if cb.name == self.name and cb is not self) if old is not None else None
+        if stays is not None:               # `remove_cb` would delete its attribute
+            setattr(old, self.name, stays)
+            self.__dict__['name'] = f'removed_{self.name}'
+        self.__dict__['learn'] = learn
         if learn is not None and not isinstance(learn.__dict__.get('one_batch'), BatchLoop): learn.one_batch = BatchLoop(learn)
-        if old is not None and old is not learn and not any(isinstance(cb, LoopCallback) and cb is not self for cb in old.cbs):
-            old.__dict__.pop('one_batch', None)
+        if old is not None and not any(isinstance(cb, LoopCallback) and cb is not self for cb in old.cbs): old.__dict__.pop('one_batch', None)
 
     @property
     def loop(self): return self.learn.one_batch
 
     def detach(self): "Called before it leaves the Learner"
 
-# %% ../nbs/api/09_loop.ipynb #132e7ba1
-class BatchLoop:
-    "`Learner.one_batch` with a step per accumulated batch"
-    def __init__(self,
-        learn # Whose `one_batch` it is
-    ):
-        self.learn,self.step_loss,self.device,self.call = learn,None,None,EventTable(learn, self.when)
-        self._begin()
+# %% ../nbs/api/09_loop.ipynb #12e056f6
+_place = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','xb','yb','pred','loss','loss_grad','smooth_loss'
 
-    def __reduce__(self): return type(self), (self.learn,)
+def loop_of(
+    learn # Any `Learner`
+) -> BatchLoop|None:
+    "Its batch loop, if that is fastaccum's"
+    loop = learn.__dict__.get('one_batch')
+    return loop if isinstance(loop, BatchLoop) else None
 
-    # seen: went through the model; closed: ended an accumulated batch; stepped: the weights changed; row_due: the Recorder has no
-    # row of the step yet; diverged: the loss is not finite
-    def _begin(self):
-        self.seen = self.closed = self.stepped = self.row_due = self.diverged = False
-        self.batch_loss = None
+def warn_of_fastais(
+    learn # A `Learner` with one of fastaccum's callbacks
+):
+    "fastai's callbacks of these names are hardly meant: the imports were in the wrong order"
+    for cb in learn.cbs:
+        if type(cb).__module__ in ('fastai.callback.training', 'fastai.callback.fp16') and is_a(type(cb), 'GradientAccumulation', 'MixedPrecision'):
+            warn(f"fastai's {type(cb).__name__} is attached to a Learner with fastaccum's callbacks. If you mean fastaccum's: `from fastaccum.all import *` "
+                 "goes after fastai's imports, which bring theirs of the same name.")
 
-    @property
-    def accumulation(self): return self.call.who('train_batch')
-    @property
-    def lr_finder(self): return self.call.who('LRFinder')
-
-    def __call__(self, i, b):
-        learn = self.learn
-        learn.iter = i
-        if i == 0 or self.device is None: self.begin_epoch()
-        self._begin()
-        if not self._on_device(b): b = learn._set_device(b)
-        if self.n_inp is None: learn._split(b)
-        else: learn.xb,learn.yb = b[:self.n_inp],b[self.n_inp:]
-        self.events(self.batch, 'batch', CancelBatchException)
-        self.row_due = False
-        if self.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
-
-    def begin_epoch(self):
-        "Ask for what stays the same in an epoch, but takes long to find out"
-        learn,self.call.cbs = self.learn,None  # `order` and methods may have changed, which the list does not show
-        self.device = next((p.device for p in learn.model.parameters()), None)
-        self.n_inp = getattr(learn.dls, 'n_inp', None) if is_fastais(learn, '_split') else None
-
-    def _on_device(self, b):
-        "Is the batch where fastai's `_set_device` would put it?"
-        return isinstance(b, (tuple,list)) and all(isinstance(o, Tensor) and o.device == self.device for o in b)
-
-    def events(self, f, name, ex):
-        "`Learner._with_events`"
-        (before,cancelled,after),table = _parts[name],self.call.now()
-        try:
-            if table[before]: self.tell(before)
-            f()
-        except ex: self.tell(cancelled)
-        if table[after]: self.tell(after)
-
-    def tell(self, event):
-        "`learn(event)`. Where nobody is in the table it can be left out"
-        if self.learn.training: return self.call(event)
-        if event != 'after_batch' or self.accumulation is None: self.learn(event)
-        else:   # without TensorBoard, which in validation would repeat the last row, or fail if there is none
-            for cb in self.learn.cbs.sorted('order'):
-                if not _is_a(type(cb), 'TensorBoardCallback'): cb(event)
-        self.call.now()
-
-    def when(self, cb, event):
-        "Callbacks that take rows hear of the first batch of an accumulated batch, and of the last"
-        if event == 'before_batch' and type(cb) is CastToTensor: return self._has_subclasses
-        if event == 'before_batch' and _is_a(type(cb), 'ParamScheduler', 'WandbCallback'): return self._opens
-        if event == 'after_batch' and is_recorder(cb): return partial(self.record, cb)
-        if event == 'after_batch' and takes_rows(cb): return (lambda: self.closed) if _is_a(type(cb), 'StepLogger') else self._row_due
-
-    def _has_subclasses(self): return any(type(o) is not Tensor for b in (self.learn.xb, self.learn.yb) for o in b)
-
-    def _opens(self):
-        acc = self.accumulation
-        return acc is None or acc.opens
-
-    def _row_due(self):
-        if self.closed: return True
-        acc = self.accumulation
-        return acc is None or not (acc.log_accum_batch or self.lr_finder)
-
-    def batch(self):
-        "Forward, and in training backward, and the step where the accumulated batch closes"
-        learn = self.learn
-        acc = self.accumulation if learn.training and len(learn.yb) else None
-        if acc is not None: acc.train_batch()
-        else:
-            self.forward()
-            if not learn.training or not len(learn.yb): return
-            self.events(learn._backward, 'backward', CancelBackwardException)
-        if acc is None or acc.closes: self.step(acc)
-
-    def forward(self):
-        "Prediction and loss of `learn.xb` and `learn.yb`"
-        learn,table = self.learn,self.call.now()
-        caller = table['predict']
-        learn.pred = learn.model(*learn.xb) if caller is None or not caller.run else caller.predict()
-        self.seen = True
-        if table['after_pred']: self.tell('after_pred')
-        if len(learn.yb):
-            learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-            # these may change loss_grad in place, or make a new one of `loss`
-            learn.loss = learn.loss_grad.clone() if table['after_loss'] or table['before_backward'] else learn.loss_grad.detach()
-        if table['after_loss']: self.tell('after_loss')
-
-    def step(self, acc):
-        "One optimizer step with the gradients of the accumulated batch"
-        self.step_loss,self.tried = (acc.close() if acc is not None else self.learn.loss.detach()),False
-        try:
-            self.events(self._step, 'step', CancelStepException)
-            self.closed = True
-        finally:
-            if not self.tried and self.call.who('undo_step'): self.call.who('undo_step').undo_step()
-            if self.closed:
-                self.learn.opt.zero_grad()
-                self.row_due = True
-            elif acc is not None: acc.reopen()  # cancelled before it was tried: the accumulated batch goes on
-
-    def _step(self):
-        self.tried = self.closed = True
-        stepper = self.call.who('opt_step')
-        if stepper is not None: self.stepped = stepper.opt_step()
-        else: self.learn._step(); self.stepped = True
-
-    def record(self, rec) -> bool: # False: `rec` is not to do it again
-        "What `Recorder.after_batch` does in training: metrics of each batch, a row for each step"
-        if self.seen and len(self.learn.yb):
-            if rec.train_metrics and self.learn.pred is not None: self._train_metrics(rec)  # None: a split batch that was cancelled half-way
-            self.row_due = False
-            if self._row_due(): self.diverged = not record_step(rec, self.learn.loss)
-        return False
-
-    def _train_metrics(self, rec):
-        loss,self.learn.loss = self.learn.loss,ifnone(self.batch_loss, self.learn.loss)  # they ask for the batch's own
-        for met in rec._train_mets[1:]: met.accumulate(self.learn)
-        self.learn.loss = loss
-
-    def give_rows(self):
-        "The row of a step that no batch gave, to those who take rows"
-        self.row_due = False
-        all_take = not (self.accumulation is not None and not self.accumulation.log_accum_batch) or self.lr_finder
-        if all_take: self.learn.loss = self.step_loss
-        for cb in self.learn.cbs.sorted('order'):
-            if not all_take and not _is_a(type(cb), 'StepLogger'): continue
-            if is_recorder(cb): record_step(cb, self.learn.loss)
-            elif takes_rows(cb): cb('after_batch')
-
-# %% ../nbs/api/09_loop.ipynb #6d1f0a52
-_fastais = {m: getattr(Learner, m) for m in ('_split','_backward')}
-
-def is_fastais(
-    learn,   # Any `Learner`
-    name:str # '_split' or '_backward', which are not called where they are fastai's: what they do is done in fewer steps
-) -> bool:
-    "Is this method fastai's, and not somebody else's, on the Learner or on its class?"
-    return name not in learn.__dict__ and getattr(type(learn), name) is _fastais[name]
-
-# %% ../nbs/api/09_loop.ipynb #1f74f183
-def check_own_loop(
+@contextmanager
+def in_fit(
     learn # Any `Learner`
 ):
-    "Raise an error for a subclass of `Learner` whose own batch loop would be bypassed"
-    own = next((m for m in ('one_batch','_do_one_batch','_do_grad_opt') if getattr(type(learn), m) is not getattr(Learner, m)), None)
-    if own: raise TypeError(f"{type(learn).__name__} has a {own} of its own, which fastaccum's batch loop would bypass: train it without fastaccum's "
-                            "callbacks, or move what it does into a callback.")
+    "Within, `learn` is in a fit: a validation is one inside it"
+    loop = loop_of(learn)
+    if loop is not None:
+        warn_of_fastais(learn)
+        loop.in_fit = True
+    try: yield
+    finally:
+        if loop is not None: loop.in_fit = False
+
+@contextmanager
+def undisturbed(
+    loop:BatchLoop # Of a `Learner` in a fit
+):
+    "Within, its `Learner` may validate; then the fit goes on where it was"
+    if loop.nested: yield; return
+    learn = loop.learn
+    records = [o for cb in learn.cbs if isinstance(cb, Recorder) for o in (cb, cb.smooth_loss, *cb.metrics)]
+    before = [(o.__dict__, dict(o.__dict__)) for o in (loop, *records)] + [(learn.__dict__, {k: v for k,v in learn.__dict__.items() if k in _place})]
+    loop.nested = True
+    try: yield
+    finally:
+        for now,then in before: now.update(then)
+
+# %% ../nbs/api/09_loop.ipynb #10b607cb
+fastai_do_fit,fastai_validation_context,fastai_do_epoch_validate = Learner._do_fit,Learner.validation_context,Learner._do_epoch_validate
+
+@patch
+def _do_fit(self:Learner):
+    "fastai's; whatever ends it, it is known that it ended"
+    with in_fit(self): fastai_do_fit(self)
+
+@patch
+def validation_context(self:Learner,
+    cbs=None,   # Callbacks for it
+    inner=False # Without the events of a fit?
+):
+    "fastai's; inside a fit of a Learner with fastaccum's callbacks it does not disturb the training"
+    context,loop = fastai_validation_context(self, cbs=cbs, inner=inner),loop_of(self)
+    return ContextManagers([undisturbed(loop), context]) if loop is not None and (loop.in_fit or loop.busy) else context
+
+@patch
+def _do_epoch_validate(self:Learner, ds_idx=1, dl=None):
+    "fastai's; likewise, if it is called inside a batch"
+    loop = loop_of(self)
+    with undisturbed(loop) if loop is not None and loop.busy else nullcontext(): fastai_do_epoch_validate(self, ds_idx, dl)
 
 # %% ../nbs/api/09_loop.ipynb #55c2234d
 @patch(as_prop=True)
 def stepped(self:Learner) -> bool|None: # `None` without a fastaccum callback
     "Did the last batch change the weights? False while gradients accumulate, and when fp16 skipped the step. Reads the device"
-    loop = self.__dict__.get('one_batch')
-    return bool(loop.stepped) if isinstance(loop, BatchLoop) else None
+    loop = loop_of(self)
+    return None if loop is None else bool(loop.now.stepped)
 
 # %% ../nbs/api/09_loop.ipynb #b0fdc924
 _export = Learner.export

@@ -1,4 +1,4 @@
-"""What a loss averages over: read from it, or measured
+"""What a loss averages over: the weight of a micro-batch
 
 Docs: https://fastaccum.github.io/fastaccum/api/losses.html.md"""
 
@@ -6,19 +6,17 @@ Docs: https://fastaccum.github.io/fastaccum/api/losses.html.md"""
 
 # %% ../nbs/api/00_losses.ipynb #2c000c6d
 from __future__ import annotations
-from copy import copy, deepcopy
+from copy import copy
 from functools import partial
 from numbers import Number
-from typing import NamedTuple
-import inspect, math, random, warnings
+import inspect, math
 import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 # %% auto #0
-__all__ = ['LossInfo', 'n_items', 'loss_weight', 'loss_weights', 'is_known', 'ignore_empty', 'loss_share', 'count_items',
-           'LossProbe']
+__all__ = ['LossInfo', 'n_items', 'loss_weight', 'loss_weights', 'is_known', 'ignore_empty', 'count_items']
 
 # %% ../nbs/api/00_losses.ipynb #5e5e98b2
 _class_losses = nn.CrossEntropyLoss, nn.NLLLoss
@@ -127,14 +125,17 @@ def loss_weight(
 def loss_weights(
     info:LossInfo, # What is known about the loss
     yb,            # Target(s) of several micro-batches in one
-    size:int,      # Items of a micro-batch; the last may have fewer
-    n:int|None=None # Number of items, default the first dimension of the first target
-) -> list|Tensor: # Weight of each micro-batch: numbers, or a tensor on the device (without dimensions for one micro-batch)
+    sizes:list     # Items of each micro-batch, as even as `part_sizes` makes them
+) -> list|Tensor: # Weight of each micro-batch: numbers, or a tensor on the device
     "`loss_weight` of each micro-batch, in as many operations as for one"
-    n,w = n or n_items(yb),_item_weights(info, yb)
-    if not isinstance(w, Tensor): return [w*min(size, n-i) for i in range(0, n, size)]
-    if n <= size: return w.sum()
-    return (F.pad(w, (0, -n%size)) if n%size else w).view(-1, size).sum(1)
+    if len(sizes) == 1:
+        w = loss_weight(info, yb, sizes[0])
+        return w.view(1) if isinstance(w, Tensor) else [w]
+    w = _item_weights(info, yb)
+    if not isinstance(w, Tensor): return [w*n for n in sizes]
+    large = sizes[0]*sizes.count(sizes[0])              # the first ones may have one item more
+    if large == len(w): return w.view(-1, sizes[0]).sum(1)
+    return torch.cat((w[:large].view(-1, sizes[0]).sum(1), w[large:].view(-1, sizes[-1]).sum(1)))
 
 # %% ../nbs/api/00_losses.ipynb #f5ab3416
 def is_known(
@@ -154,17 +155,6 @@ def ignore_empty(
     "Zero gradients for `pred` if `weight` is 0: NaN times 0 is NaN, so they are chosen, not multiplied"
     for t in tree_leaves(pred):
         if isinstance(t, Tensor) and t.requires_grad: t.register_hook(lambda g: torch.where(weight > 0, g, 0))
-
-# %% ../nbs/api/00_losses.ipynb #eccc8f67
-def loss_share(
-    weight:float|Tensor, # Weight of a micro-batch, or of several in a tensor
-    total:float|Tensor,  # Sum of the weights
-    loss:Tensor          # The loss that is to be multiplied by it
-) -> Tensor: # On the device of the loss, in its type
-    "`weight/total` as exact as `loss` is"
-    dtype = torch.promote_types(loss.dtype, torch.float32)
-    weight,total = (o.to(loss.device, dtype) if isinstance(o, Tensor) else o for o in (weight, total))
-    return torch.as_tensor(weight/total, dtype=dtype, device=loss.device).to(loss.dtype)
 
 # %% ../nbs/api/00_losses.ipynb #3e7209da
 def count_items(
@@ -190,356 +180,3 @@ def _counts(b, is_batch=False):
     if is_batch or hasattr(b, 'values'): return rows  # inputs and targets themselves are a tuple of columns
     alike = bool(rows) and all(k[:1] == rows[:1] for k in kids)
     return [*rows, len(b)] if alike else [len(b)]
-
-# %% ../nbs/api/00_losses.ipynb #19977c59
-class LossProbe:
-    "Measure on detached predictions what a loss averages over"
-    def __init__(self,
-        loss_func, # As for `LossInfo`
-        most:int=8 # Batches that it looks at, if more than one rule fits
-    ):
-        self.info,self.most,self.known = LossInfo(loss_func),most,is_known(loss_func)
-        self.open,self.kept,self.why,self.tries,self.rules = not self.known,None,None,0,_Rules()
-
-    @property
-    def fits(self): return self.rules.fits
-
-    @property
-    def rule(self) -> LossInfo: # For `loss_weight`
-        "What the loss averages over: the first rule that fits, else what `LossInfo` believes"
-        return self.fits[0] if self.fits else self.info
-
-    def look(self,
-        pred,                  # Prediction(s) of a micro-batch, before `backward`
-        yb,                    # Its target(s)
-        n:int|None=None,       # Its number of items, default the first dimension of the first target
-        loss:Tensor|None=None, # What goes backward, if a mean is made of the losses outside `loss_func`
-        losses:Tensor|None=None # Those losses. Give others their clone, which they may change in place
-    ):
-        "Narrow down what fits. Raises no error, leaves no trace; keeps a single item until the next one comes"
-        if not self.open: return
-        try:
-            with _Untouched(self.info.loss_func) as trace:
-                batch = _Batch(pred, yb, n)
-                if losses is not None: self.rules.narrow(_Reduced(self.info, batch, loss, losses))
-                else: self._measure(batch, trace)
-        except Exception as e: self.why,self.kept = f'{type(e).__name__}: {e}',None
-        if self.kept is None: self.tries += 1
-        self.open = not self.rules.settled and self.tries < self.most
-
-    def _measure(self, batch, trace):
-        if self.kept is not None: batch,self.kept = self.kept.join(batch),None
-        if batch.n == 1: self.kept = batch.part(0, 1); return
-        batch = batch.few()
-        if self.rules.ask_elements: return self.rules.narrow_by_columns(partial(_Parts, self.info, batch, columns=True))
-        seen = _Parts(self.info, batch)
-        if .05 > seen.best()[0] > seen.tol:  # the gradients of confident predictions are mere rounding
-            try: seen = _Parts(self.info, batch, torch.float64)
-            except Exception: pass           # a loss for float32 only
-        if trace.drawn and not self.rules.fitting(seen): raise ValueError('it draws random numbers')
-        self.rules.narrow(seen)
-
-    @property
-    def message(self) -> str|None: # Once it is not `open`
-        "A warning for losses without a rule"
-        return None if self.open or self.known or self.fits else _no_rule(self)
-
-    def __str__(self):
-        if self.known: how = "known: PyTorch's or fastai's own"
-        elif self.fits: how = 'measured' + (f'; {" or ".join(map(str, self.fits[1:]))} would fit too' if len(self.fits) > 1 else '')
-        elif self.rules.seen: how = f'assumed: no rule fits, {self.rules.seen[-1].best()[0]:.2%} off'
-        else: how = f'assumed: {self.why}' if self.why else 'assumed: not measured yet'
-        return f'{self.rule} ({how})'
-    __repr__ = __str__
-
-# %% ../nbs/api/00_losses.ipynb #85ad5e92
-class _Rules:
-    "The rules that fit all that was `seen`"
-    def __init__(self): self.seen,self.fits,self.by_element,self.has_columns = [],[],None,True  # None: not asked yet
-
-    @property
-    def settled(self): return bool(self.seen) and len(self.fits) < 2
-    @property
-    def ask_elements(self): return self.by_element is None and any(r.over == 'elements' for r in self.fits)
-
-    def fitting(self, seen):
-        seen = [*self.seen, seen]
-        rules = {r.key: r for s in seen for r in s.rules}.values()
-        return [r for r in rules if all(s.error(r) < s.tol for s in seen)]
-
-    def narrow(self, seen):
-        self.fits = self.fitting(seen)
-        self.seen.append(seen)
-        if seen.absolute: self.by_element = True
-        self._drop()
-
-    def narrow_by_columns(self, look):
-        try:
-            self.seen.append(seen := look())
-            self.fits = [r for r in self.fits if r.over == 'items' or seen.error(r) < seen.tol]
-        except Exception: self.has_columns = False  # the prediction has none
-        self.by_element = self.has_columns and any(r.over == 'elements' for r in self.fits)
-        self._drop()
-
-    def _drop(self):
-        elements = [r for r in self.fits if r.over == 'elements']
-        no = ['elements'] if self.by_element is False else ['items'] if self.by_element and elements else []
-        self.fits = [r for r in self.fits if r.over not in no and r not in elements[1:]]
-        if not self.has_columns: self.fits.sort(key=lambda r: r.over != 'items')
-
-def _no_rule(probe):
-    "What is to be said of a loss without a rule"
-    name = getattr(probe.info.loss_func, '__name__', type(probe.info.loss_func).__name__)
-    if not probe.rules.seen:
-        return (f"What {name} averages over could not be measured ({probe.why}). Its micro-batches are weighed by {probe.rule}: "
-                "if it averages over something else, pass weight=, a function that returns what it averaged over.")
-    error,rule = probe.rules.seen[-1].best()
-    return (f"{name} is no mean over the items, so that its micro-batches do not add up to the batch: their gradients are {error:.2%} off "
-            f"when weighed by {rule}, which is nearest. It compares items with each other, or weighs them in a way of its own: "
-            "if you know what it averages over, pass weight=, a function that returns it.")
-
-# %% ../nbs/api/00_losses.ipynb #ec2c280d
-class _Batch:
-    "Prediction and targets of `n` items, that can be cut"
-    def __init__(self, pred, yb, n=None):
-        self.pred,self.yb = pred,yb if isinstance(yb, (tuple,list)) else (yb,)
-        self.n = n or n_items(self.yb)
-        self.rows = n_items(pred)              # more than `n` if the model flattens its output
-        if self.rows%self.n: self.rows = self.n
-        self.targets = [t.detach().cpu() for t in _targets(self.yb)]
-
-    def part(self, a, z, columns=False):
-        "Items `a` to `z`, or these columns of all items, as copies"
-        cut = partial(self.cut, a=a, z=z, columns=columns)
-        return _Batch(cut(self.pred), tuple(cut(y) for y in self.yb), self.n if columns else z-a)
-
-    def cut(self, b, a, z, columns=False):
-        return tree_map(partial(self._columns if columns else self._items, a, z), b, is_leaf=self._is_column)
-
-    @property
-    def width(self): return next(t.shape[1] for t in self.targets if t.dim() > 1)
-
-    def _columns(self, a, z, o):
-        if not isinstance(o, Tensor) or o.dim() < 2: return o
-        if len(o) == self.n*self.width: return o.detach().unflatten(0, (self.n, self.width))[:,a:z].flatten(0, 1)
-        d = o.shape[:3].index(self.width, 1)  # (items, tokens, ...) or (items, classes, tokens)
-        return o.detach().narrow(d, a, z-a).clone()
-
-    def _is_column(self, o):
-        "A list with an object for each item"
-        return isinstance(o, (list,tuple)) and len(o) == self.n and any(t.shape[0] not in (self.n, self.rows) for t in _targets(o))
-
-    def _items(self, a, z, o):
-        if isinstance(o, Tensor) and o.dim():
-            if o.shape[0] not in (self.n, self.rows): raise ValueError(f'{tuple(o.shape)} cannot be cut into {self.n} items')
-            k = o.shape[0]//self.n
-            return o.detach()[a*k:z*k].clone()
-        if o is None or isinstance(o, (str,Number,Tensor)): return o
-        if hasattr(o, '__len__') and len(o) == self.n: return o[a:z]
-        raise TypeError(f'a {type(o).__name__} cannot be cut into {self.n} items')
-
-    def few(self):
-        "Fewer items, where the prediction is so large that its gradients would take much memory"
-        size = sum(t.numel() for t in _targets(self.pred))//self.n
-        n = max(4, 2**22//max(1, size))
-        return self if self.n <= n else self.part(0, n)
-
-    def join(self, other):
-        def cat(a, b):
-            if isinstance(a, (list,tuple)): return a + b
-            return torch.cat([a, b]) if isinstance(a, Tensor) and a.dim() else a
-        both = lambda b: tree_map(cat, *b, is_leaf=self._is_column)
-        return _Batch(both((self.pred, other.pred)), tuple(map(both, zip(self.yb, other.yb))), self.n + other.n)
-
-# %% ../nbs/api/00_losses.ipynb #6cb748e9
-def _walk(o, depth=6, seen=None):
-    "A loss and what it holds: attributes, arguments, what a function refers to"
-    seen = {} if seen is None else seen
-    plain = o is None or isinstance(o, (type,str,Number)) or inspect.ismodule(o) or inspect.isbuiltin(o)
-    if plain or id(o) in seen or len(seen) > 2000: return
-    seen[id(o)] = o
-    yield o
-    if depth == 0 or isinstance(o, Tensor): return
-    if isinstance(o, partial): kids = o.func,o.args,o.keywords
-    elif inspect.ismethod(o): kids = o.__func__,o.__self__
-    elif inspect.isfunction(o): kids = *o.__code__.co_names,*inspect.getclosurevars(o).nonlocals.values(),o.__defaults__,o.__kwdefaults__
-    elif isinstance(o, dict): kids = list(o.values())
-    elif isinstance(o, (list,tuple)): kids = o
-    else: kids = [*getattr(o, '__dict__', {}).values(), *(vars(type(o)).get(k) for k in ('forward', '__call__'))]
-    if inspect.isfunction(o): kids = [o.__globals__.get(k) if isinstance(k, str) else k for k in kids]
-    for k in kids: yield from _walk(k, depth-1, seen)
-
-def _own_copy(loss_func, dtype=None):
-    "A copy whose modules can be called without changing those of the loss. A function is its own copy"
-    f = getattr(loss_func, '_torchdynamo_orig_callable', getattr(loss_func, '_orig_mod', loss_func))  # other sizes would be compiled anew
-    if isinstance(f, partial): return partial(_own_copy(f.func, dtype), *f.args, **f.keywords)
-    if inspect.isroutine(f) and not isinstance(getattr(f, '__self__', None), nn.Module): return f
-    if isinstance(f, nn.Module) or inspect.isroutine(f):
-        held = list(_walk(f))
-        # what it keeps of its last call hangs on the model's graph, which has no copy; what is no part of it (a Learner) is shared
-        memo = {id(o): o.detach().clone() for o in held if isinstance(o, Tensor) and not o.is_leaf}
-        memo.update({id(o): o for o in held if hasattr(o, '__dict__') and not isinstance(o, (Tensor,nn.Module,dict)) and o is not f})
-        f = deepcopy(f, memo)
-        module = getattr(f, '__self__', f).to(dtype)
-        for p in module.parameters(): p.requires_grad_(False)
-        return f
-    f = copy(f)
-    for k,v in list(getattr(f, '__dict__', {}).items()):
-        if isinstance(v, nn.Module): f.__dict__[k] = _own_copy(v, dtype)
-    return f
-
-def _gradients(loss_func, batch, dtype=None):
-    "Gradients of the loss with respect to each tensor of the prediction, in float32 at least"
-    leaves,spec = tree_flatten(batch.pred)
-    as_type = lambda t: t.to(dtype or torch.promote_types(t.dtype, torch.float32))
-    is_float = lambda t: isinstance(t, Tensor) and t.is_floating_point()
-    leaves = [as_type(t.detach()).requires_grad_() if is_float(t) else t for t in leaves]
-    yb = tree_map(lambda t: t.to(dtype) if dtype and is_float(t) else t, batch.yb)
-    wanted = [t for t in leaves if is_float(t)]
-    with torch.enable_grad(), torch.autocast(wanted[0].device.type, enabled=False):
-        pred = tree_unflatten([t.clone() if is_float(t) else t for t in leaves], spec)  # a loss may change it in place
-        loss = _own_copy(loss_func, dtype)(pred, *yb)
-        if loss.numel() != 1: raise ValueError(f'it returns a tensor of shape {tuple(loss.shape)}')
-        grads = torch.autograd.grad(loss.sum(), wanted, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g.as_subclass(Tensor) for t,g in zip(wanted, grads)]
-
-# %% ../nbs/api/00_losses.ipynb #3781b3b3
-class _Untouched:
-    "Puts the random generators back, those of `loss_func` too; `drawn` says whether anything was drawn. No warnings"
-    def __init__(self, loss_func=None): self.own = [g for g in _walk(loss_func) if isinstance(g, torch.Generator)]
-
-    def __enter__(self):
-        self.states,self.quiet = self._states(),warnings.catch_warnings()
-        self.quiet.__enter__()
-        warnings.simplefilter('ignore')
-        return self
-
-    def __exit__(self, *exc):
-        self.quiet.__exit__(*exc)
-        for (_,put),state in zip(self._generators(), self.states): put(state)
-
-    @property
-    def drawn(self): return any(map(self._differ, self.states, self._states()))
-
-    def _states(self): return [get() for get,_ in self._generators()]
-
-    @staticmethod
-    def _differ(a, b): return not torch.equal(a, b) if isinstance(a, Tensor) else not all(map(np.array_equal, a, b))
-
-    def _generators(self):
-        devices = [m for m in (torch.cuda, torch.xpu, torch.mps) if m.is_available() and getattr(m, 'is_initialized', lambda: True)()]
-        pairs = [(m.get_rng_state, m.set_rng_state) for m in (torch, *devices)] + [(g.get_state, g.set_state) for g in self.own]
-        return [(random.getstate, random.setstate), (np.random.get_state, np.random.set_state), *pairs]
-
-# %% ../nbs/api/00_losses.ipynb #e2f1a0f7
-def _ignored(y, grads):
-    "The value of `y` that has no gradient, if one alone has none; by the shapes, for targets of the prediction with `grads`"
-    for g in grads:
-        alive = (g != 0).cpu()
-        if alive.shape[0] == y.numel() != y.shape[0]: alive = alive.view(len(alive), -1).any(1).view_as(y)
-        elif alive.dim() == y.dim() + 1: alive = next((a for a in (alive.any(1), alive.any(-1)) if a.shape == y.shape), alive)
-        if alive.shape != y.shape or alive.all(): continue
-        v = y[~alive][0].item()
-        if torch.equal(_valid(y, v), alive): return v
-
-def _candidates(info, batch, grads):
-    "The rules that may be, those first that are believed if several fit"
-    res = []
-    shape = {s for t in _targets(batch.pred) for s in t.shape[1:]}
-    rows = [t for t in _walk(info.loss_func) if isinstance(t, Tensor) and t.dim() == 1 and t.is_floating_point()]
-    tensors = [t for t in rows if len(t) in shape and not t.requires_grad and bool((t >= 0).all())][:8]
-    for k,y in enumerate(batch.targets):
-        if y.shape[0]%batch.n: continue
-        is_class = not y.is_floating_point() and y.dtype != torch.bool
-        found = _ignored(y, grads)
-        ignored = dict.fromkeys(([info.ignore_index] if is_class else []) + ([found] if found is not None else []))
-        for v in ignored:
-            known = y[_valid(y, v)].long()
-            res += [info.measure('classes', target=k, ignore_index=v, class_weight=w)
-                    for w in tensors if is_class and len(known) and known.min() >= 0 and known.max() < len(w)]
-            res.append(info.measure('valid', target=k, ignore_index=v, class_weight=None))
-        if y.numel() > batch.n: res.append(info.measure('elements', target=k, class_weight=None))
-        res += [info.measure('mask', target=k, channel=c, class_weight=None) for c in _masks(y)]
-    order = 'classes','valid','items','elements','mask'
-    res += [info.measure('items', class_weight=None)]
-    return sorted(res, key=lambda r: order.index(r.over)) + [info.measure('items', reduction='sum', class_weight=None)]
-
-def _masks(y):
-    "Columns of `y` whose sum may be a divisor; `None` for all of it"
-    ok = lambda t: t.numel() and bool((t >= 0).all()) and bool(t.any())
-    return [c for c in (None, *(range(y.shape[-1]) if y.dim() > 1 and y.shape[-1] <= 4 else ())) if ok(y if c is None else y[...,c])]
-
-# %% ../nbs/api/00_losses.ipynb #962d7715
-def _weights_of_items(rule, batch):
-    "What each item counts, on the host"
-    if rule.class_weight is not None: rule = rule.measure('classes', class_weight=rule.class_weight.detach().cpu())
-    w = _item_weights(rule, batch.targets)
-    if not isinstance(w, Tensor): return torch.full((batch.n,), float(w), dtype=torch.float64)
-    return w.double().view(batch.n, -1).sum(1)
-
-def _tell_apart(weights, n):
-    "Where to cut `n` items, so that the rules with these `weights` differ most"
-    share = torch.stack([w for w in weights if 0 < w.sum() < math.inf]).cumsum(1)
-    share = share/share[:,-1:]
-    least = 2 if n >= 4 else 1                  # some losses squeeze a single item away
-    share = share[:,least-1:n-least]
-    differ = (share[None]-share[:,None]).abs().sum((0, 1)) + 1e-6
-    return least + int((differ*((share > 0) & (share < 1)).all(0)).argmax())
-
-class _Parts:
-    "Gradients of a batch, of a part and of the rest, compared"
-    absolute = False
-    def __init__(self, info, batch, dtype=None, columns=False):
-        whole = _gradients(info.loss_func, batch.part(0, batch.n), dtype)
-        self.batch,self.columns,self.parts,self.tol = batch,columns,[],1e-6 if whole[0].dtype == torch.float64 else 1e-4
-        self.size = _check_size(math.sqrt(_dot(whole, whole)))
-        self.rules = _candidates(info, batch, whole)
-        n = batch.width if columns else batch.n
-        k = n//2 if columns else _tell_apart([_weights_of_items(r, batch) for r in self.rules], n)
-        for a,z in ((0, k), (k, n)):
-            part,ours = batch.part(a, z, columns),batch.cut(whole, a, z, columns)
-            grads = _gradients(info.loss_func, part, dtype)
-            n2 = _dot(grads, grads)
-            if not 0 < n2 < math.inf: grads,n2 = [torch.zeros_like(g) for g in ours],0.  # no valid target in it
-            ratio = _dot(ours, grads)/(n2 or 1)
-            rest = [o-g*ratio for o,g in zip(ours, grads)]
-            self.parts.append((part, ratio, n2, _dot(rest, rest)))
-
-    def error(self, rule) -> float:
-        "How far the parts' gradients, weighed by `rule`, are from the whole's"
-        if self.columns and rule.over == 'items' and rule.reduction != 'sum': return 0.  # nobody knows
-        total = lambda batch: 1. if rule.reduction == 'sum' else float(_weights_of_items(rule, batch).sum())
-        err = sum(rest + (total(part)/(total(self.batch) or math.nan) - ratio)**2*n2 for part,ratio,n2,rest in self.parts)
-        return math.sqrt(err)/self.size if err == err else math.inf
-
-    def best(self): return min(((self.error(r), r) for r in self.rules), key=lambda o: o[0])
-
-def _check_size(size):
-    if not 0 < size < math.inf: raise ValueError('its gradients are zero or not finite')
-    return size
-
-def _dot(xs, ys):
-    dtype = torch.float32 if xs[0].device.type == 'mps' else torch.float64
-    return float(sum((x*y).sum(dtype=dtype) for x,y in zip(xs, ys)))
-
-# %% ../nbs/api/00_losses.ipynb #b4d52dcb
-class _Reduced:
-    "What a mean that was made outside the loss gave each of the `losses`"
-    absolute = True  # not only ratios: elements are told from items
-    def __init__(self, info, batch, loss, losses):
-        c, = torch.autograd.grad(loss, losses, retain_graph=True)
-        self.batch,self.tol = batch,1e-6 if c.dtype == torch.float64 else 1e-4
-        _check_size(float(c.abs().sum()))
-        self.rules = _candidates(info, batch, [c])
-        self.c = c.detach().as_subclass(Tensor).cpu().double().view(batch.n, -1)
-
-    def error(self, rule) -> float:
-        "How far they are from `1/sum of weights`, and the items' from `weight/sum of weights`"
-        counted,each = self.c[self.c != 0],self.c.sum(1)
-        if rule.reduction == 'sum': return float((counted-1).abs().max())
-        w = _weights_of_items(rule, self.batch)
-        res = float((counted*w.sum()-1).abs().max())
-        if rule.over not in ('elements', 'valid'): res = min(res, float((each*w.sum()-w).abs().max()/w.max()))
-        return res if res == res else math.inf
-
-    best = _Parts.best

@@ -7,17 +7,26 @@ Docs: https://fastaccum.github.io/fastaccum/api/microbatch.html.md"""
 # %% ../nbs/api/03_microbatch.ipynb #13b6e732
 from __future__ import annotations
 import random
+from contextlib import contextmanager
 from numbers import Number
 import numpy as np, torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from fastcore.foundation import L
-from .accumulator import n_items
+from .losses import n_items
 
 # %% auto #0
-__all__ = ['split_items', 'map_tensors', 'join_items', 'Snapshot']
+__all__ = ['part_sizes', 'split_items', 'map_tensors', 'join_items', 'in_parts', 'Snapshot']
 
 # %% ../nbs/api/03_microbatch.ipynb #157be694
+def part_sizes(
+    n:int,   # Number of items
+    size:int # Most items of a part
+) -> list: # Items of each part
+    "As few parts as can be, as even as can be: with uneven ones BatchNorm would get a single item in the end"
+    m = -(-n//size)
+    return [n//m + (i < n%m) for i in range(m)]
+
 _listy = list,tuple,L
 
 def _holds_items(b, n):
@@ -30,17 +39,19 @@ def split_items(
     size:int,    # Most items of a part
     n:int|None=None # Number of items in `b`, default the first dimension of its first tensor
 ) -> list: # The parts, of the type of `b`
-    "Split `b` along its items. What has no items (a number, a string, `None`, a tensor without dimensions) goes whole with every part"
+    "Split `b` along its items into `part_sizes`. What has no items (a number, a string, `None`, a tensor without dimensions) goes whole with every part"
     if n is None: n = n_items(b)
     m = -(-n//size)
     if isinstance(b, Tensor) and b.dim():
-        if b.shape[0] == n: return list(b.unflatten(0, (m, size)).unbind() if n%size == 0 else b.split(size))  # `unbind` is the faster one
+        if b.shape[0] == n: return list(b.unflatten(0, (m, n//m)).unbind() if n%m == 0 else b.tensor_split(m))  # `unbind` is the faster one
         raise TypeError(f"Cannot split a tensor of shape {tuple(b.shape)} into micro-batches: the batch has {n} items. Leave out micro_batch_size for such data.")
     if isinstance(b, dict):
         parts = {k: split_items(v, size, n) for k,v in b.items()}
         return [type(b)({k: v[i] for k,v in parts.items()}) for i in range(m)]
     if isinstance(b, _listy) and not isinstance(b, nn.utils.rnn.PackedSequence):
-        if len(b) == n and not _holds_items(b, n): return [b[i:i+size] for i in range(0, n, size)]
+        if len(b) == n and not _holds_items(b, n):
+            ends = np.cumsum([0, *part_sizes(n, size)]).tolist()
+            return [b[i:j] for i,j in zip(ends, ends[1:])]
         columns = [split_items(o, size, n) for o in b]
         make = b._make if hasattr(b, '_make') else type(b)  # a namedtuple
         return [make(c[i] for c in columns) for i in range(m)]
@@ -67,8 +78,36 @@ def join_items(
     "Undo `split_items`: tensors are put together along their items, those without dimensions stacked"
     return map_tensors(lambda *o: torch.cat(o) if o[0].dim() else torch.stack(o), *parts)
 
+# %% ../nbs/api/03_microbatch.ipynb #9fed098a
+@contextmanager
+def in_parts(
+    learn,    # Has a batch: the tuples `xb` and `yb`
+    n:int,    # Number of items in it
+    size:int, # Most items of a part
+    mixers=() # Objects with the targets `yb1` and their share `lam`, as fastai's MixUp has them
+):
+    "Within, an iterator over the numbers of the parts, each in the place of the batch when it is its turn; the batch is put back at the end"
+    xb,yb = learn.xb,learn.yb
+    mixed = [(o, o.yb1, o.lam) for o in mixers]
+    try: yield _parts(learn, xb, yb, n, size, mixed) if n > size else range(1)
+    finally:
+        if n > size: learn.xb,learn.yb = xb,yb
+        for o,yb1,lam in mixed: o.yb1,o.lam = yb1,lam
+
+def _parts(learn, xb, yb, n, size, mixed):
+    split = lambda b: split_items(b, size, n)
+    rows = lambda b: [tuple(p) for p in zip(*map(split, b))]     # as many inputs as items are still inputs
+    # CutMix has one `lam` for all items
+    mixed = [(o, split(yb1), split(lam) if lam.dim() and len(lam) == n else [lam]*-(-n//size)) for o,yb1,lam in mixed]
+    for i,(x,y) in enumerate(zip(rows(xb), rows(yb))):
+        learn.xb,learn.yb = x,y
+        for o,yb1s,lams in mixed: o.yb1,o.lam = yb1s[i],lams[i]
+        yield i
+
 # %% ../nbs/api/03_microbatch.ipynb #c25c0ad9
-def _device_rng(device): return getattr(torch, device.type, None) if device.type in ('cuda','xpu','mps') else None
+def _device_rng(device):
+    "PyTorch's module for the random numbers of `device`, if these are not the CPU's"
+    return torch.get_device_module(device) if device.type != 'cpu' else None
 
 class Snapshot:
     "The state that a forward and backward pass changes: random generators, buffers, and gradients on request"

@@ -12,14 +12,16 @@ from enum import Enum                 # fastai's is the same, but unknown to typ
 import matplotlib.pyplot as plt
 from functools import lru_cache
 from fastai.basics import *
-import fastai.callback.fp16  # its `to_fp16` must be patched in before ours is
+import fastai.callback.fp16  # its `to_fp16`, and `to_channelslast`, must be patched in before ours are
+from fastai.callback.channelslast import ChannelsLast
 from .accumulator import scale_grads
 from .loop import LoopCallback, check_own_loop
 from .microbatch import map_tensors
 from .scaler import DynamicLossScaler
 
 # %% auto #0
-__all__ = ['AMPMode', 'can_compute_in', 'parse_amp_mode', 'check_precision', 'MixedPrecision', 'finite_grads', 'nonfinite_report']
+__all__ = ['AMPMode', 'can_compute_in', 'has_fast_fp16', 'warn_if_slow', 'parse_amp_mode', 'check_precision', 'ScaledSteps',
+           'MixedPrecision', 'finite_grads', 'nonfinite_report']
 
 # %% ../nbs/api/11_precision.ipynb #0008880a
 class AMPMode(Enum):
@@ -44,6 +46,20 @@ def can_compute_in(
         if mode is AMPMode.FP16: torch._amp_foreach_non_finite_check_and_unscale_([x.grad], torch.zeros(1, device=device), torch.ones(1, device=device))
         return y.dtype == _dtypes[mode]
     except (RuntimeError, UserWarning, TypeError, AssertionError, NotImplementedError): return False
+
+
+
+def has_fast_fp16() -> bool:
+    "Does this processor have instructions for fp16? oneDNN knows"
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+def warn_if_slow(
+    device:str, # Type of a device
+    mode:AMPMode
+):
+    "Where the processor has no instructions for fp16, it is slower than fp32 by far"
+    fast = device != 'cpu' or mode is not AMPMode.FP16 or has_fast_fp16()
+    if not fast: warn("This processor has no instructions for fp16: training may take many times as long as in fp32. Use `learn.to_bf16()`, or `to_fp32()`.")
 
 # %% ../nbs/api/11_precision.ipynb #3e0b76b1
 def parse_amp_mode(
@@ -80,60 +96,8 @@ def check_precision(
 # %% ../nbs/api/11_precision.ipynb #0a7721d4
 def _in_fp32(pred): return map_tensors(lambda o: o.float() if o.is_floating_point() else o, pred)
 
-class MixedPrecision(LoopCallback):
-    "Compute in fp16 or bf16, keep the weights in fp32; in fp16 with a loss scale that lives as long as the callback"
-    order,name = 10,'mixed_precision'
-    def __init__(self,
-        amp_mode:str|Enum='fp16', # 'fp16' or 'bf16'
-        device:str|None=None,     # Device that the model must be on, default wherever it is
-        **scaler_kwargs           # Arguments of `DynamicLossScaler`, for fp16
-    ):
-        amp_mode = parse_amp_mode(amp_mode)
-        if amp_mode is AMPMode.BF16 and scaler_kwargs:
-            raise ValueError(f"bf16 has the range of fp32 and needs no loss scale: leave out {', '.join(scaler_kwargs)}, or use 'fp16'.")
-        store_attr('amp_mode,device')
-        self.scaler_kwargs = scaler_kwargs
-        if amp_mode is AMPMode.BF16: self.idle_at = 'before_backward','before_step','opt_step','undo_step'
-        self._scaler = self._make_scaler('cpu')  # shows bad arguments at once; made again for the model's device
-        self._autocast,self._contexts,self._trial,self._device = nullcontext,[],None,None
-
-    def _make_scaler(self, device): return DynamicLossScaler(device, enabled=self.amp_mode is AMPMode.FP16, **self.scaler_kwargs)
-
-    def before_fit(self):
-        device = check_precision(self)
-        self.learn.mixed_precision,self._autocast = self,partial(torch.autocast, device, dtype=_dtypes[self.amp_mode])
-        self._contexts = []
-        if device != self._device:
-            state,self._device,self._scaler = self._scaler.state_dict(),device,self._make_scaler(device)
-            if state: self._scaler.load_state_dict(state)
-        self._scaler.reset_step()
-        self._trial = deepcopy(self._scaler) if self.loop.lr_finder else None
-        self._clear()                            # whatever ended the last fit
-
-    def after_fit(self): self._trial = None
-    def detach(self):
-        self._clear()                            # after an exception they are scaled
-        self._trial = None
-    def _clear(self):
-        if self.learn.opt is not None: self.learn.opt.zero_grad()
-
-    @property
-    def scaler(self) -> DynamicLossScaler:
-        "The loss scale; a copy of it while `lr_find` runs, whatever ends that"
-        return self._trial if self._trial is not None and self.loop.lr_finder else self._scaler
-
-    def predict(self):
-        "Call the model in half precision; what it says is in fp32"
-        learn,free = self.learn,self._contexts  # taken while in use: should the model come here again, it needs another
-        context = free.pop() if free else self._autocast()
-        with context: pred = learn.model(*learn.xb)
-        free.append(context)
-        return _in_fp32(pred)
-
-    def after_pred(self): self.learn.pred = _in_fp32(self.learn.pred)  # other callbacks may have made another
-
-    def before_backward(self): self.learn.loss_grad = self.scaler.scale(self.learn.loss_grad)
-
+class ScaledSteps(LoopCallback):
+    "The optimizer's step under a loss scale; the base of `MixedPrecision`"
     @property
     def opt(self):
         "What the scaler steps: a fused torch optimizer inside `OptimWrapper`, which skips steps by itself; else this callback, for the Learner's"
@@ -166,10 +130,8 @@ class MixedPrecision(LoopCallback):
         if self.scaler._pending_inf() is not None: scale_grads([p for ps in self.learn.opt.param_lists for p in ps], self.scaler._scale)
         self.scaler.reset_step()
 
-    @property
-    def step_values(self):
-        if not self.scaler.is_enabled() or self.scaler.found_inf is None: return {}
-        return dict(loss_scale=self._scale, skipped=self.scaler.found_inf)
+    def _clear(self):
+        if self.learn.opt is not None: self.learn.opt.zero_grad()
 
     def state_dict(self) -> dict: # Plain Python numbers
         "The loss scale and its counters, for checkpoints"
@@ -181,6 +143,66 @@ class MixedPrecision(LoopCallback):
         "Go on with a saved loss scale"
         if state['amp_mode'] != self.amp_mode.value: raise ValueError(f"This state is of {state['amp_mode']!r}, the callback of {self.amp_mode.value!r}.")
         if state['scaler']: self.scaler.load_state_dict(state['scaler'])
+
+class MixedPrecision(ScaledSteps):
+    "Compute in fp16 or bf16, keep the weights in fp32; in fp16 with a loss scale that lives as long as the callback"
+    order,name,slot = 10,'mixed_precision','precision'
+    def __init__(self,
+        amp_mode:str|Enum='fp16', # 'fp16' or 'bf16'
+        device:str|None=None,     # Device that the model must be on, default wherever it is
+        **scaler_kwargs           # Arguments of `DynamicLossScaler`, for fp16
+    ):
+        amp_mode = parse_amp_mode(amp_mode)
+        if amp_mode is AMPMode.BF16 and scaler_kwargs:
+            raise ValueError(f"bf16 has the range of fp32 and needs no loss scale: leave out {', '.join(scaler_kwargs)}, or use 'fp16'.")
+        store_attr('amp_mode,device')
+        self.scaler_kwargs = scaler_kwargs
+        if amp_mode is AMPMode.BF16: self.unused_events = 'before_backward','before_step'
+        self._scaler = self._make_scaler('cpu')  # shows bad arguments at once; made again for the model's device
+        self._autocast,self._contexts,self._trial,self._device = nullcontext,[],None,None
+
+    def _make_scaler(self, device): return DynamicLossScaler(device, enabled=self.amp_mode is AMPMode.FP16, **self.scaler_kwargs)
+
+    def before_fit(self):
+        device = check_precision(self)
+        self.learn.mixed_precision,self._autocast = self,partial(torch.autocast, device, dtype=_dtypes[self.amp_mode])
+        self._contexts = []
+        if device != self._device:
+            state,self._device,self._scaler = self._scaler.state_dict(),device,self._make_scaler(device)
+            if state: self._scaler.load_state_dict(state)
+            warn_if_slow(device, self.amp_mode)
+        self.learn.scaler = self._scaler         # where fastai's callback has it
+        self._scaler.reset_step()
+        self._trial = deepcopy(self._scaler) if self.loop.lr_finder else None
+        self._clear()                            # whatever ended the last fit
+
+    def after_fit(self): self._trial = None
+    def detach(self):
+        self._clear()                            # after an exception they are scaled
+        self._trial = None
+        self.learn.__dict__.pop('scaler', None)
+
+    @property
+    def scaler(self) -> DynamicLossScaler:
+        "The loss scale; a copy of it while `lr_find` runs, whatever ends that"
+        return self._trial if self._trial is not None and self.loop.lr_finder else self._scaler
+
+    def predict(self):
+        "Call the model in half precision; what it says is in fp32"
+        learn,free = self.learn,self._contexts  # taken while in use: should the model come here again, it needs another
+        context = free.pop() if free else self._autocast()
+        with context: pred = learn.model(*learn.xb)
+        free.append(context)
+        return _in_fp32(pred)
+
+    def after_pred(self): self.learn.pred = _in_fp32(self.learn.pred)  # other callbacks may have made another
+
+    def before_backward(self): self.learn.loss_grad = self.scaler.scale(self.learn.loss_grad)
+
+    @property
+    def step_values(self):
+        if not self.scaler.is_enabled() or self.scaler.found_inf is None: return {}
+        return dict(loss_scale=self._scale, skipped=self.scaler.found_inf)
 
 # %% ../nbs/api/11_precision.ipynb #3bc32fa5
 def finite_grads(
@@ -221,6 +243,20 @@ def to_bf16(self:Learner):
 def to_fp32(self:Learner):
     "Compute in float32: removes the precision callback"
     return self.remove_cbs([cb for cb in self.cbs if cb.name == 'mixed_precision'])
+
+
+
+@patch
+@delegates(DynamicLossScaler, but='device,enabled')
+def to_channelslast(self:Learner,
+    use_amp:bool=True,          # Mixed precision too, if there is none yet?
+    amp_mode:str|Enum='fp16',   # 'fp16' or 'bf16'
+    **kwargs
+):
+    "Train in the memory format that convolutions in half precision are fastest in; fastai's, with fastaccum's mixed precision"
+    if not hasattr(self, 'channels_last'): self.add_cb(ChannelsLast())
+    if use_amp and not hasattr(self, 'mixed_precision'): self.add_cb(MixedPrecision(amp_mode, **kwargs))
+    return self
 
 # %% ../nbs/api/11_precision.ipynb #bead2d73
 @patch

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
-from .loop import LoopCallback, _is_a, current_lr
+from .events import is_a
+from .loop import LoopCallback
+from .rows import current_lr
 
 # %% auto #0
 __all__ = ['step_row', 'to_host', 'EpochAxis', 'StepTable', 'StepLogger', 'grad_norm', 'to_tensorboard']
@@ -23,7 +25,7 @@ def step_row(
     row = dict(items=n, accum_bs=n, loss=loop.step_loss, lr=current_lr(learn.opt))
     for cb in learn.cbs:
         if hasattr(type(cb), 'step_values'): row.update(cb.step_values)
-    return {**row, 'skipped': loop.stepped == False}  # noqa: a tensor where fp16 decides on the device
+    return {**row, 'skipped': loop.now.stepped == False}  # noqa: a tensor where fp16 decides on the device
 
 # %% ../nbs/api/12_steps.ipynb #8d79eed4
 def to_host(
@@ -123,7 +125,7 @@ class StepLogger(LoopCallback):
         if self.grad_norm: self.norm = grad_norm(p for ps in self.learn.opt.param_lists for p in ps)
 
     def after_batch(self):
-        if not self.loop.closed or self.loop.lr_finder: return   # lr_find tries steps and takes them back
+        if not self.loop.now.closed or self.loop.lr_finder: return   # lr_find tries steps and takes them back
         self.n_fits += self._first
         self._first = False
         self.axis.move(self.learn)
@@ -164,7 +166,7 @@ def to_tensorboard(
 ):
     "Write the row next to what TensorBoard has already (`train_loss`, hyper-parameters). Reads the device only then"
     for cb in learn.cbs:
-        if not (_is_a(type(cb), 'TensorBoardCallback') and cb.run): continue
+        if not (is_a(type(cb), 'TensorBoardCallback') and cb.run): continue
         for k,v in to_host(row).items():
             if k != 'lr': cb.writer.add_scalar(k, v, learn.train_iter)
 

@@ -124,7 +124,7 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
 
     def after_batch(self):
         loop = self.loop
-        if not self._fitting or not self.learn.training or not (loop.closed or (loop.accumulation and loop.seen)): return
+        if not self._fitting or not self.learn.training or not (loop.closed or (loop.call.slot('accumulation') and loop.now.predicted)): return
         self.axis.move(self.learn)
         self._wandb_step = at_step(self, self._wandb_step+1)
         log_row(self, to_host(train_row(self)), self._wandb_step, self._hists)

@@ -9,9 +9,9 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.losses import *
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastaccum.loop import _batch_events as inner
-from fastaccum.accumulation import too_big
+from fastaccum.passes import too_big
 from fastaccum.memory import PeakMemory, StorageFollower
-from fastaccum.microbatch import Snapshot, split_items
+from fastaccum.microbatch import Snapshot, part_sizes, split_items
 import fastaccum.precision
 
 Acc = GradientAccumulation
@@ -177,7 +177,7 @@ def test_not_normalized(split):
     steps = accumulated(data.sizes(bs), accum_bs or 1)
     assert len(learn.spy.steps)==len(steps)
     for s,ids in zip(learn.spy.steps, steps):
-        micros = [[j for j in range(i*bs + a, min(n, (i+1)*bs, i*bs + a + k))] for _,i in ids for a in range(0, bs, k)]
+        micros = [m.tolist() for _,i in ids for m in torch.arange(i*bs, min(n, (i+1)*bs)).split(part_sizes(min(n, (i+1)*bs) - i*bs, k))]
         ref = sum(big_batch(model, s.weights, loss_func, data.batch(m)[0], data.batch(m)[1:])[0] for m in micros if m)
         assert rel_err(s.grad, ref) < 1e-6
 
@@ -278,7 +278,7 @@ def test_events(order):
     watch = Watch(order)
     learner(ragged, 16, Acc(32, micro_batch_size=5), watch, loss_func=ce).fit(1)
     def whole(ev, n): return [(ev, n, n)]
-    def micros(n): return [(ev, k, k) for k in [5]*(n//5)+[n%5]*(n%5>0) for ev in ('after_pred','after_loss','before_backward','after_backward')]
+    def micros(n): return [(ev, k, k) for k in part_sizes(n, 5) for ev in ('after_pred','after_loss','before_backward','after_backward')]
     def step(n): return whole('before_step', n) + whole('after_step', n)
     expected = [whole('before_batch', n) + micros(n) + step(n)*closes + whole('after_batch', n) for n,closes in [(16,0),(16,1),(16,0),(13,1)]]
     assert watch.log==sum(expected, [])
@@ -301,8 +301,7 @@ def test_batch_is_put_back(train_metrics):
     for i,(x,y) in enumerate(batches_of(ragged, 16)):
         pred,loss = learn.after.preds[i],learn.after.losses[i]
         assert abs(big_batch(learn.model, learn.spy.steps[i//2].weights, ce, x, (y,))[1]-loss) < 1e-6
-        if train_metrics: assert pred.shape==(len(x),4) and not pred.requires_grad
-        else: assert pred is None
+        assert pred.shape==(len(x),4) and not pred.requires_grad   # `After` may read it
 
 class Rows(Metric):
     "All predictions and targets, in their order"
@@ -462,7 +461,7 @@ class Around(Callback):
     def __init__(self, context): self.context,self.all = context,[]
     def before_batch(self): self.all.append(self.context().__enter__())
 class AroundEnd(Callback):
-    order,run_valid = 200,False
+    order,run_valid,reads_pred = 200,False,False
     def after_batch(self): self.learn.around.all[-1].__exit__(None, None, None)
 
 class Classifier(nn.Module):
