@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from fastai.basics import *
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import SchedCos
+from torch.utils._pytree import tree_leaves
 from .accumulator import GradientAccumulator, check_accum_bs
 from .events import is_a
 from .losses import count_items
@@ -72,7 +73,7 @@ def keeps_state(
     "Does the model keep a state from one batch to the next? `SentenceEncoder`, of text classifiers, resets itself at each call"
     return any(isinstance(cb, ModelResetter) for cb in learn.cbs) and not any(is_a(type(m), 'SentenceEncoder') for m in learn.model.modules())
 
-# %% ../nbs/api/10_accumulation.ipynb #f3f33ac4
+# %% ../nbs/api/10_accumulation.ipynb #afcac309
 def warn_of_items(
     acc,  # A `GradientAccumulation`
     n:int # Items that it counted
@@ -166,7 +167,7 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
     if weight is not None and not callable(weight):
         raise TypeError(f"weight is {weight!r}: pass a function of the Learner that returns what the loss averaged over. (Class weights belong to the loss.)")
 
-# %% ../nbs/api/10_accumulation.ipynb #b3e0f167
+# %% ../nbs/api/10_accumulation.ipynb #608e9118
 class Accumulation(LoopCallback):
     "What all accumulation callbacks do in the loop; how large an accumulated batch is, is up to `size_at`"
     order,run_valid,name,slot = 6,False,'gradient_accumulation','accumulation'
@@ -190,7 +191,7 @@ class Accumulation(LoopCallback):
 
     def before_batch(self):
         learn,st = self.learn,self.state
-        if not st.running: begin_fit(self)               # it was added in the middle of a fit
+        if not st.running: self.before_fit()             # it was added in the middle of a fit
         n,n_iter = self.count(),learn.__dict__.get('n_iter', 0)
         st.opens,st.last = self.acc.n_items == 0,learn.iter == n_iter-1
         if st.opens:

@@ -16,7 +16,7 @@ from .losses import ignore_empty, loss_weight, n_items  # a loop of your own nee
 __all__ = ['nonzero', 'mean_loss', 'scale_grads', 'rescale', 'check_scalar', 'as_weight', 'weighted', 'back_propagate', 'scalar',
            'Accumulated', 'check_accum_bs', 'Tally', 'GradientAccumulator', 'correct']
 
-# %% ../nbs/api/00_accumulator.ipynb #1f1c8c25
+# %% ../nbs/api/00_accumulator.ipynb #71ca502b
 def nonzero(
     total:float|Tensor # A sum of weights
 ) -> float|Tensor:
@@ -26,7 +26,7 @@ def nonzero(
 
 def _as(w, dtype): return w.to(dtype) if isinstance(w, Tensor) and dtype is torch.float64 else w  # int/int would be float32
 
-# %% ../nbs/api/00_accumulator.ipynb #0a6c4341
+# %% ../nbs/api/00_accumulator.ipynb #bf6a7a18
 def mean_loss(
     losses,              # Losses of micro-batches, one element each
     weights,             # Their weights: numbers, and tensors without dimensions
@@ -63,7 +63,7 @@ def scale_grads(
     for device,grads in by_device.items():
         torch._foreach_mul_(grads, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)
 
-# %% ../nbs/api/00_accumulator.ipynb #a6084443
+# %% ../nbs/api/00_accumulator.ipynb #b8c5a04b
 def rescale(
     params,             # Parameters whose gradients are a sum over micro-batches, divided by `target`
     target:float|Tensor,# What it was divided by
@@ -81,7 +81,7 @@ def check_scalar(
     "Raise an error unless `loss` is one number"
     if loss.numel() != 1: raise ValueError(f"The loss has the shape {tuple(loss.shape)}, but backward needs one number: use reduction='mean' or 'sum'.")
 
-# %% ../nbs/api/00_accumulator.ipynb #9ba7ae81
+# %% ../nbs/api/00_accumulator.ipynb #e5ce04ff
 def as_weight(
     weight, # A number, or a tensor with one element on any device
     device  # Where a tensor is to be
@@ -122,7 +122,7 @@ def scalar(
         _scalars[v,dtype,device] = t
     return _scalars[v,dtype,device]
 
-# %% ../nbs/api/00_accumulator.ipynb #6d604db6
+# %% ../nbs/api/00_accumulator.ipynb #c55c41a2
 class Accumulated(NamedTuple):
     "What an accumulated batch has so far. Keep one to come back to it: for a retry, a cancelled step, a checkpoint"
     n_items:int=0
@@ -275,7 +275,7 @@ class GradientAccumulator(Tally):
             for p in self.params: p.grad = None
         self.so_far = Accumulated()
 
-# %% ../nbs/api/00_accumulator.ipynb #4b25732d
+# %% ../nbs/api/00_accumulator.ipynb #a096b18e
 def correct(
     acc,   # A `GradientAccumulator` that has one micro-batch so far
     weight # What its weight should have been; `None` for a loss that is a sum
@@ -285,4 +285,4 @@ def correct(
     if weight is None:
         scale_grads(acc.params, s.target/old)
         acc.normalize,weight = False,1
-    acc.so_far = s._replace(weights=(weight,), target=s.target*weight/old, known=None)
+    acc.so_far = s._replace(weights=(weight,), target=s.target*weight/old if weight else None, known=None)  # without weight there is no gradient

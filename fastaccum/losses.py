@@ -176,7 +176,8 @@ def _counts(b, is_batch=False):
     if b is None or isinstance(b, (str,bytes,Number)) or not hasattr(b, '__len__'): return []
     if isinstance(b, np.ndarray): return [len(b)] if b.ndim else []
     kids = [_counts(o) for o in (b.values() if hasattr(b, 'values') else b)]
-    rows = next((k for k in kids if k), [])
+    kids = [k for k in kids if k]               # numbers go with every item
+    rows = kids[0] if kids else []
     if is_batch or hasattr(b, 'values'): return rows  # inputs and targets themselves are a tuple of columns
     alike = bool(rows) and all(k[:1] == rows[:1] for k in kids)
     return [*rows, len(b)] if alike else [len(b)]

@@ -593,7 +593,8 @@ limits = {  # largest number of items that fit in each loader batch, sizes that 
     'from the start': (lambda i: 5,                 [4]*8),
     'later':          (lambda i: 16 if i < 4 else 9, [16]*4 + [8]*4),
     'in the second of a step': (lambda i: 16 if i < 1 else 9, [16] + [8]*7),
-    'ever less':      (lambda i: [16, 15, 8, 7, 7, 3, 2, 1][i], [16, 8, 8, 4, 4, 2, 2, 1]),
+    'ever less':      (lambda i: [16, 15, 8, 7, 7, 3, 2, 1][i], [16, 8, 8, 8, 4, 2, 2, 1]),
+    'ever less, of 16': (lambda i: [16, 15, 8, 7, 7, 3, 2, 1][i], [16, 8, 8, 4, 4, 2, 2, 1]),   # 13 items fit in parts of 7 and 6
     'one item':       (lambda i: 1,                 [1]*8),
     'enough':         (lambda i: 16,                [16]*8),
 }
@@ -685,7 +686,7 @@ cases_auto = {
     'cutmix':           dict(cbs=CutMix, loss_func=CrossEntropyLossFlat(), data=Data(torch.randn(61, 6, 4, 4), ragged.y[0]), first=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 8))),
     'training metrics': dict(cbs=lambda: Callback(before_fit=lambda self: setattr(self.learn.recorder, 'train_metrics', True)), metrics=accuracy),
     'carry':            dict(accum_bs=40, remainder='carry'),
-    'ignored targets':  dict(data=Data(data.x, data.y[0].where(torch.arange(64)%7 > 1, -100))),
+    'ignored targets':  dict(data=Data(data.x, data.y[0].where(torch.arange(64)%7 > 1, -100)), limit='ever less, of 16'),
     'own weight':       dict(data=Data(data.x, data.y[0].where(torch.arange(64)%7 > 1, -100)), weight=own_weights['host'], limit='from the start'),
     'in a callback':    dict(cbs=ScarceCallback, where='callback'),
 }
