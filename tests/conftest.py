@@ -1,6 +1,8 @@
 "Settings for all tests: one thread (models are tiny), no windows, and what training saves goes to a temporary folder"
-import signal
+import os, signal
+from collections import defaultdict
 import matplotlib, pytest, torch
+import devices
 matplotlib.use('Agg')
 torch.set_num_threads(1)
 
@@ -9,3 +11,33 @@ def in_tmp_path(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)
 
 # a shell that starts the tests in the background has Ctrl-C ignored, and children inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# --- devices
+
+numeric = ('test_exact', 'test_microbatch', 'test_properties', 'test_precision', 'test_scaler', 'test_steps', 'test_epoch_ends', 'test_checkpoint',
+           'test_checkpoint_wandb', 'test_wandb')
+with_gpu = *numeric,'test_accelerator','test_gpu'
+
+@pytest.fixture(autouse=True)
+def device(request):
+    "Where the test trains"
+    yield devices.use(getattr(request, 'param', devices.names[0]))
+    devices.use(devices.names[0])
+
+def pytest_generate_tests(metafunc):
+    if metafunc.module.__name__ in numeric: metafunc.parametrize('device', devices.names, indirect=True)
+
+def pytest_ignore_collect(collection_path):
+    if devices.GPU and collection_path.suffix == '.py' and collection_path.stem not in with_gpu: return True
+
+def pytest_collection_modifyitems(config, items):
+    "Of each test the simulated device, which is slow, gets a few cases, spread over its parameters; with `ALL_CASES=1` all of them"
+    if os.environ.get('ALL_CASES'): return
+    cases = defaultdict(list)
+    for i in items:
+        if '[sim' in i.name: cases[i.parent,i.originalname].append(i)
+    few = {c for cs in cases.values() for c in cs[::-(-len(cs)//3)]}
+    out = [i for i in items if '[sim' in i.name and i not in few]
+    config.hook.pytest_deselected(items=out)
+    out = set(out)
+    items[:] = [i for i in items if i not in out]

@@ -9,24 +9,26 @@ from fastai.callback.training import GradientAccumulation as FastaiAccumulation
 from fastaccum.accumulation import GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.accumulator import GradientAccumulator, loss_weight
 from fastaccum.loop import *
+import devices
+from devices import host
 
 # --- vectors
-def flat(tensors): return torch.cat([t.detach().to_dense().flatten() for t in tensors])
+def flat(tensors): return torch.cat([host(t).to_dense().flatten() for t in tensors])
 def weights(model): return flat(model.parameters())
 def grads(model): return flat(p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters())
 def rel_err(a, b):
     "Norm of `a-b` relative to the norm of `b`"
-    a,b = a.double(),b.double()
+    a,b = host(a).double(),host(b).double()
     return float((a-b).norm()/(b.norm() or 1))
 
 def double(o):
-    "A copy of a model, loss or tensor in float64"
-    if isinstance(o, Tensor): return o.detach().double() if o.is_floating_point() else o
+    "A copy of a model, loss or tensor in float64, on the host"
+    if isinstance(o, Tensor): return host(o).double() if o.is_floating_point() else host(o)
     if isinstance(o, (tuple,list)): return tuple(map(double, o))
     if isinstance(o, dict): return {k: double(v) for k,v in o.items()}
     if isinstance(o, partial): return partial(o.func, **double(o.keywords))
     if not isinstance(o, nn.Module): return o        # functions; fastai's `BaseLoss` computes in float32 anyway
-    return deepcopy(o).double()
+    return devices.to_host(o).double()
 
 # --- the reference
 def big_batch(model, w, loss_func, x, y):
@@ -123,10 +125,10 @@ def mlp(n_in=6, n_out=4, n_hid=8):
 def learner(data, bs, *cbs, model=None, loss_func=None, opt_func=partial(SGD, mom=.9), dl_type=DataLoader, valid=None, seed=0, **kwargs):
     "A quiet Learner on `data` in its order, without progress bar. The same arguments give the same weights"
     set_seed(seed)
-    model = mlp() if model is None else deepcopy(model)
-    dls = DataLoaders(dl_type(data, batch_size=bs), DataLoader(ifnone(valid, data), bs=64))
-    dls.n_inp = 1
-    learn = Learner(dls, model, loss_func=loss_func or MSELossFlat(), opt_func=opt_func, cbs=cbs, **kwargs)
+    model = devices.now.put(mlp() if model is None else deepcopy(model))
+    dls = DataLoaders(dl_type(data, batch_size=bs), DataLoader(ifnone(valid, data), bs=64), device=devices.now.device)
+    dls.n_inp,dls._device = 1,devices.now.device  # fastai forgets the device if PyTorch's loaders cannot go there
+    learn = Learner(dls, model, loss_func=devices.now.put(loss_func or MSELossFlat()), opt_func=opt_func, cbs=cbs, **kwargs)
     learn.remove_cb(ProgressCallback)
     learn.logger = noop
     return learn

@@ -195,9 +195,10 @@ def test_mixed(name, mixer, layout):
     model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, n_cls))
     mixer = mixer(.8)
     learn = learner(data, bs, GradientAccumulation(accum_bs, micro_batch_size=k), Spy(), mixer, Mixed(mixer), model=model, loss_func=loss_func)
+    own = learn.loss_func
     learn.fit(1, .1)
     steps = accumulated(data.sizes(bs), accum_bs)
-    assert len(learn.spy.steps)==len(steps) and learn.loss_func is loss_func
+    assert len(learn.spy.steps)==len(steps) and learn.loss_func is own
     for s,ids in zip(learn.spy.steps, steps):
         x,y,y1,lam = map(torch.cat, zip(*[learn.mixed.batches[i] for _,i in ids]))
         ref,_ = big_batch(model, s.weights, mixed_loss(loss_func), x, (y, y1, lam))
@@ -323,8 +324,11 @@ def test_any_loop(name, layout):
     "`GradientAccumulator` in a loop without fastai"
     n,bs,accum_bs,_ = layouts[layout]
     data,model,loss_func = case(name, n)
+    put = devices.now.put
+    model,loss_func = put(model),put(loss_func)
     acc,sizes,steps = GradientAccumulator(model.parameters(), accum_bs, normalize='sum' not in name),data.sizes(bs),[]
     for i,(x,y) in enumerate(data.steps(bs, [[(0,i)] for i in range(len(sizes))])):
+        x,y = put(x),put(y)
         pred = model(x)
         acc.add(loss_func(pred, y), len(x), loss_weight(loss_func, y), y.numel(), pred).backward()
         if not acc.ready and i < len(sizes)-1: continue

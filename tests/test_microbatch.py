@@ -192,8 +192,9 @@ def test_mixed(name, mixer):
     def fit(k):
         mix = mixer(.8)
         learn = learner(data, 16, Acc(32, micro_batch_size=k), Spy(), mix, Mixed(mix), model=model, loss_func=loss_func)
+        own = learn.loss_func
         learn.fit(2, .1)
-        assert learn.loss_func is loss_func
+        assert learn.loss_func is own
         return learn
     whole,split = fit(None),fit(3)
     steps = accumulated(data.sizes(16), 32, n_epoch=2)
