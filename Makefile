@@ -16,15 +16,26 @@ help: ## list what can be made
 demo: $(INSTALLED) ## see what fastaccum does, in a short run on this machine
 	$(BIN)/fastaccum-demo
 
-test: $(INSTALLED) ## check that generated files are up to date, run all notebooks, then pytest
+# A machine with a GPU may have no network: `make test DEVICE=cuda` runs the numeric tests on it, in the checkout as it is,
+# with the Python that has PyTorch and fastai there (PYTHON=...)
+ifdef DEVICE
+PYTHON := $(firstword $(wildcard $(BIN)/python) python3)
+test:
+	$(TEST_ENV) CUBLAS_WORKSPACE_CONFIG=:4096:8 DEVICE=$(DEVICE) $(PYTHON) -m pytest \
+		$(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses 4 --dist loadfile)
+bench:
+	$(TEST_ENV) $(PYTHON) -m bench --device $(DEVICE)
+else
+test: $(INSTALLED) ## check that generated files are up to date, run all notebooks, then pytest; DEVICE=cuda: on a GPU
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile
 
-bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness and host syncs (minutes); make the page of it
+bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness and host syncs (minutes); make the page of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(BIN)/python -m bench
 	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb
 	$(BIN)/python tools/export.py
+endif
 
 docs: $(INSTALLED) ## build the site in _docs from the notebooks (Python 3.11 or newer)
 	$(BIN)/python tools/docs.py

@@ -1,4 +1,5 @@
-"`python -m bench` measures all and writes results.json; with names (`python -m bench speed syncs`) only these, and writes nothing"
+"""`python -m bench` measures all and writes results.json; with names (`python -m bench speed syncs`) only these, and writes nothing.
+`python -m bench --device cuda` measures on a GPU and writes results_cuda.json"""
 import json, os, platform, sys, time, warnings
 from contextlib import suppress
 from datetime import date
@@ -29,7 +30,20 @@ def measure(part):
     print(f'\n{getattr(report, part)(rows).to_string()}\n({time.time()-start:.0f} s)', flush=True)
     return rows
 
+def on_gpu(device):
+    "Speed and memory of real models on a GPU, and the overhead per micro-batch there; in a file of its own"
+    from . import gpu, speed
+    mod = getattr(torch, device, None)
+    if mod is None or not mod.is_available(): sys.exit(f'This PyTorch ({torch.__version__}) sees no {device} device.')
+    print(f'On {mod.get_device_name()}', flush=True)
+    res = dict(date=date.today().isoformat(), machine=dict(machine(), gpu=mod.get_device_name()), versions=versions(), gpu=gpu.run(device), speed=speed.run(device))
+    print(f"\n{report.gpu(res['gpu']).to_string()}\n\n{report.speed(res['speed']).to_string()}\n{report.about(res)}")
+    file = report.gpu_file(device)
+    file.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
+    print(f'Wrote {os.path.relpath(file)}, which the page Benchmarks shows.')
+
 def main(names=()):
+    if list(names[:1]) == ['--device']: warnings.simplefilter('ignore'); return on_gpu(names[1])
     wrong = set(names)-set(PARTS)
     if wrong: sys.exit(f"{', '.join(wrong)}: the parts are {', '.join(PARTS)}.")
     warnings.simplefilter('ignore')          # the libraries' own

@@ -58,6 +58,7 @@ class Job:
     lr:float=.01
     accum_bs:int=None      # Items of an accumulated batch, default those of `n_acc` whole micro-batches
     loader:callable=Memory # Makes what peers iterate over
+    device:str='cpu'       # Where the model and the batches are
     on_step:callable=nothing # Called after each step of the optimizer, gradients still there
 
     def __post_init__(self):
@@ -71,11 +72,14 @@ class Job:
         opt.register_step_post_hook(lambda *_: self.on_step())
         return opt
 
-    def autocast(self): return torch.autocast('cpu', torch.bfloat16) if self.precision == 'bf16' else nullcontext()
+    @property
+    def dtype(self): return dict(bf16=torch.bfloat16, fp16=torch.float16).get(self.precision)
+    def autocast(self): return torch.autocast(self.device, self.dtype) if self.dtype else nullcontext()
 
 def job(model:str, n_micro:int, micro_bs:int, **kwargs):
     "A `Job` for one of `MODELS`, always with the same weights and data"
     torch.manual_seed(0)
     make,data = MODELS[model]
-    x,y = data(n_micro*micro_bs)
-    return Job(make(), list(zip(x.split(micro_bs), y.split(micro_bs))), **kwargs)
+    device = kwargs.get('device', 'cpu')
+    x,y = (t.to(device) for t in data(n_micro*micro_bs))
+    return Job(make().to(device), list(zip(x.split(micro_bs), y.split(micro_bs))), **kwargs)

@@ -9,6 +9,7 @@ from torch import nn
 from fastai.learner import Learner
 from fastai.data.core import DataLoaders
 from fastai.optimizer import OptimWrapper
+from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from fastai.callback.training import GradientAccumulation as FastaiAccumulation
 from fastaccum.accumulation import GradientAccumulation
 from fastaccum.precision import MixedPrecision
@@ -16,34 +17,39 @@ from .jobs import Memory
 
 def hand(job):
     "The loop that everybody has written. It divides by `n_acc` also where fewer micro-batches are left"
-    opt = job.optimizer(job.model.parameters())
+    opt,scaler = job.optimizer(job.model.parameters()),torch.amp.GradScaler(job.device, enabled=job.precision == 'fp16')
     for i,(x,y) in enumerate(job.batches, 1):
         with job.autocast(): loss = job.loss_func(job.model(x), y)
-        (loss/job.n_acc).backward()
+        scaler.scale(loss/job.n_acc).backward()
         if i%job.n_acc == 0 or i == len(job.batches):
-            opt.step()
+            scaler.step(opt)
+            scaler.update()
             opt.zero_grad()
 
 def fit(job, *cbs, batches=None):
-    if job.precision != 'fp32': cbs = *cbs,MixedPrecision(job.precision)
+    if job.precision != 'fp32' and not any(isinstance(cb, FastaiPrecision) for cb in cbs): cbs = *cbs,MixedPrecision(job.precision)
     dls = DataLoaders(job.loader(batches or job.batches), Memory([]))
+    dls._device = torch.device(job.device)         # fastai asks loaders that it can move
     learn = Learner(dls, job.model, loss_func=job.loss_func, opt_func=lambda params, **_: OptimWrapper(params, job.optimizer), cbs=cbs)
     learn._do_epoch_validate = lambda: None
     with learn.no_bar(), learn.no_logging(): learn.fit(1, job.lr)
 
 def whole(job): fit(job, GradientAccumulation(job.accum_bs))
-def fastai(job): fit(job, FastaiAccumulation(job.accum_bs))
+def fastai(job): fit(job, FastaiAccumulation(job.accum_bs), *([FastaiPrecision(job.precision)] if job.dtype else []))
 
-def split(job):
+def joined(job):
+    "Loader batches of `n_acc` micro-batches each"
+    return [tuple(map(torch.cat, zip(*job.batches[i:i+job.n_acc]))) for i in range(0, len(job.batches), job.n_acc)]
+
+def split(job, micro_batch_size=None):
     "Loader batches of `n_acc` micro-batches, which `micro_batch_size` splits again"
-    parts = [job.batches[i:i+job.n_acc] for i in range(0, len(job.batches), job.n_acc)]
-    fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=job.micro_bs), batches=[tuple(map(torch.cat, zip(*p))) for p in parts])
+    fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=micro_batch_size or job.micro_bs), batches=joined(job))
 
 def accelerate(job):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     AcceleratorState._reset_state(True)  # it is shared by all, and keeps the precision of the last one
-    acc = Accelerator(cpu=True, gradient_accumulation_steps=job.n_acc, mixed_precision='bf16' if job.precision == 'bf16' else 'no')
+    acc = Accelerator(cpu=job.device == 'cpu', gradient_accumulation_steps=job.n_acc, mixed_precision=job.precision if job.dtype else 'no')
     model,opt,loader = acc.prepare(job.model, job.optimizer(job.model.parameters()), job.loader(job.batches))
     for x,y in loader:
         with acc.accumulate(model):
@@ -60,8 +66,8 @@ def lightning(job):
         def training_step(self, batch, i): return job.loss_func(self.model(batch[0]), batch[1])
         def configure_optimizers(self): return job.optimizer(self.parameters())
     logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)
-    L.Trainer(accelerator='cpu', devices=1, max_epochs=1, accumulate_grad_batches=job.n_acc, logger=False, enable_progress_bar=False,
-              enable_model_summary=False, enable_checkpointing=False, precision='bf16-mixed' if job.precision == 'bf16' else '32-true',
+    L.Trainer(accelerator='cpu' if job.device == 'cpu' else 'gpu', devices=1, max_epochs=1, accumulate_grad_batches=job.n_acc, logger=False, enable_progress_bar=False,
+              enable_model_summary=False, enable_checkpointing=False, precision=dict(bf16='bf16-mixed', fp16='16-mixed').get(job.precision, '32-true'),
               ).fit(Module(), job.loader(job.batches))
 
 def trainer(job, by_items=False):

@@ -8,6 +8,11 @@ FILE = Path(__file__).parent/'results.json'
 
 def results(): return json.loads(FILE.read_text(encoding='utf-8'))
 
+def gpu_file(device): return FILE.with_name(f'results_{device}.json')
+def on_gpus():
+    "What was measured on GPUs: from the type of each device to its results"
+    return {f.stem.removeprefix('results_'): json.loads(f.read_text(encoding='utf-8')) for f in sorted(FILE.parent.glob('results_*.json'))}
+
 def about(res):
     "When, where and with which versions"
     machine = ', '.join(f'{v} {k}' if k == 'cores' else v for k,v in res['machine'].items())
@@ -25,6 +30,11 @@ def speed(rows, *models):
     def column(r): return r['model'],f"{r['precision']}, {r['n_acc']} a step"
     def cell(r): return (f"{r['cpu']['us']:.0f}" if r['peer'].startswith('hand') else '{over:+.0f} ({low:+.0f} to {high:+.0f})'.format(**r['cpu']))
     return _table(rows, column, cell)
+
+def gpu(rows):
+    "Peers in rows: how much they train in a second, and their peak of memory in GiB"
+    def cell(r): return 'does not fit' if r['per_s'] is None else f"{r['per_s']:.0f} ({r['peak']/2**30:.2f} GiB)"
+    return _table(rows, lambda r: (f"{r['model']}, {r['unit']}", r['precision']), cell)
 
 def memory(rows):
     "Peaks in MiB, and the last of them in eighths of the first"

@@ -3,7 +3,8 @@ import json, re
 from pathlib import Path
 import pytest
 from reference import rel_err, weights
-from bench import exact, memory, peers, report, speed, syncs
+import torch
+from bench import exact, gpu, memory, peers, report, speed, syncs
 from bench.__main__ import PACKAGES, PARTS, main
 from bench.jobs import job
 from bench.peers import PEERS, installed
@@ -131,3 +132,27 @@ def test_tables():
 
 def test_unknown_part():
     with pytest.raises(SystemExit, match=f"speedd: the parts are {', '.join(PARTS)}"): main(['speedd'])
+
+# -- On a GPU ----------------------------------------------------------------------------------------------------
+def test_gpu_runs():
+    "Everybody trains the effective batch in as many steps; what does not fit is left empty"
+    small = {'MLP': gpu.Model(lambda: job('MLP 32-64-10', 1, 1).model, lambda n: job('MLP 32-64-10', 1, n).batches[0], 4, 4, 'items/s', 2)}
+    rows = gpu.run('cpu', small, ('fp32', 'bf16'), n_steps=3)
+    assert {r['peer'] for r in rows if r['precision']=='fp32'} >= {'big batch', 'hand-written loop', 'fastai GradientAccumulation', "fastaccum, 'auto'"}
+    assert all(r['per_s'] > 0 and r['peak'] > 0 and r['unit']=='items/s' for r in rows)
+    def full(job): raise torch.OutOfMemoryError('full')
+    assert gpu.measure(full, gpu.make_job(small['MLP'], 'fp32', 'cpu', 3)) is None
+    assert 'does not fit' in report.gpu([dict(rows[0], per_s=None)]).to_string()
+
+@pytest.mark.parametrize('precision,tol', [('fp32', 1e-6), ('bf16', 1e-3)])
+def test_gpu_runs_train_the_same(precision, tol):
+    small = gpu.Model(lambda: job('MLP 32-64-10', 1, 1).model, lambda n: job('MLP 32-64-10', 1, n).batches[0], 4, 4, 'items/s')
+    def trained(run):
+        a_job = gpu.make_job(small, precision, 'cpu', 3).fresh(lr=.1)
+        run(a_job)
+        return weights(a_job.model)
+    hand = trained(peers.hand)
+    for label in ('fastaccum, whole loader batches', 'fastaccum, loader batches split', "fastaccum, 'auto'"): assert rel_err(trained(gpu.RUNS[label][0]), hand) < tol, label
+
+def test_gpu_needs_one():
+    with pytest.raises(SystemExit, match='sees no xpu device'): main(['--device', 'xpu'])
