@@ -13,8 +13,8 @@ from torch import Tensor
 from .losses import ignore_empty, loss_weight, n_items  # a loop of your own needs the last two
 
 # %% auto #0
-__all__ = ['nonzero', 'mean_loss', 'scale_grads', 'rescale', 'check_scalar', 'as_weight', 'weighted', 'back_propagate', 'scalar',
-           'Accumulated', 'check_accum_bs', 'Tally', 'GradientAccumulator', 'correct']
+__all__ = ['nonzero', 'mean_loss', 'scale_grads', 'rescale', 'check_scalar', 'as_tensor', 'as_weight', 'weighted',
+           'back_propagate', 'scalar', 'Accumulated', 'check_accum_bs', 'Tally', 'GradientAccumulator', 'correct']
 
 # %% ../nbs/api/00_accumulator.ipynb #71ca502b
 def nonzero(
@@ -43,9 +43,9 @@ def mean_loss(
     if not normalize: return loss.sum(),len(losses)
     if all(isinstance(w, Number) and w for w in weights):
         if len(set(weights)) == 1: return loss.mean(),sum(weights)
-        w = torch.tensor(weights, dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device)
+        w = torch.tensor(weights, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.device, non_blocking=True)
         return (loss*w).sum()/sum(weights),sum(weights)
-    w = torch.stack([w if isinstance(w, Tensor) else torch.tensor(w, device=loss.device) for w in weights])
+    w = torch.stack([as_tensor(w, loss.device) for w in weights])
     if total is None: total = w.sum()
     return torch.where(w > 0, loss*w, 0.).sum()/nonzero(total),total
 
@@ -82,6 +82,13 @@ def check_scalar(
     if loss.numel() != 1: raise ValueError(f"The loss has the shape {tuple(loss.shape)}, but backward needs one number: use reduction='mean' or 'sum'.")
 
 # %% ../nbs/api/00_accumulator.ipynb #e5ce04ff
+def as_tensor(
+    v:float|Tensor, # A number, or a tensor
+    device          # Where the tensor is to be
+) -> Tensor:
+    "`v` on `device`. A number is filled in there: to copy it, the host would wait"
+    return v.to(device, non_blocking=True) if isinstance(v, Tensor) else torch.full((), v, device=device)
+
 def as_weight(
     weight, # A number, or a tensor with one element on any device
     device  # Where a tensor is to be
@@ -97,7 +104,7 @@ def weighted(
 ) -> Tensor: # What to call `backward` on
     "`loss` times `share`; 0, whatever the loss is, where the share is 0"
     if not isinstance(share, Tensor) and share: return loss if share == 1 else loss*share
-    share = torch.as_tensor(share, device=loss.device)
+    share = as_tensor(share, loss.device)
     return torch.where(share > 0, loss*share, 0.)
 
 def back_propagate(
@@ -107,7 +114,7 @@ def back_propagate(
     "Back-propagate `loss` times `share`, without a multiplication"
     loss.backward(scalar(share, loss.dtype, loss.device) if isinstance(share, Tensor) or share != 1 else None)
 
-_scalars = {}  # the same few numbers come again and again, and each new one is a copy to the device
+_scalars = {}  # the same few numbers come again and again, and each new one is an operation
 
 def scalar(
     v:float|Tensor, # A number, or a tensor without dimensions on `device`
@@ -117,7 +124,7 @@ def scalar(
     if isinstance(v, Tensor): return v if v.dtype == dtype else v.to(dtype)
     if (v,dtype,device) not in _scalars:
         if len(_scalars) > 100: _scalars.clear()
-        t = torch.tensor(v, dtype=dtype, device=device)
+        t = torch.full((), v, dtype=dtype, device=device)
         if type(t) is not Tensor: return t   # a fake one, say
         _scalars[v,dtype,device] = t
     return _scalars[v,dtype,device]
@@ -241,7 +248,7 @@ class GradientAccumulator(Tally):
         weight = as_weight(n_items if weight is None else weight, loss.device)
         share, = self.shares([weight], n_items, nominal)
         self.count(loss.detach(), weight, n_items)
-        if pred is not None and self.normalize: ignore_empty(pred, torch.as_tensor(weight, device=loss.device))
+        if pred is not None and self.normalize: ignore_empty(pred, as_tensor(weight, loss.device))
         return weighted(loss, share)
 
     def shares(self,

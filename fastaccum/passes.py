@@ -9,7 +9,7 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from torch.utils._pytree import tree_leaves
-from .accumulator import as_weight, back_propagate, check_scalar, correct, weighted
+from .accumulator import as_tensor, as_weight, back_propagate, check_scalar, correct, weighted
 from .events import cancels
 from .losses import LossInfo, ignore_empty, loss_weight, loss_weights
 from .loop import is_stock
@@ -116,7 +116,7 @@ class Weights:
             weight = loss_weight(self.cb.state.info, self.learn.yb, self.sizes[i]) if self.cb.weight is None else self.cb.weight(self.learn)
             weight = as_weight(weight, self.learn.loss_grad.device)
             share, = self.acc.shares([weight], self.sizes[i])
-        if self._may_be_empty(weight): ignore_empty(self.learn.pred, torch.as_tensor(weight, device=self.learn.loss_grad.device))
+        if self._may_be_empty(weight): ignore_empty(self.learn.pred, as_tensor(weight, self.learn.loss_grad.device))
         return weight,share
 
     def _may_be_empty(self, weight):
