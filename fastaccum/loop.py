@@ -9,7 +9,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from fastai.basics import *
 from .events import Events, _batch_events, cancels, is_a
-from .rows import Rows
+from .memory import is_out_of_memory, step_too_big
+from .rows import Rows, row_loss
 
 # %% auto #0
 __all__ = ['fastai_do_fit', 'fastai_validation_context', 'fastai_do_epoch_validate', 'is_stock', 'check_own_loop', 'EveryBatch',
@@ -65,6 +66,7 @@ class Progress:
     diverged  = False # the loss is not finite
     losses    = None  # of its items, where the loss function makes no mean of them
     batch_loss = None # its own loss, where `learn.loss` is the accumulated one
+    on_host   = None  # the loss of the row that is due, its version, and its copy on the host
 
 class BatchLoop:
     "`Learner.one_batch` with a step per accumulated batch"
@@ -133,7 +135,22 @@ class BatchLoop:
 
     def _attempt(self):
         self.now.attempted = self.now.closed = True
-        self.now.stepped = self.precision.opt_step()
+        try: self.now.stepped = self.precision.opt_step()
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e): raise
+            why = str(e)
+        else: return
+        raise step_too_big(why)   # outside `except`, without the traceback that keeps what the step has made
+
+    def read(self,
+        flag:Tensor # On the device
+    ) -> float:
+        "A number of the step on the host. The host waits for it, so the loss of the row that is due comes in the same copy"
+        loss = self.rows.next_loss()
+        if loss is None: return flag.item()
+        flag,copy = torch.stack([flag.float(), row_loss(loss).float().to(flag.device)]).cpu().unbind()
+        self.now.on_host = loss,loss._version,copy
+        return flag.item()
 
     def _settle(self):
         if not self.now.attempted: self.precision.undo_step()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # %% auto #0
-__all__ = ['StorageFollower', 'backend', 'PeakMemory', 'is_out_of_memory', 'free_memory', 'available_bytes']
+__all__ = ['StorageFollower', 'backend', 'PeakMemory', 'is_out_of_memory', 'step_too_big', 'free_memory', 'available_bytes']
 
 # %% ../nbs/api/02_memory.ipynb #3eef526c
 class StorageFollower(TorchDispatchMode):
@@ -92,6 +92,15 @@ def is_out_of_memory(
     "Did memory run out?"
     if isinstance(exception, (MemoryError, torch.cuda.OutOfMemoryError)): return True  # `torch.OutOfMemoryError` is the same class
     return isinstance(exception, RuntimeError) and any(m in str(exception) for m in _messages)
+
+# %% ../nbs/api/02_memory.ipynb #7d2be3c4
+def step_too_big(
+    why:str # Message of the error
+) -> Exception:
+    "The error for an optimizer's step that does not fit"
+    return torch.OutOfMemoryError("Memory ran out in the optimizer's step, which takes the same however small the micro-batches are: mostly its state, such as Adam's two "
+                                  "averages of every weight, which the first step makes. Try an optimizer with less state (SGD, or one of 8 bits), freeze a part of "
+                                  f"the model, or use a smaller one. ({why})")
 
 # %% ../nbs/api/02_memory.ipynb #6cf6c0f9
 def free_memory(

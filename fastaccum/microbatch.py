@@ -122,7 +122,9 @@ class Snapshot:
         self.device = next((p.device for p in self.params), torch.device('cpu'))
         self.rng = random.getstate(),np.random.get_state(),torch.get_rng_state()
         mod = _device_rng(self.device)
-        self.device_rng = mod.get_rng_state() if mod else None
+        self.device_rng = mod.get_rng_state(*self._place()) if mod else None
+
+    def _place(self): return () if self.device.type == 'mps' else (self.device,)  # MPS has one device, and its functions take none
 
     def restore(self):
         "Put everything back, in place"
@@ -133,4 +135,4 @@ class Snapshot:
                 elif isinstance(g, Tensor): p.grad.copy_(g)
                 else: p.grad.zero_()
         for f,state in zip((random.setstate, np.random.set_state, torch.set_rng_state), self.rng): f(state)
-        if self.device_rng is not None: _device_rng(self.device).set_rng_state(self.device_rng)
+        if self.device_rng is not None: _device_rng(self.device).set_rng_state(self.device_rng, *self._place())

@@ -119,7 +119,7 @@ class ScaledSteps(LoopCallback):
             self.learn._step()
             return True
         self._scale = scaler._scale.clone()
-        scaler.step(self.opt)
+        scaler.step(self.opt, **(dict(read=self.loop.read) if self.opt is self else {}))  # fused ones read nothing
         try: scaler.update()
         except FloatingPointError as e: raise FloatingPointError(f'{e} {nonfinite_report(self.loop.step_loss, self._finite)}') from None
         if scaler.last_skipped: raise CancelStepException

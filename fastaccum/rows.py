@@ -11,7 +11,7 @@ from fastai.basics import *
 from .events import is_a
 
 # %% auto #0
-__all__ = ['takes_rows', 'is_recorder', 'current_lr', 'record_step', 'Rows']
+__all__ = ['takes_rows', 'is_recorder', 'current_lr', 'row_loss', 'on_host', 'record_step', 'Rows']
 
 # %% ../nbs/api/08_rows.ipynb #5be134a1
 def takes_rows(
@@ -33,13 +33,27 @@ def current_lr(
     "Learning rate of the last parameter group"
     return (opt.opt.param_groups if isinstance(opt, OptimWrapper) else opt.hypers)[-1]['lr']
 
+def row_loss(
+    loss:Tensor # Of a row, on any device
+) -> Tensor:    # Without dimensions
+    return (loss.mean() if loss.dim() else loss).detach()
+
+def on_host(
+    learn,      # A `Learner`
+    loss:Tensor # The loss of a row
+) -> Tensor:    # In float32
+    "A copy on the host; it may have come there already, with `BatchLoop.read`"
+    known = getattr(getattr(learn.__dict__.get('one_batch'), 'now', None), 'on_host', None)
+    if known is not None and known[0] is loss and known[1] == loss._version: return known[2]
+    return row_loss(loss).to('cpu', torch.float32)
+
 def record_step(
     rec:Recorder, # Its `losses`, `lrs` and `smooth_loss` get a row
     loss:Tensor   # Loss of the step, on any device
 ) -> bool: # Was the loss finite?
     "Give `rec` the row of one step. Copies the loss to the host, as `Recorder` does: the one sync of a step"
     smooth,learn = rec.smooth_loss,rec.learn
-    loss = (loss.mean() if loss.dim() else loss).detach().to('cpu', torch.float32)
+    loss = on_host(learn, loss)
     finite = math.isfinite(loss.item())
     if finite: smooth.val = torch.lerp(loss, smooth.val, smooth.beta)  # `AvgSmoothLoss.accumulate`
     elif n := smooth.count: smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if the loss had been the smooth loss
@@ -72,6 +86,12 @@ class Rows:
     def one_a_step(self):
         "And not one a loader batch? `lr_find` counts steps, whatever was asked for"
         return self.loop.accumulation.log_accum_batch or self.loop.lr_finder is not None
+
+    def next_loss(self) -> Tensor|None:
+        "The loss of the row that the Recorder will take for this step; `None` without a Recorder"
+        if not any(is_recorder(cb) for cb in self.loop.learn.cbs): return None
+        loop = self.loop
+        return loop.step_loss if self.one_a_step() and loop.accumulation is not loop.every_batch else loop.learn.loss
 
     def record(self, rec) -> bool: # False: `rec` is not to do it again
         "What `Recorder.after_batch` does in training: metrics of each batch, a row for each step"

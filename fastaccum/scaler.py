@@ -112,9 +112,9 @@ class DynamicLossScaler(torch.amp.GradScaler):
         super()._lazy_init_scale_growth_tracker(dev)
         self._overflow_tracker = torch.full((), self._init_overflow_tracker, dtype=torch.int32, device=dev)
 
-    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
-        # torch's own, which keeps to itself what it read
-        skip = optimizer_state['skipped'] = any(v.item() for v in optimizer_state['found_inf_per_device'].values())
+    def _maybe_opt_step(self, optimizer, optimizer_state, *args, read=Tensor.item, **kwargs):
+        # torch's own, which keeps to itself what it read, and leaves no choice how
+        skip = optimizer_state['skipped'] = any(read(v) for v in optimizer_state['found_inf_per_device'].values())
         return None if skip else optimizer.step(*args, **kwargs)
 
     def _pending_inf(self):

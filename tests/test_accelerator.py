@@ -225,7 +225,7 @@ class Heavy(nn.Module):
 def test_auto_step():
     "Running out in the optimizer's step says so"
     model = Heavy()
-    learn = make(Data(x, ignored()[:,0].clamp(min=0)), 16, Acc(micro_batch_size='auto'), model=model, dl_type=InMemory, loss_func=nn.CrossEntropyLoss(), opt_func=Adam)
+    learn = make(Data(x, ignored().clamp(min=0)), 16, Acc(micro_batch_size='auto'), model=model, dl_type=InMemory, loss_func=nn.CrossEntropyLoss(), opt_func=Adam)
     bytes = base(learn) + 2.5*model.weight.nbytes     # its gradient, and one of Adam's two averages
     torch_device.set_per_process_memory_fraction(bytes/torch_device.get_device_properties(0).total_memory)
     with pytest.raises(torch.OutOfMemoryError, match='optimizer.*step'): learn.fit(1, .01)
