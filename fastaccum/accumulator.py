@@ -13,7 +13,7 @@ from torch import Tensor
 from .losses import ignore_empty, loss_weight, n_items  # a loop of your own needs the last two
 
 # %% auto #0
-__all__ = ['nonzero', 'mean_loss', 'scale_grads', 'rescale', 'check_scalar', 'as_tensor', 'as_weight', 'weighted',
+__all__ = ['nonzero', 'as_tensor', 'mean_loss', 'scale_grads', 'rescale', 'check_scalar', 'as_weight', 'weighted',
            'back_propagate', 'scalar', 'Accumulated', 'check_accum_bs', 'Tally', 'GradientAccumulator', 'correct']
 
 # %% ../nbs/api/00_accumulator.ipynb #71ca502b
@@ -23,6 +23,13 @@ def nonzero(
     "What to divide by: `total`, or 1 where nothing counts"
     if not isinstance(total, Tensor): return total or 1
     return torch.where(total > 0, total, 1) if total.is_floating_point() else total.clamp(min=1)
+
+def as_tensor(
+    v:float|Tensor, # A number, or a tensor
+    device          # Where the tensor is to be
+) -> Tensor:
+    "`v` on `device`. A number is filled in there: to copy it, the host would wait"
+    return v.to(device, non_blocking=True) if isinstance(v, Tensor) else torch.full((), v, device=device)
 
 def _as(w, dtype): return w.to(dtype) if isinstance(w, Tensor) and dtype is torch.float64 else w  # int/int would be float32
 
@@ -82,13 +89,6 @@ def check_scalar(
     if loss.numel() != 1: raise ValueError(f"The loss has the shape {tuple(loss.shape)}, but backward needs one number: use reduction='mean' or 'sum'.")
 
 # %% ../nbs/api/00_accumulator.ipynb #e5ce04ff
-def as_tensor(
-    v:float|Tensor, # A number, or a tensor
-    device          # Where the tensor is to be
-) -> Tensor:
-    "`v` on `device`. A number is filled in there: to copy it, the host would wait"
-    return v.to(device, non_blocking=True) if isinstance(v, Tensor) else torch.full((), v, device=device)
-
 def as_weight(
     weight, # A number, or a tensor with one element on any device
     device  # Where a tensor is to be
