@@ -229,3 +229,171 @@ def test_auto_step():
     bytes = base(learn) + 2.5*model.weight.nbytes     # its gradient, and one of Adam's two averages
     torch_device.set_per_process_memory_fraction(bytes/torch_device.get_device_properties(0).total_memory)
     with pytest.raises(torch.OutOfMemoryError, match='optimizer.*step'): learn.fit(1, .01)
+
+# --- whole runs
+
+def fit_net(name, amp='to_fp32', *cbs, k=8, opt_func=partial(SGD, mom=.9), model=None, data=None, loader=InMemory, n_epoch=3, lr=.02):
+    d,m = net(name)
+    learn = make(data or d, n_items//2, Acc(n_items, micro_batch_size=k), *cbs, model=model or m, loss_func=nn.CrossEntropyLoss(), opt_func=opt_func, dl_type=loader, amp=amp)
+    learn.fit(n_epoch, lr)
+    assert rel_err(weights(learn.model), weights(m)) > 1e-4
+    return learn
+
+@pytest.mark.parametrize('amp,tol', [('to_bf16', .05), ('to_fp16', .02)])
+@pytest.mark.parametrize('name', nets)
+def test_half_precision(name, amp, tol):
+    "As fp32: in its losses, and in where the weights go"
+    torch.manual_seed(0)
+    full,half = fit_net(name),fit_net(name, amp)
+    start = weights(net(name)[1])
+    assert rel_err(tensor(half.recorder.losses), tensor(full.recorder.losses)) < tol
+    a,b = weights(half.model)-start,weights(full.model)-start
+    assert torch.cosine_similarity(a, b, 0) > .9
+    if amp == 'to_fp16': assert half.mixed_precision.scaler.n_overflows==0
+
+@pytest.mark.parametrize('amp', amps)
+def test_resume(amp):
+    "Stopped in an epoch and started again: the run that nobody stopped, to the bit, dropout and loss scale included"
+    def fit(*cbs): return fit_net('conv net', amp, *cbs, loader=partial(DataLoader, shuffle=True))
+    whole = fit(TrainingCheckpoint('whole', every_steps=1))
+    new_process()
+    with pytest.raises(RuntimeError, match='interrupted'): fit(TrainingCheckpoint('stopped', every_steps=1), Interrupt((1, 3)))
+    new_process()
+    resumed = fit(TrainingCheckpoint('stopped', every_steps=1))
+    for a,b in zip(state(resumed), state(whole)): assert torch.equal(a, b)
+    new_process()
+
+# --- loader batches on their way
+
+class Parts(Callback):
+    "Is each micro-batch a piece of the loader batch's memory?"
+    run_valid = False
+    def before_fit(self): self.n = 0
+    def before_batch(self): self.whole = storage(self.learn.x)
+    def after_pred(self):
+        assert storage(self.learn.x)==self.whole and storage(self.learn.y)!=self.whole
+        self.n += 1
+def storage(t): return (t.raw if hasattr(t, 'raw') else t).untyped_storage().data_ptr()
+
+def test_cut_without_copies():
+    learn = fit_net('conv net', 'to_fp32', Parts(), n_epoch=1)
+    assert learn.parts.n==2*n_items//8
+
+class NonBlocking(DataLoader):
+    "Asks for the copy of the next loader batch before it gives this one"
+    def __iter__(self):
+        place,self.device = self.device,None
+        try: batches = [tuple(t.pin_memory() if is_gpu else t for t in b) for b in super().__iter__()]
+        finally: self.device = place
+        def copied(b): return tuple(t.to(place, non_blocking=True) for t in b)
+        coming = copied(batches[0])
+        for b in [*batches[1:], None]:
+            now,coming = coming,None if b is None else copied(b)
+            yield now
+
+@pytest.mark.skipif(is_gpu, reason='the next test asks the profiler')
+def test_order_of_copies():
+    "Between two fetches nothing waits, with fastaccum as without; and no copy is made that fastai does not make"
+    def order(*cbs, opt=SGD):
+        data,model = net('MLP')
+        learn = learner(data, n_items//2, *cbs, model=model, loss_func=nn.CrossEntropyLoss(), opt_func=opt, dl_type=NonBlocking, valid=Data(data.x[:2], data.y[0][:2]))
+        learn._do_epoch_validate = noop
+        with simulated.trace: learn.fit(1, .01)
+        return [o for o in simulated.trace if o in ('copy to the device', 'read', 'copy to the host', 'blocking copy to the device') or o=='aten::addmm']
+    plain,acc = order(),order(Acc(2*n_items, micro_batch_size=8))
+    copies = [i for i,o in enumerate(acc) if o=='copy to the device']
+    assert len(copies)==8==plain.count('copy to the device')               # x and y of 4 loader batches
+    assert not {'read', 'copy to the host', 'blocking copy to the device'} & set(acc[copies[0]:copies[-1]])
+    assert 'addmm' in ''.join(acc[copies[3]:copies[4]])                    # the third is asked for while the first is computed
+    assert acc.count('copy to the host')==1 and plain.count('copy to the host')==4
+
+# --- what only CUDA has
+
+@only_cuda
+def test_fetched_while_computing():
+    "The profiler sees copies to the device run beside kernels, on a stream of their own, as often as without fastaccum"
+    from torch.profiler import ProfilerActivity, profile
+    class Prefetch(NonBlocking):
+        def __iter__(self):
+            stream,main = torch.cuda.Stream(),torch.cuda.current_stream()
+            with torch.cuda.stream(stream): batches = super().__iter__()
+            while True:
+                with torch.cuda.stream(stream): b = next(batches, None)
+                if b is None: return
+                main.wait_stream(stream)
+                for t in b: t.record_stream(main)
+                yield b
+    def beside(*cbs):
+        data,model = net('transformer', 4*n_items)
+        learn = learner(data, n_items, *cbs, model=model, loss_func=nn.CrossEntropyLoss(), dl_type=Prefetch, valid=Data(data.x[:2], data.y[0][:2]))
+        learn.fit(1, .01)
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof: learn.fit(1, .01)
+        events = [e for e in prof.events() if e.device_type==torch.autograd.DeviceType.CUDA]
+        copies = [e.time_range for e in events if 'HtoD' in e.name and 'Pinned' in e.name]
+        kernels = [e.time_range for e in events if not e.name.startswith('Mem')]
+        return sum(any(k.start < c.end and c.start < k.end for k in kernels) for c in copies),weights(learn.model)
+    assert beside(Acc(n_items, micro_batch_size=8))[0] >= beside()[0] - 1
+
+@only_cuda
+@pytest.mark.parametrize('amp', amps)
+def test_two_streams(amp):
+    "Batches that come on another stream are used when they are there"
+    class Side(DataLoader):
+        def __iter__(self):
+            stream,place,self.device = torch.cuda.Stream(),self.device,None
+            try:
+                for b in super().__iter__():
+                    with torch.cuda.stream(stream): b = tuple(t.pin_memory().to(place, non_blocking=True) for t in b)
+                    torch.cuda.current_stream().wait_stream(stream)
+                    for t in b: t.record_stream(torch.cuda.current_stream())
+                    yield b
+            finally: self.device = place
+    a,b = fit_net('conv net', amp, loader=Side),fit_net('conv net', amp)
+    assert torch.equal(weights(a.model), weights(b.model))
+
+@only_cuda
+@pytest.mark.parametrize('amp', amps)
+@pytest.mark.parametrize('opt', [torch.optim.AdamW, torch.optim.SGD])
+def test_fused(opt, amp):
+    "As the one that is not fused; in fp16 it skips steps by itself, and the host reads only the loss"
+    a,b = (fit_net('MLP', amp, opt_func=partial(OptimWrapper, opt=partial(opt, fused=f)), lr=.01) for f in (True, False))
+    start = weights(net('MLP')[1])
+    assert rel_err(weights(a.model)-start, weights(b.model)-start) < (1e-4 if amp == 'to_fp32' else .02)
+
+@only_cuda
+@pytest.mark.parametrize('amp', amps)
+def test_channels_last(amp):
+    "Micro-batches keep the format"
+    class Format(Callback):
+        order,run_valid = 20,False
+        def before_batch(self): self.learn.xb = (self.learn.x.contiguous(memory_format=torch.channels_last),)
+        def after_pred(self): assert self.learn.x.is_contiguous(memory_format=torch.channels_last)
+    data,model = net('conv net')
+    a,b = fit_net('conv net', amp, Format(), model=model.to(memory_format=torch.channels_last)),fit_net('conv net', amp)
+    assert rel_err(tensor(a.recorder.losses), tensor(b.recorder.losses)) < (1e-4 if amp == 'to_fp32' else .02)
+
+@only_cuda
+def test_graphs():
+    "A captured graph replays after a fit that ran out of memory as before it; a graphed model trains as the plain one"
+    lin,static = nn.Linear(64, 64).cuda(),torch.randn(8, 64, device='cuda')
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad(): lin(static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad(): out = lin(static)
+    graph.replay()
+    before = out.clone()
+    fixed = {k: peak('conv net', n_items, k=k) for k in (16, 32)}
+    learn = fit_auto('conv net', 'auto', bytes=(fixed[16]+fixed[32])/2 + sum(p.nbytes for p in net('conv net')[1].parameters()))
+    assert learn.gradient_accumulation.state.micro_bs < n_items
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, before)
+    data,model = Data(torch.randn(2*n_items, 6), torch.randint(8, (2*n_items,))),nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 8)).cuda()
+    plain = fit_net('MLP', model=deepcopy(model), data=data)
+    graphed = torch.cuda.make_graphed_callables(deepcopy(model), (torch.randn(8, 6, device='cuda'),))
+    learn = make(data, n_items//2, Acc(n_items, micro_batch_size=8), loss_func=nn.CrossEntropyLoss(), dl_type=InMemory)
+    learn.model = graphed                              # a copy would not be the graphed one
+    learn.fit(3, .02)
+    assert rel_err(weights(learn.model), weights(plain.model)) < 1e-5
