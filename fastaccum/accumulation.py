@@ -193,9 +193,9 @@ class Accumulation(LoopCallback):
         learn,st = self.learn,self.state
         if not st.running: self.before_fit()             # it was added in the middle of a fit
         n,n_iter = self.count(),learn.__dict__.get('n_iter', 0)
-        st.opens,st.last = self.acc.n_items == 0,learn.iter == n_iter-1
+        st.opens,st.last = self.acc.n_items == 0,learn.__dict__.get('iter', 0) == n_iter-1
         if st.opens:
-            self.acc.accum_bs = n if self.per_loader_batch else self.size_at(learn.epoch*n_iter + learn.iter, n_iter, learn.n_epoch)
+            self.acc.accum_bs = n if self.per_loader_batch else self.size_at(learn.epoch*n_iter + learn.__dict__.get('iter', 0), n_iter, learn.n_epoch)
             st.without_grad = [p for p in self.acc.params if p.grad is None] if self.remainder == 'drop' else []
         st.closes = self._ends(self.acc.n_items + n)
 

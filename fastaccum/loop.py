@@ -12,9 +12,12 @@ from .events import Events, _batch_events, cancels, is_a
 from .memory import is_out_of_memory, step_too_big
 from .rows import Rows, row_loss
 
+_all_ = ['cancels']
+
 # %% auto #0
 __all__ = ['fastai_do_fit', 'fastai_validation_context', 'fastai_do_epoch_validate', 'is_stock', 'check_own_loop', 'EveryBatch',
-           'AsItIs', 'Progress', 'BatchLoop', 'LoopCallback', 'loop_of', 'warn_of_fastais', 'in_fit', 'undisturbed']
+           'AsItIs', 'Progress', 'BatchLoop', 'LoopCallback', 'loop_of', 'warn_of_fastais', 'in_fit', 'undisturbed',
+           'cancels']
 
 # %% ../nbs/api/09_loop.ipynb #66b8cd87
 _stock = {m: getattr(Learner, m) for m in ('_split','_backward')}

@@ -274,7 +274,7 @@ def test_outside_a_fit():
         learn.n_iter = 8
         learn.create_opt()
         learn.one_batch(0, b)
-    assert learn.gradient_accumulation.n_items==8
+        assert learn.gradient_accumulation.n_items==8
 
 def test_two_learners():
     cb = GradientAccumulation(32)
