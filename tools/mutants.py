@@ -9,11 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT/'_mutants'
 GOAL = .95   # of the mutants of each module are killed
-# Module, and the tests that are run on its mutants: quick ones that come close to it. `notebook` is the module's own
+# Module, and what is run on its mutants: notebooks (by their modules) and tests that come close to it
 MODULES = dict(
-    scaler='notebook test_scaler',
-    accumulator='notebook test_exact test_properties',
-    microbatch='notebook test_microbatch',
+    losses='losses accumulator accumulation test_exact',
+    accumulator='accumulator accumulation test_exact test_properties',
+    scaler='scaler test_scaler',
+    microbatch='microbatch accumulation test_microbatch',
+    events='events loop accumulation test_dispatch',
 )
 # Module, a part of the mutant's line, and why the mutant does what the code does
 EQUIVALENT = (
@@ -35,8 +37,8 @@ def undecorated(code):
     return '\n'.join(lines)+'\n'
 
 def config(module):
-    nb = next(f.stem for f in (ROOT/'nbs/api').glob('*.ipynb') if f'default_exp {module}"' in f.read_text(encoding='utf-8'))
-    tests = [f'tests/notebooks.py::test_notebook[{nb}]' if t=='notebook' else f'tests/{t}.py' for t in MODULES[module].split()]
+    nbs = {f.stem.partition('_')[2]: f.stem for f in (ROOT/'nbs/api').glob('*.ipynb')}
+    tests = [f'tests/notebooks.py::test_notebook[{nbs[t]}]' if t in nbs else f'tests/{t}.py' for t in MODULES[module].split()]
     return f'''[tool.mutmut]
 source_paths = ["fastaccum"]
 only_mutate = ["fastaccum/{module}.py"]
