@@ -11,14 +11,18 @@ WORK = ROOT/'_mutants'
 GOAL = .95   # of the mutants of each module are killed
 # Module, and what is run on its mutants: notebooks (by their modules) and tests that come close to it
 MODULES = dict(
-    losses='losses accumulator accumulation test_exact',
-    accumulator='accumulator accumulation test_exact test_properties',
-    scaler='scaler test_scaler',
-    microbatch='microbatch accumulation test_microbatch',
-    events='events loop accumulation test_dispatch',
+    losses='losses test_losses.py',
+    accumulator='accumulator test_accumulator.py',
+    scaler='scaler test_scaler.py',
+    microbatch='microbatch test_parts.py ' + ' '.join(f'test_microbatch.py::test_{t}' for t in (
+        'split_items', 'cannot_split', 'few_items', 'mixed', 'inputs_that_cannot_be_split', 'batch_is_put_back')),
+    events='events loop test_dispatch.py',
 )
 # Module, a part of the mutant's line, and why the mutant does what the code does
 EQUIVALENT = (
+    *(('accumulator', f'return self._replace(target=target, {planned})', 'the target is the sum of the weights then, complete or not')
+      for planned in ('planned=None', '', 'planned=+1', 'planned=-2')),
+    ('accumulator', 'return v if (v.dtype == dtype) and False else v.to(dtype)', '`to` gives the tensor itself'),
     ('scaler', 'at_min = scale < self.min_scale*(1+1e-6)', 'no float32 scale lies there exactly'),
     ('scaler', 'f.to(self._scale.device, )', 'only a GPU copies without blocking, and the value is the same'),
     ('scaler', 'f.to(self._scale.device, non_blocking=False)', 'as above'),
@@ -38,7 +42,7 @@ def undecorated(code):
 
 def config(module):
     nbs = {f.stem.partition('_')[2]: f.stem for f in (ROOT/'nbs/api').glob('*.ipynb')}
-    tests = [f'tests/notebooks.py::test_notebook[{nbs[t]}]' if t in nbs else f'tests/{t}.py' for t in MODULES[module].split()]
+    tests = [f'tests/notebooks.py::test_notebook[{nbs[t]}]' if t in nbs else f'tests/{t}' for t in MODULES[module].split()]
     return f'''[tool.mutmut]
 source_paths = ["fastaccum"]
 only_mutate = ["fastaccum/{module}.py"]
