@@ -2,11 +2,12 @@
 
 The loss of a micro-batch is `slope*(x+1)` at x=0: its value and its gradient are both `slope`. So the gradient of an accumulated batch,
 and its loss, must both be the mean of the slopes, each counted with its weight."""
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 import pytest, torch
 from torch import nn, tensor
 from bench.measure import SyncCounter
-from fastaccum.accumulator import Accumulated, GradientAccumulator, _scalars, back_propagate, correct, mean_loss, nonzero, scalar, scale_grads, weighted
+from fastaccum.accumulator import Accumulated, GradientAccumulator, _scalars, as_weight, back_propagate, correct, mean_loss, nonzero, \
+    rescale, scalar, scale_grads, weighted
 
 KINDS = dict(numbers=lambda w, i: w, integers=lambda w, i: tensor(int(w)), floats=lambda w, i: tensor(float(w)),
              mixed=lambda w, i: w if i%2 else tensor(float(w)), vectors=lambda w, i: tensor([w]), doubles=lambda w, i: tensor(w, dtype=torch.float64))
@@ -66,6 +67,10 @@ def test_sums():
     toy.acc.reopen()
     toy.add(7., 2, 4)
     assert toy.finish()==15
+    toy = Toy(normalize=False)
+    pred = toy.x+1
+    toy.acc.add(3*pred, 4, 0, pred=pred).backward()      # counts, whatever its weight
+    assert toy.finish()==3
 
 def test_nan_of_nothing():
     "Losses of micro-batches without weight may be NaN, and their gradients too where the prediction is given"
@@ -168,7 +173,8 @@ def test_float64():
 def test_weighted():
     loss = tensor(3.)
     assert weighted(loss, 1) is loss and weighted(loss, 2)==6 and weighted(loss, tensor(2.))==6 and weighted(tensor(float('nan')), tensor(0.))==0
-    assert weighted(torch.zeros((), device='meta'), 0).is_meta
+    with patch('torch.where') as where: weighted(torch.zeros((), device='meta'), 0)
+    assert where.call_args[0][0].is_meta
 
 def test_back_propagate():
     for share in (1, 2, .5, tensor(2.), tensor(2., dtype=torch.float64)):
@@ -203,7 +209,31 @@ def test_scale_grads():
     ps[0].grad,ps[3].grad = torch.ones(3),torch.ones(3, dtype=torch.float64, device='cpu').to(torch.float32)
     ps[1].grad = torch.ones(3).to_sparse()
     for factor in (2., tensor(3.)): scale_grads(ps, factor)
-    assert ps[2].grad is None and all((p.grad.to_dense()==6).all() for p in ps if p.grad is not None)
+    assert ps[2].grad is None
+    assert all((p.grad.to_dense()==6).all() for p in ps if p.grad is not None)
+
+def test_one_multiply_a_device():
+    ps = [nn.Parameter(torch.ones(3, device=d)) for d in ('cpu', 'meta', 'cpu')]
+    for p in ps: p.grad = torch.ones_like(p)
+    with patch('torch._foreach_mul_') as m: scale_grads(ps, tensor(3.))
+    assert [(len(grads), grads[0].device, factor.device) for (grads,factor),_ in m.call_args_list]==[
+        (n, torch.device(d), torch.device(d)) for n,d in ((2, 'cpu'), (1, 'meta'))]
+
+def test_rescale():
+    p = nn.Parameter(torch.zeros(2))
+    for weight,expected in ((4, 2.), (tensor(4.), 2.), (8, 1.), (0, 0.), (tensor(0.), 0.)):
+        p.grad = torch.ones(2)
+        rescale([p], 8, weight)
+        assert p.grad.tolist()==[expected]*2
+
+def test_device():
+    "Weights go where the loss is"
+    assert as_weight(tensor(3.), 'meta').is_meta and as_weight(3, 'meta')==3
+    acc = GradientAccumulator([x := nn.Parameter(torch.zeros((), device='meta'))], 8)
+    acc.add(x*2, 4, tensor(3.))
+    assert acc.so_far.weights[0].is_meta
+    with patch('fastaccum.accumulator.ignore_empty') as m: acc.add(x*2, 4, 3, pred=x)
+    assert m.call_args[0][1].is_meta
 
 def test_nonzero():
     for v,expected in ((0, 1), (3, 3), (.5, .5), (tensor(0), 1), (tensor(3), 3), (tensor(0.), 1), (tensor(.5), .5)): assert nonzero(v)==expected

@@ -23,6 +23,10 @@ EQUIVALENT = (
     *(('accumulator', f'return self._replace(target=target, {planned})', 'the target is the sum of the weights then, complete or not')
       for planned in ('planned=None', '', 'planned=+1', 'planned=-2')),
     ('accumulator', 'return v if (v.dtype == dtype) and False else v.to(dtype)', '`to` gives the tensor itself'),
+    ('accumulator', 'if (total.is_floating_point()) or True', 'slower for integers; 1 instead of 0 all the same'),
+    ('accumulator', 'return weight.reshape(()) if (weight.dim()) or True', 'a view with the same value'),
+    *(('accumulator', f'{f}.to(device, {arg})', 'only a GPU copies without blocking, and the value is the same')
+      for f in ('factor', 'weight.detach()') for arg in ('', 'non_blocking=False')),
     ('scaler', 'at_min = scale < self.min_scale*(1+1e-6)', 'no float32 scale lies there exactly'),
     ('scaler', 'f.to(self._scale.device, )', 'only a GPU copies without blocking, and the value is the same'),
     ('scaler', 'f.to(self._scale.device, non_blocking=False)', 'as above'),
