@@ -87,6 +87,7 @@ def test_nominal():
         toy = Toy()
         toy.add(3., weight, 4, nominal=nominal)
         assert toy.acc.so_far.target==target
+    assert Accumulated().aimed([4], 4, 8).target==8
 
 @pytest.mark.parametrize('on_device', (False, True))
 def test_complete(on_device):
@@ -99,6 +100,8 @@ def test_complete(on_device):
         back_propagate(slope*(toy.x+1), share)
         toy.acc.count(tensor(slope), tensor(w) if on_device else w, n)
     assert toy.acc.so_far.complete
+    with patch('fastaccum.accumulator.mean_loss') as m: toy.acc.so_far.mean(), toy.acc.so_far.mean(since=1)
+    assert [c.args[3] for c in m.call_args_list]==[toy.acc.so_far.target, None]     # the sum is known
     grad = toy.x.grad
     toy.x.grad = None                  # `finish` does not look at it
     loss = toy.acc.finish()
@@ -120,7 +123,7 @@ def test_mean_since():
         marks.append(toy.acc.so_far)
         toy.add(*p)
     assert [toy.acc.mean_since(m).item() for m in marks[::-1]]==[7, mean(*PARTS['tokens'][1:]), mean(*PARTS['tokens'])]
-    assert toy.acc.so_far.known[1]==17 and toy.finish()==mean(*PARTS['tokens'])
+    assert toy.acc.so_far.known[1]==17 and toy.acc.so_far.mean() is toy.acc.so_far.known and toy.finish()==mean(*PARTS['tokens'])
 
 @kinds
 def test_state(kind):

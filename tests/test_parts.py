@@ -1,5 +1,6 @@
 "What splits a batch and keeps its state, without a Learner"
 import random
+from collections import namedtuple
 from itertools import product
 from types import SimpleNamespace
 import numpy as np, pytest, torch
@@ -20,6 +21,8 @@ def test_join():
     parts = [{'a': tensor([i, i]), 'b': (tensor(float(i)), 'name', i)} for i in range(3)]
     joined = join_items(parts)
     assert joined['a'].tolist()==[0, 0, 1, 1, 2, 2] and joined['b'][0].tolist()==[0, 1, 2] and joined['b'][1:]==('name', 0)
+    pair = namedtuple('Pair', 'a b')
+    assert map_tensors(torch.neg, pair(tensor(1), [tensor(2)]))==pair(tensor(-1), [tensor(-2)])
     assert map_tensors(torch.add, [tensor(1), 'x'], [tensor(2), 'y'])==[tensor(3), 'x']
 
 def mixer(lam): return SimpleNamespace(yb1=(torch.arange(5)*10,), lam=lam)

@@ -23,6 +23,8 @@ EQUIVALENT = (
     *(('accumulator', f'return self._replace(target=target, {planned})', 'the target is the sum of the weights then, complete or not')
       for planned in ('planned=None', '', 'planned=+1', 'planned=-2')),
     ('accumulator', 'return v if (v.dtype == dtype) and False else v.to(dtype)', '`to` gives the tensor itself'),
+    ('accumulator', 'weights.sum() if (isinstance(weights, Tensor)) and False', 'one by one, slower'),
+    ('accumulator', 'planned=n_items if complete else -2', 'no number of items either'),
     ('accumulator', 'if (total.is_floating_point()) or True', 'slower for integers; 1 instead of 0 all the same'),
     ('accumulator', 'return weight.reshape(()) if (weight.dim()) or True', 'a view with the same value'),
     *(('accumulator', f'{f}.to(device, {arg})', 'only a GPU copies without blocking, and the value is the same')
