@@ -1,14 +1,14 @@
 # `make` lists the targets. GNU make 3.81, which macOS has, is enough.
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-BENCH := .venv/.bench
+EXTRAS := .venv/.bench .venv/.mutants
 MIN_PYTHON := $(shell sed -n 's/^min_python *= *//p' settings.ini)
 PYTHONS := python3 $(addprefix python,$(shell sed -n 's/^pythons *= *//p' settings.ini)) python
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))
 # One thread is fastest for models as small as the tests', and they never log to a server
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
 
-.PHONY: help demo test bench docs export readme clean bump
+.PHONY: help demo test bench mutants foreign docs export readme clean bump
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
@@ -31,11 +31,17 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile
 
-bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness and host syncs (minutes); make the page of it; DEVICE=cuda: on a GPU
+bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness and host syncs (minutes); make the page of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(BIN)/python -m bench
 	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb
 	$(BIN)/python tools/export.py
 endif
+
+mutants: $(INSTALLED) .venv/.mutants ## do the tests notice a change of the code? Of all modules (an hour), or MODULES="scaler events"
+	$(TEST_ENV) $(BIN)/python tools/mutants.py $(MODULES)
+
+foreign: $(INSTALLED) ## run the tests of fastai's notebooks with our loop (half an hour); FASTAI=path of a checkout, else it is cloned
+	$(TEST_ENV) $(BIN)/python tools/foreign.py $(FASTAI)
 
 docs: $(INSTALLED) ## build the site in _docs from the notebooks (Python 3.11 or newer)
 	$(BIN)/python tools/docs.py
@@ -50,7 +56,7 @@ bump: $(INSTALLED) ## raise the version's last part, or PART=minor, PART=major
 	$(BIN)/python tools/bump.py $(PART)
 
 clean: ## remove what building, testing and the demo leave behind (.venv stays)
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .hypothesis _proc _docs _md demo
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .hypothesis _mutants _proc _docs _md demo
 	find bench fastaccum nbs tests tools -type d \( -name __pycache__ -o -name .ipynb_checkpoints -o -name models \
 		-o -name runs -o -name wandb \) -prune -exec rm -rf {} +
 
@@ -64,7 +70,7 @@ $(INSTALLED): settings.ini setup.py pyproject.toml
 	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
 
-# The libraries that are measured next to fastaccum
-$(BENCH): $(INSTALLED)
-	$(BIN)/python -m pip install -e '.[bench]'
+# What one target alone needs
+$(EXTRAS): $(INSTALLED)
+	$(BIN)/python -m pip install -e '.[$(@:.venv/.%=%)]'
 	@touch $@

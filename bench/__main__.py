@@ -1,11 +1,12 @@
 """`python -m bench` measures all and writes results.json; with names (`python -m bench speed syncs`) only these, and writes nothing.
-`python -m bench --device cuda` measures on a GPU and writes results_cuda.json"""
+`python -m bench --device cuda` measures on a GPU and writes results_cuda.json.
+`python -m bench --against PATH` times this code and that of another checkout in turn."""
 import json, os, platform, sys, time, warnings
 from contextlib import suppress
 from datetime import date
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-import fastaccum, torch
+import torch
 from . import report
 
 PARTS = dict(exact='Exactness: the gradient of a step against that of one big batch', syncs='Host syncs: per micro-batch, and per step beyond these',
@@ -19,6 +20,7 @@ def machine() -> dict:
     return dict(cpu=cpu, cores=os.cpu_count(), os=system)
 
 def versions() -> dict:
+    import fastaccum    # here, as `--against` starts processes that import this file first
     res = dict(python=platform.python_version())
     for p in PACKAGES:
         with suppress(PackageNotFoundError): res[p] = version(p)
@@ -43,10 +45,11 @@ def on_gpu(device):
     print(f'Wrote {os.path.relpath(file)}, which the page Benchmarks shows.')
 
 def main(names=()):
-    if list(names[:1]) == ['--device']: warnings.simplefilter('ignore'); return on_gpu(names[1])
+    warnings.simplefilter('ignore')          # the libraries' own
+    if list(names[:1]) == ['--device']: return on_gpu(names[1])
+    if list(names[:1]) == ['--against']: return import_module('.against', __package__).main(*names[1:])
     wrong = set(names)-set(PARTS)
     if wrong: sys.exit(f"{', '.join(wrong)}: the parts are {', '.join(PARTS)}.")
-    warnings.simplefilter('ignore')          # the libraries' own
     torch.set_num_threads(1)
     res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), **{part: measure(part) for part in names or PARTS})
     print(f'\n{report.about(res)}')

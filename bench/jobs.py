@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from fastaccum.accumulator import n_items
 
 class Blocks(nn.Sequential):
     "Blocks that keep their activations for backward, or compute them again there"
@@ -31,9 +30,16 @@ def transformer(n_token=64, d=64):
 
 def vectors(n): return torch.randn(n, 32), torch.randint(10, (n,))
 def images(n):  return torch.randn(n, 3, 32, 32), torch.randint(10, (n,))
+def numbers(n): return torch.randn(n, 32), torch.randn(n, 10)
 def tokens(n, length=64): return torch.randint(64, (n, length)), torch.randint(64, (n, length))
+def padded(n):
+    "Texts of 1 to 64 tokens; what pads them does not count"
+    x,y = tokens(n)
+    for o in y: o[torch.randint(1, 65, ()):] = -100
+    return x, y
 
-MODELS = {'MLP 32-64-10': (mlp, vectors), 'conv net': (conv_net, images), 'transformer': (transformer, tokens),
+MODELS = {'MLP 32-64-10': (mlp, vectors), 'MLP, squared error': (mlp, numbers, F.mse_loss), 'conv net': (conv_net, images),
+          'transformer': (transformer, tokens), 'transformer, padded': (transformer, padded),
           'transformer, 256 tokens': (transformer, partial(tokens, length=256))}
 
 class Memory(list):
@@ -41,7 +47,7 @@ class Memory(list):
     drop_last,device,n_inp = False,torch.device('cpu'),1
     def __init__(self, batches):
         super().__init__(batches)
-        sizes = [n_items(b) for b in batches]
+        sizes = [len(next(iter(b.values())) if isinstance(b, dict) else b[0]) for b in batches]
         self.bs,self.n,self.dataset = max(sizes, default=1),sum(sizes),range(sum(sizes))
 
 def nothing(): pass
@@ -79,7 +85,7 @@ class Job:
 def job(model:str, n_micro:int, micro_bs:int, **kwargs):
     "A `Job` for one of `MODELS`, always with the same weights and data"
     torch.manual_seed(0)
-    make,data = MODELS[model]
+    make,data,*loss_func = MODELS[model]
     device = kwargs.get('device', 'cpu')
     x,y = (t.to(device) for t in data(n_micro*micro_bs))
-    return Job(make().to(device), list(zip(x.split(micro_bs), y.split(micro_bs))), **kwargs)
+    return Job(make().to(device), list(zip(x.split(micro_bs), y.split(micro_bs))), **dict(zip(['loss_func'], loss_func)), **kwargs)

@@ -22,7 +22,8 @@ class Case(NamedTuple):
     peers:tuple=tuple(PEERS)
 
 MICRO_BS = 4
-_cases = (Case('MLP 32-64-10', 8, 25, 25), Case('MLP 32-64-10', 64, 5, 25, peers=('hand', 'split')), Case('conv net', 8, 4, 15), Case('transformer', 8, 4, 15))
+_cases = (Case('MLP 32-64-10', 8, 25, 25), Case('MLP 32-64-10', 64, 5, 25, peers=('hand', 'split')), Case('MLP, squared error', 8, 25, 25),
+          Case('conv net', 8, 4, 15), Case('transformer', 8, 4, 15), Case('transformer, padded', 8, 4, 15))
 CASES = [c._replace(precision=p) for c in _cases for p in ('fp32', 'bf16')]
 
 def time_fit(peer, a_job, n_steps) -> dict: # Clock -> us per micro-batch

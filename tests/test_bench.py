@@ -1,10 +1,10 @@
 "The benchmarks: everybody trains the same, the arithmetic, and the promises that the results file must keep"
-import json, re
+import json, re, shutil
 from pathlib import Path
 import pytest
 from reference import rel_err, weights
 import torch
-from bench import exact, gpu, memory, peers, report, speed, syncs
+from bench import against, exact, gpu, memory, peers, report, speed, syncs
 from bench.__main__ import PACKAGES, PARTS, main
 from bench.jobs import job
 from bench.peers import PEERS, installed
@@ -14,8 +14,8 @@ results = report.results()
 def is_ours(row): return row['peer'].startswith('fastaccum')
 
 # -- Everybody trains the same -----------------------------------------------------------------------------------
-def trained(peer, **kwargs):
-    ticks,a_job = [],job('MLP 32-64-10', 24, 4, **kwargs).fresh(on_step=lambda: ticks.append(1))
+def trained(peer, model='MLP 32-64-10', **kwargs):
+    ticks,a_job = [],job(model, 24, 4, **kwargs).fresh(on_step=lambda: ticks.append(1))
     peer.run(a_job)
     assert len(ticks)==3
     return weights(a_job.model)
@@ -25,6 +25,14 @@ def test_same_training(precision, tol):
     before,hand = weights(job('MLP 32-64-10', 24, 4).model),trained(PEERS['hand'], precision=precision)
     assert rel_err(hand, before) > 1e-3
     for p in ours: assert rel_err(trained(p, precision=precision), hand) < tol, p.label
+
+def test_same_training_by_elements():
+    for p in ours: assert rel_err(trained(p, 'MLP, squared error'), trained(PEERS['hand'], 'MLP, squared error')) < 1e-6, p.label
+
+def test_same_training_of_padded_texts():
+    "The hand-written loop weighs every micro-batch alike, so it is another training"
+    hand,whole,split = (trained(PEERS[k], 'transformer, padded') for k in ('hand', 'whole', 'split'))
+    assert rel_err(split, whole) < 1e-6 < 1e-5 < rel_err(whole, hand)
 
 def test_fastai_trains_the_same(): assert rel_err(trained(PEERS['fastai']), trained(PEERS['hand'])) < 1e-6
 
@@ -67,6 +75,19 @@ def test_speed(case):
     rows = speed.run_case(case._replace(steps=2, rounds=1, peers=names))
     assert [r['peer'] for r in rows]==[p.label for k,p in PEERS.items() if k in names]
     assert rows[0]['cpu']['over']==0 and all(r[c]['us'] > 0 for r in rows for c in speed.CLOCKS)
+
+def test_verdict():
+    def q(low, high): return dict(low=low, high=high)
+    assert [against.verdict(q(10, 20), new) for new in (q(20, 30), q(1, 10), q(12, 15), q(21, 30), q(1, 9))]==[
+        'overlap', 'overlap', 'overlap', 'slower', 'faster']
+
+def test_against(tmp_path, monkeypatch):
+    "Each process has its own code"
+    shutil.copytree(against.HERE/'fastaccum', tmp_path/'fastaccum')
+    with open(tmp_path/'fastaccum/accumulation.py', 'a') as f: f.write("open('loaded', 'a').write('once ')")
+    rows = against.run(tmp_path, [speed.Case('MLP, squared error', 2, 3, 3, peers=('hand', 'split', 'whole'))])
+    assert rows.peer.tolist()==['split', 'whole'] and (tmp_path/'loaded').read_text()=='once '
+    with pytest.raises(SystemExit, match='no fastaccum in'): main(['--against', str(tmp_path/'none')])
 
 # -- Counted, so the same on every machine -----------------------------------------------------------------------
 def test_memory():
@@ -120,7 +141,7 @@ def test_page_is_of_the_results():
     outputs = [o.get('data', {}) for c in page['cells'] for o in c.get('outputs', [])]
     def shown(kind): return '\n'.join(''.join(data.get(kind, '')) for data in outputs)
     assert report.about(results) in shown('text/markdown') and shown('image/png').strip()
-    tables = [report.speed(results['speed'], *models) for models in (('MLP 32-64-10',), ('conv net', 'transformer'))]
+    tables = [report.speed(results['speed'], *models) for models in (('MLP 32-64-10',), ('conv net', 'transformer'), ('MLP, squared error', 'transformer, padded'))]
     tables += [getattr(report, part)(results[part]) for part in ('memory', 'syncs', 'exact')]
     assert re.findall('<td>(.*?)</td>', shown('text/html'))==[v for t in tables for v in t.values.flatten()]
 

@@ -169,6 +169,17 @@ def test_patience_after_error():
         assert scaler.n_steps == n
     assert play(scaler, '....', task) == [1,1,2,2]
 
+def test_may_give_up():
+    "Only where one more overflow would be one too many; an update without a step is none"
+    scaler = cpu_scaler(init_scale=1., patience=3)
+    for c,expected in zip('x.xx.xx', (False, False, False, True, False, False, True)):
+        play(scaler, c)
+        assert scaler.may_give_up is expected
+    scaler = cpu_scaler(init_scale=1., patience=3)
+    play(scaler, 'x')
+    scaler.update(1.)
+    assert not scaler.may_give_up and not cpu_scaler(enabled=False, patience=1).may_give_up and cpu_scaler(patience=1).may_give_up
+
 # --- host syncs
 
 # no plain Adam: it reads its own step counter, which lies on the host
@@ -277,10 +288,10 @@ def test_sparse(value, skipped):
 
 def test_returns_what_the_optimizer_returns():
     scaler,task = cpu_scaler(),Task()
-    task.opt.step = lambda extra: extra
-    for overflow,expected in ((False,'yes'), (True,None)):
+    task.opt.step = lambda extra, also: (extra, also)
+    for overflow,expected in ((False,('yes', 1)), (True,None)):
         task.backward(scaler, overflow)
-        assert scaler.step(task.opt, 'yes') == expected
+        assert scaler.step(task.opt, 'yes', also=1) == expected
         scaler.update()
 
 def test_disabled():
@@ -326,12 +337,24 @@ def test_long_history():
     "Rows that are put together on the device come out as they went in"
     scaler,task = cpu_scaler(init_scale=2.**10, patience=10**6),Task(torch.optim.SGD, lr=0.)
     overflows = ''.join(random.Random(1).choices('x.', (1,4), k=2500))
-    for c in overflows: task.step(scaler, c=='x')
-    assert len(scaler._record._rows) < 1024
+    for i,c in enumerate(overflows):
+        task.step(scaler, c=='x')
+        assert len(scaler._record._rows) == i%1023+1   # 1024 become one
     h = scaler.history()
     assert h['skipped'] == [c=='x' for c in overflows] and scaler.n_overflows == overflows.count('x')
     assert h['scale'] == [2.**10] + play(cpu_scaler(init_scale=2.**10, patience=10**6), overflows)[:-1]
     assert scaler.history() == h
+
+def test_device():
+    "The scale and the trackers lie where the first loss does, and `found_inf` beside the scale"
+    scaler = cpu_scaler()
+    scaler._lazy_init_scale_growth_tracker(torch.device('meta'))
+    scaler._per_optimizer_states[1] = dict(found_inf_per_device=dict(cpu=torch.zeros(())))
+    assert all(t.is_meta for t in (scaler._scale, scaler._growth_tracker, scaler._overflow_tracker, scaler.found_inf))
+
+def test_defaults_are_torchs():
+    ours,theirs = DynamicLossScaler('cpu'),torch.amp.GradScaler('cpu')
+    for get in ('get_scale', 'get_growth_factor', 'get_backoff_factor', 'get_growth_interval'): assert getattr(ours, get)() == getattr(theirs, get)()
 
 # --- saved state
 
@@ -391,6 +414,9 @@ def test_state_of_torch():
     ours.load_state_dict(theirs.state_dict())
     assert play(ours, '.') == [2.**24] and (ours.n_steps, ours.n_overflows) == (1, 0)   # within our bounds
     assert ours._get_growth_tracker() == 4 and ours.get_growth_interval() == 5
+    patient = cpu_scaler(hysteresis=2)
+    patient.load_state_dict(theirs.state_dict())
+    assert play(patient, 'xx') == [2.**24,2.**23]
     theirs.load_state_dict(ours.state_dict())   # and the other way
     assert theirs.get_scale() == 2.**24
     with pytest.raises(RuntimeError, match='empty'): ours.load_state_dict({})
@@ -420,6 +446,8 @@ good = dict(init_scale=1024., growth_factor=2., backoff_factor=.5, growth_interv
     (dict(patience=0),             ValueError, 'patience=0 must be at least 1'),
     (dict(min_scale=0.),           ValueError, r'min_scale=0.0 must be finite and at least 2\*\*-126'),
     (dict(min_scale=-1.),          ValueError, 'min_scale=-1.0 must be'),
+    (dict(min_scale=2.**-126.5),   ValueError, 'min_scale=.* must be finite and at least'),
+    (dict(min_scale=inf, max_scale=inf), ValueError, 'min_scale=inf must be finite'),
     (dict(max_scale=.5),           ValueError, 'max_scale=0.5 must be at least min_scale=1.0'),
     (dict(max_scale=float('nan')), ValueError, 'max_scale=nan'),
     (dict(init_scale='big'),       TypeError,  "init_scale='big' must be a number, not a str"),
@@ -430,7 +458,7 @@ good = dict(init_scale=1024., growth_factor=2., backoff_factor=.5, growth_interv
 ))
 @pytest.mark.parametrize('enabled', (True, False))
 def test_errors(bad, error, message, enabled):
-    DynamicLossScaler('cpu', **good, enabled=enabled)
+    for ok in (dict(), dict(min_scale=2.**-126)): DynamicLossScaler('cpu', **good|ok, enabled=enabled)
     with pytest.raises(error, match=message): DynamicLossScaler('cpu', **good|bad, enabled=enabled)
 
 def test_imports_no_fastai():

@@ -1,0 +1,89 @@
+"What splits a batch and keeps its state, without a Learner"
+import random
+from collections import namedtuple
+from itertools import product
+from types import SimpleNamespace
+import numpy as np, pytest, torch
+from torch import nn, tensor
+from torch.utils._pytree import tree_leaves
+from fastaccum.microbatch import Snapshot, in_parts, join_items, map_tensors, part_sizes, split_items
+
+def test_part_sizes():
+    "As few as can be, as even as can be, the larger ones first; tensors and lists are cut alike"
+    for n,size in product(range(1, 20), range(1, 20)):
+        sizes = part_sizes(n, size)
+        assert sum(sizes)==n and len(sizes)==-(-n//size) and sizes==sorted(sizes, reverse=True) and max(sizes)-min(sizes) <= 1
+        parts = split_items((torch.arange(n), list(map(str, range(n)))), size)
+        assert [t.tolist() for t,_ in parts]==[[int(o) for o in l] for _,l in parts] and [len(t) for t,_ in parts]==sizes
+
+def test_join():
+    "Losses without dimensions are stacked; what is no tensor is the first part's"
+    parts = [{'a': tensor([i, i]), 'b': (tensor(float(i)), 'name', i)} for i in range(3)]
+    joined = join_items(parts)
+    assert joined['a'].tolist()==[0, 0, 1, 1, 2, 2] and joined['b'][0].tolist()==[0, 1, 2] and joined['b'][1:]==('name', 0)
+    pair = namedtuple('Pair', 'a b')
+    assert map_tensors(torch.neg, pair(tensor(1), [tensor(2)]))==pair(tensor(-1), [tensor(-2)])
+    assert map_tensors(torch.add, [tensor(1), 'x'], [tensor(2), 'y'])==[tensor(3), 'x']
+
+def mixer(lam): return SimpleNamespace(yb1=(torch.arange(5)*10,), lam=lam)
+
+def test_in_parts():
+    "Inputs, targets and MixUp's other targets are those of the part; `lam` too, if there is one an item; all come back, also when it is left early"
+    mixers = [mixer(torch.arange(5)/10), mixer(tensor([.3])), mixer(tensor(.5))]
+    before = [(o.yb1, o.lam) for o in mixers]
+    learn = SimpleNamespace(xb=(torch.arange(5), torch.arange(5)+1), yb=(torch.arange(5)+2,))
+    xb,yb = learn.xb,learn.yb
+    seen = []
+    for last in (2, 0):
+        with in_parts(learn, 5, 2, mixers) as parts:
+            for i in parts:
+                seen.append((i, *(t.tolist() for t in tree_leaves((learn.xb, learn.yb, [(o.yb1, o.lam) for o in mixers])))))
+                if i==last: break
+        assert learn.xb is xb and learn.yb is yb and all(o.yb1 is y and o.lam is lam for o,(y,lam) in zip(mixers, before))
+    half = pytest.approx(.5)
+    def row(i, *items):
+        more = [*items],[o+1 for o in items],[o+2 for o in items],[10*o for o in items]
+        return (i, *more, pytest.approx([o/10 for o in items]), more[3], pytest.approx([.3]), more[3], half)
+    assert seen==[row(0, 0, 1), row(1, 2, 3), row(2, 4), row(0, 0, 1)]
+
+def test_whole():
+    "Nothing is cut or put back where the batch is one part"
+    learn,o = SimpleNamespace(xb=(torch.arange(5),), yb=()),mixer(tensor(.5))
+    for size in (5, 6):
+        with in_parts(learn, 5, size, [o]) as parts:
+            assert list(parts)==[0]
+            learn.xb,o.lam = 'changed',1
+        assert learn.xb=='changed' and o.lam==.5
+        learn.xb = (torch.arange(5),)
+
+def test_as_many_inputs_as_items():
+    x = torch.arange(2)
+    learn = SimpleNamespace(xb=(x, x+1), yb=(x,))
+    with in_parts(learn, 2, 1) as parts: assert [[t.tolist() for t in learn.xb] for _ in parts]==[[[0], [1]], [[1], [2]]]
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b,self.c = (nn.Parameter(torch.ones(2)) for _ in 'abc')
+        self.register_buffer('n', torch.zeros(()))
+        self.register_buffer('none', None)
+
+def draws(): return random.random(), np.random.rand(), torch.rand(()).item()
+
+@pytest.mark.parametrize('gradients', (True, False))
+def test_snapshot(gradients):
+    "Buffers in place, also one that forward has replaced; gradients; the three generators of random numbers"
+    m = Net()
+    m.a.grad,m.b.grad = torch.full((2,), 3.),torch.zeros(2)
+    n,grad = m.n,m.a.grad
+    snap = Snapshot(m, iter(m.parameters()), gradients)
+    first = draws()
+    for _ in range(2):
+        m.n.add_(1)
+        m.n = m.n+1
+        for p in m.parameters(): p.grad = torch.full((2,), 7.) if p.grad is None else p.grad.fill_(7)
+        snap.restore()
+        assert m.n is n and m.n==0 and m.none is None
+        assert m.a.grad is grad and m.a.grad.tolist()==[3*gradients]*2 and m.b.grad.tolist()==[0, 0] and m.c.grad is None
+        assert draws()==first
+    assert Snapshot(nn.Module(), []).device==torch.device('cpu')

@@ -1,0 +1,102 @@
+"""Do the tests notice a change of the code? `make mutants`, or `make mutants MODULES="scaler microbatch"`
+
+mutmut makes hundreds of small changes in a module (a `<` becomes `<=`, an argument is dropped, ...), and runs the tests on each. A mutant
+that no test kills shows an assertion that is missing, or changes nothing: then it stands in `EQUIVALENT`, with the reason. Mutants that
+change only the words of a message are left out. All is done in a copy, `_mutants`; `mutmut show NAME` there shows a mutant."""
+import ast, json, os, re, shutil, subprocess, sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT/'_mutants'
+GOAL = .95   # of the mutants of each module are killed
+# Module, and what is run on its mutants: notebooks (by their modules) and tests that come close to it
+MODULES = dict(
+    losses='losses test_losses.py',
+    accumulator='accumulator test_accumulator.py',
+    scaler='scaler test_scaler.py',
+    microbatch='microbatch test_parts.py ' + ' '.join(f'test_microbatch.py::test_{t}' for t in (
+        'split_items', 'cannot_split', 'few_items', 'mixed', 'inputs_that_cannot_be_split', 'batch_is_put_back')),
+    events='events loop test_dispatch.py',
+)
+# Module, a part of the mutant's line, and why the mutant does what the code does
+EQUIVALENT = (
+    *(('accumulator', f'return self._replace(target=target, {planned})', 'the target is the sum of the weights then, complete or not')
+      for planned in ('planned=None', '', 'planned=+1', 'planned=-2')),
+    ('accumulator', 'return v if (v.dtype == dtype) and False else v.to(dtype)', '`to` gives the tensor itself'),
+    ('accumulator', 'weights.sum() if (isinstance(weights, Tensor)) and False', 'one by one, slower'),
+    ('accumulator', 'planned=n_items if complete else -2', 'no number of items either'),
+    ('accumulator', 'if (total.is_floating_point()) or True', 'slower for integers; 1 instead of 0 all the same'),
+    ('accumulator', 'return weight.reshape(()) if (weight.dim()) or True', 'a view with the same value'),
+    *(('accumulator', f'{f}.to(device, {arg})', 'only a GPU copies without blocking, and the value is the same')
+      for f in ('factor', 'weight.detach()') for arg in ('', 'non_blocking=False')),
+    ('scaler', 'at_min = scale < self.min_scale*(1+1e-6)', 'no float32 scale lies there exactly'),
+    ('scaler', 'f.to(self._scale.device, )', 'only a GPU copies without blocking, and the value is the same'),
+    ('scaler', 'f.to(self._scale.device, non_blocking=False)', 'as above'),
+)
+
+def undecorated(code):
+    "`@property def f` as `def f` and `f = property(f)`: mutmut leaves decorated functions out"
+    lines,defs = code.splitlines(),[o for o in ast.walk(ast.parse(code)) if isinstance(o, ast.FunctionDef) and o.decorator_list]
+    for o in sorted(defs, key=lambda o: -o.lineno):
+        names = [ast.unparse(d) for d in o.decorator_list]
+        if any('.' in n or n in ('staticmethod', 'classmethod') for n in names): continue
+        value = o.name
+        for n in reversed(names): value = f'{n}({value})'
+        lines.insert(o.end_lineno, f"{' '*o.col_offset}{o.name} = {value}")
+        del lines[o.decorator_list[0].lineno-1:o.lineno-1]
+    return '\n'.join(lines)+'\n'
+
+def config(module):
+    nbs = {f.stem.partition('_')[2]: f.stem for f in (ROOT/'nbs/api').glob('*.ipynb')}
+    tests = [f'tests/notebooks.py::test_notebook[{nbs[t]}]' if t in nbs else f'tests/{t}' for t in MODULES[module].split()]
+    return f'''[tool.mutmut]
+source_paths = ["fastaccum"]
+only_mutate = ["fastaccum/{module}.py"]
+also_copy = ["nbs", "pyproject.toml"]
+pytest_add_cli_args_test_selection = {tests}
+pytest_add_cli_args = ["-p", "no:cacheprovider", "-W", "ignore", "-k", "not imports_no_fastai"]
+[tool.pytest.ini_options]
+pythonpath = [".", "tools"]
+'''
+
+def mutants(module): # Mutant -> is it killed, what it takes out, what it puts in
+    "In a fresh copy, as mutmut does not see when a test has changed"
+    from mutmut.stats import status_by_exit_code
+    shutil.rmtree(WORK, ignore_errors=True)
+    for d in ('fastaccum', 'tests', 'bench', 'nbs/api'): shutil.copytree(ROOT/d, WORK/d, ignore=shutil.ignore_patterns('__pycache__'))
+    file = WORK/f'fastaccum/{module}.py'
+    file.write_text(undecorated(file.read_text(encoding='utf-8')), encoding='utf-8')
+    (WORK/'pyproject.toml').write_text(config(module), encoding='utf-8')
+    os.chdir(WORK)
+    subprocess.run([Path(sys.executable).parent/'mutmut', 'run'], check=True)
+    codes = json.loads(Path(f'mutants/fastaccum/{module}.py.meta').read_text(encoding='utf-8'))['exit_code_by_key']
+    return {name: (status_by_exit_code[code] in ('killed', 'timeout', 'segfault'), *changes(name, module)) for name,code in codes.items()}
+
+def changes(name, module):
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+    diff = get_diff_for_mutant(name, path=Path(f'fastaccum/{module}.py')).splitlines()[2:]
+    return ['\n'.join(l[1:].strip() for l in diff if l[0]==c) for c in '-+']
+
+def only_words(old, new):
+    "Of a string with a blank in it: a message, no key or name"
+    return old.lower()==new.replace('XX', '').lower() and bool(re.search(r"""(['"])[^'"]* """, old))
+
+def reason(module, new): return next((why for m,part,why in EQUIVALENT if m==module and part in new), None)
+
+def check(module): # Share of the mutants that are killed; those that do the same do not count
+    found = {k: v for k,v in mutants(module).items() if not only_words(*v[1:])}
+    alive = {k: v for k,v in found.items() if not v[0]}
+    same = [k for k,(_,_,new) in alive.items() if reason(module, new)]
+    for k in alive.keys()-same: print(f'\n{k}\n- {alive[k][1]}\n+ {alive[k][2]}')
+    for m,part,_ in EQUIVALENT:
+        if m==module and not any(part in new for _,_,new in alive.values()): print(f'\nEQUIVALENT has a line that no mutant needs: {part}')
+    share = (len(found)-len(alive))/(len(found)-len(same))
+    print(f'{module}: {len(found)} mutants; {len(same)} do the same as the code; {share:.1%} of the others are killed', flush=True)
+    return share
+
+def main(*names):
+    unknown = set(names)-set(MODULES)
+    if unknown: sys.exit(f"{', '.join(unknown)}: the modules are {', '.join(MODULES)}")
+    if min([check(m) for m in names or MODULES]) < GOAL: sys.exit(f'Below {GOAL:.0%}: add assertions, or say in EQUIVALENT why a mutant does the same')
+
+if __name__=='__main__': main(*sys.argv[1:])
