@@ -129,11 +129,10 @@ def test_checkpoint(capsys):
     assert weights(again.model).equal(weights(whole.model)) and again.used.steps[-1]==whole.used.steps[-1]
     assert 'goes on in epoch 1' in capsys.readouterr().out
 
-def test_by_hand_and_validate():
-    "`validate` amid a fit; events called by hand"
-    learn = scaled(GradientAccumulation(32), Used(), On('after_step', lambda l: l.validate(), calls=[0]))
-    learn.fit(1, 1e-2)
-    assert [s[0] for s in learn.used.steps]==[times(4)]*2
+def test_validate_amid_a_fit():
+    learn = scaled(GradientAccumulation(16), Used(), On('after_step', lambda l: l.validate(), calls=[0]))
+    learn.fit(2, 1e-2)
+    assert all(s[0]==times(2) for s in learn.used.steps) and len(learn.used.steps) > 3 and now(learn)==[[1e-2, .9, .99]]
 
 @pytest.mark.parametrize('kw,msg', [(dict(rule='root'), "rule='root'"), (dict(rule='sqrt', bs=0), 'bs=0'), (dict(rule='sqrt', bs=1.5), 'bs=1.5'), (dict(rule='sqrt', bs=True), 'bs=True')])
 def test_arguments(kw, msg):
