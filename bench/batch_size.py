@@ -1,0 +1,118 @@
+"""Which batch size? Ways to train with larger accumulated batches, compared after the same number of items
+
+`python -m bench.batch_size` takes some minutes on one core and writes batch_size.json, which the tutorial *Find your batch size* shows.
+The learning rate was chosen for the small batch; every other way gets it by its rule, and none is tuned. What differs between the seeds
+is the weights at the start and the order of the items."""
+import json, sysconfig, time, warnings
+from functools import lru_cache, partial
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import TensorDataset
+from fastai.basics import *
+from fastai.callback.schedule import ParamScheduler, SchedCos
+from sklearn.datasets import load_digits
+from fastaccum.all import *
+from fastaccum.noise import AdaptiveGradientAccumulation, GradientNoiseScale
+from fastaccum.rates import ScaleLR, batch_ramp
+
+FILE = Path(__file__).with_suffix('.json')
+SEEDS = range(5)
+DECAY = SchedCos(1, 1/16)
+
+# -- What is trained
+def digits():
+    "1,797 handwritten digits of 8x8 pixels; a fifth of them is for validation"
+    x,y = map(torch.from_numpy, load_digits(return_X_y=True))
+    return TensorDataset((x/16).float(), y.long()),[i%5 > 0 for i in range(len(y))]
+
+def python_sources(length=48, n_files=12):
+    "Windows of characters from modules of Python's library, and the characters one further; a tenth of them is for validation"
+    files = sorted(Path(sysconfig.get_path('stdlib')).glob('*.py'), key=lambda f: (-f.stat().st_size, f.name))[:n_files]
+    text = '\n'.join(f.read_text(encoding='utf-8', errors='ignore') for f in files)
+    ids = torch.tensor([min(ord(c), 127) for c in text])
+    n = (len(ids)-1)//length
+    x,y = ids[:n*length].view(n, length),ids[1:n*length+1].view(n, length)
+    keep = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:4000]
+    return TensorDataset(x[keep], y[keep]),[i%10 > 0 for i in range(len(keep))]
+
+def mlp(): return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+
+class CharTransformer(nn.Module):
+    "Two layers that predict the next character"
+    def __init__(self, d=48, length=48):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(d, 4, 3*d, dropout=0., batch_first=True, norm_first=True)
+        self.emb,self.pos,self.body,self.head = nn.Embedding(128, d),nn.Parameter(torch.randn(length, d)*.02),nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),nn.Linear(d, 128)
+        self.register_buffer('mask', nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
+    def forward(self, x): return self.head(self.body(self.emb(x)+self.pos, mask=self.mask, is_causal=True)).transpose(1, 2)
+
+class Task(NamedTuple):
+    "What is trained: with steps of `small` items, or `large`"
+    data:callable
+    model:callable
+    small:int
+    large:int
+    lr:float      # for `small`: the best of a grid in steps of 2
+    n_epoch:int
+    score:str     # 'accuracy' in %, or 'loss'
+TASKS = {'digits': Task(digits, mlp, 16, 256, 8e-3, 15, 'accuracy'),
+         'characters': Task(python_sources, CharTransformer, 8, 32, 16e-3, 1, 'loss')}
+
+# -- How
+def decays(lr, power=1): return ParamScheduler({'lr': lambda pos: lr*DECAY(pos)**power})
+WAYS = {  # of a task and its learning rate: the callbacks
+    'small':               lambda t: [decays(t.lr)],
+    'large, no rule':      lambda t: [decays(t.lr), GradientAccumulation(t.large)],
+    'large, linear':       lambda t: [decays(t.lr), GradientAccumulation(t.large), ScaleLR('linear')],
+    'large, sqrt':         lambda t: [decays(t.lr), GradientAccumulation(t.large), ScaleLR('sqrt')],
+    'large, sqrt, half-life': lambda t: [decays(t.lr), GradientAccumulation(t.large), ScaleLR('sqrt', half_life=True)],
+    'ramp instead of decay': lambda t: [GradientAccumulationSchedule(t.small, 16*t.small, start=0., finish=1., schedule=batch_ramp(DECAY))],
+    'half ramp, half decay': lambda t: [decays(t.lr, .5), GradientAccumulationSchedule(t.small, 16*t.small, start=0., finish=1., schedule=batch_ramp(DECAY))],
+    'adaptive, sqrt, half-life': lambda t: [decays(t.lr), AdaptiveGradientAccumulation(2*t.small, 16*t.small), ScaleLR('sqrt', bs=t.small, half_life=True)],
+}
+
+@lru_cache(None)
+def _split(name):
+    ds,train = TASKS[name].data()
+    return [TensorDataset(*(t[torch.tensor([k == keep for k in train])] for t in ds.tensors)) for keep in (True, False)]
+
+class Batches:
+    "Shuffled batches of tensors: a loader that costs little"
+    drop_last,n_inp = False,1
+    def __init__(self, ds, bs, shuffle): self.dataset,self.bs,self.shuffle,self.n,self.device = ds,bs,shuffle,len(ds),torch.device('cpu')
+    def __len__(self): return -(-self.n//self.bs)
+    def __iter__(self):
+        order = torch.randperm(self.n) if self.shuffle else torch.arange(self.n)
+        for i in order.split(self.bs): yield self.dataset[i]
+
+def train(name, cbs, seed) -> dict:
+    "Steps, items, seconds of the processor, and the validation's score"
+    task = TASKS[name]
+    set_seed(seed)
+    dls = DataLoaders(*[Batches(ds, bs, bs == task.small) for ds,bs in zip(_split(name), (task.small, 512))])
+    learn = Learner(dls, task.model(), loss_func=F.cross_entropy, opt_func=partial(Adam, wd=0.), metrics=accuracy if task.score == 'accuracy' else None)
+    steps = StepLogger()
+    start = time.process_time()
+    with learn.no_bar(), learn.no_logging(): 
+        with learn.no_mbar(): learn.fit(task.n_epoch, task.lr, cbs=[*cbs, steps])
+    seconds = time.process_time()-start
+    rows,(_,loss,*acc) = steps.to_df(),learn.recorder.values[-1]
+    return dict(steps=len(rows), items=int(rows['items'].sum()), seconds=seconds, loss=loss, score=100*acc[0] if acc else loss)
+
+def run(names=TASKS, ways=WAYS, seeds=SEEDS) -> list: # A dict for each training
+    warnings.simplefilter('ignore')
+    torch.set_num_threads(1)
+    rows = []
+    for name in names:
+        for way in ways:
+            for seed in seeds: rows.append(dict(task=name, way=way, seed=seed, **train(name, WAYS[way](TASKS[name]), seed)))
+            mine = [r for r in rows if (r['task'],r['way']) == (name,way)]
+            print(f"{name}, {way}: {mean(r['steps'] for r in mine):.0f} steps, {mean(r['score'] for r in mine):.4g} +- {stdev(r['score'] for r in mine):.2g}, {mean(r['seconds'] for r in mine):.1f} s", flush=True)
+    return rows
+
+if __name__ == '__main__':
+    from .__main__ import machine, versions
+    res = dict(machine=machine(), versions=versions(), rows=run())
+    FILE.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
