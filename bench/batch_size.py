@@ -27,26 +27,37 @@ def digits():
     x,y = map(torch.from_numpy, load_digits(return_X_y=True))
     return TensorDataset((x/16).float(), y.long()),[i%5 > 0 for i in range(len(y))]
 
-def python_sources(length=48, n_files=12):
+def python_sources(length=32, n_files=12):
     "Windows of characters from modules of Python's library, and the characters one further; a tenth of them is for validation"
     files = sorted(Path(sysconfig.get_path('stdlib')).glob('*.py'), key=lambda f: (-f.stat().st_size, f.name))[:n_files]
     text = '\n'.join(f.read_text(encoding='utf-8', errors='ignore') for f in files)
     ids = torch.tensor([min(ord(c), 127) for c in text])
     n = (len(ids)-1)//length
     x,y = ids[:n*length].view(n, length),ids[1:n*length+1].view(n, length)
-    keep = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:4000]
+    keep = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:5120]
     return TensorDataset(x[keep], y[keep]),[i%10 > 0 for i in range(len(keep))]
 
 def mlp(): return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
 
-class CharTransformer(nn.Module):
-    "Two layers that predict the next character"
-    def __init__(self, d=48, length=48):
+class Block(nn.Module):
+    "Attention to what came before, and a layer of neurons"
+    def __init__(self, d, n_heads=4):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(d, 4, 3*d, dropout=0., batch_first=True, norm_first=True)
-        self.emb,self.pos,self.body,self.head = nn.Embedding(128, d),nn.Parameter(torch.randn(length, d)*.02),nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),nn.Linear(d, 128)
-        self.register_buffer('mask', nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
-    def forward(self, x): return self.head(self.body(self.emb(x)+self.pos, mask=self.mask, is_causal=True)).transpose(1, 2)
+        self.n_heads,self.norm1,self.norm2 = n_heads,nn.LayerNorm(d),nn.LayerNorm(d)
+        self.qkv,self.out,self.mlp = nn.Linear(d, 3*d),nn.Linear(d, d),nn.Sequential(nn.Linear(d, 4*d), nn.GELU(), nn.Linear(4*d, d))
+    def forward(self, x):
+        n,length,d = x.shape
+        q,k,v = self.qkv(self.norm1(x)).view(n, length, 3, self.n_heads, d//self.n_heads).permute(2, 0, 3, 1, 4).unbind()
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, length, d))
+        return x + self.mlp(self.norm2(x))
+
+class CharTransformer(nn.Module):
+    "Two blocks that predict the next character"
+    def __init__(self, d=48, length=32):
+        super().__init__()
+        self.emb,self.pos = nn.Embedding(128, d),nn.Parameter(torch.randn(length, d)*.02)
+        self.body = nn.Sequential(Block(d), Block(d), nn.LayerNorm(d), nn.Linear(d, 128))
+    def forward(self, x): return self.body(self.emb(x)+self.pos).transpose(1, 2)
 
 class Task(NamedTuple):
     "What is trained: with steps of `small` items, or `large`"
@@ -57,8 +68,8 @@ class Task(NamedTuple):
     lr:float      # for `small`: the best of a grid in steps of 2
     n_epoch:int
     score:str     # 'accuracy' in %, or 'loss'
-TASKS = {'digits': Task(digits, mlp, 16, 256, 8e-3, 15, 'accuracy'),
-         'characters': Task(python_sources, CharTransformer, 8, 32, 16e-3, 1, 'loss')}
+TASKS = {'digits': Task(digits, mlp, 16, 80, 8e-3, 15, 'accuracy'),
+         'characters': Task(python_sources, CharTransformer, 4, 16, 8e-3, 1, 'loss')}
 
 # -- How
 def decays(lr, power=1): return ParamScheduler({'lr': lambda pos: lr*DECAY(pos)**power})
