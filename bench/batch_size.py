@@ -4,11 +4,12 @@
 The learning rate was chosen for the small batch; every other way gets it by its rule, and none is tuned. What differs between the seeds
 is the weights at the start and the order of the items."""
 import json, sysconfig, time, warnings
+from datetime import date
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
-import torch, torch.nn as nn, torch.nn.functional as F
+import matplotlib.pyplot as plt, pandas as pd, torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import TensorDataset
 from fastai.basics import *
 from fastai.callback.schedule import ParamScheduler, SchedCos
@@ -79,9 +80,18 @@ WAYS = {  # of a task and its learning rate: the callbacks
     'large, linear':       lambda t: [decays(t.lr), GradientAccumulation(t.large), ScaleLR('linear')],
     'large, sqrt':         lambda t: [decays(t.lr), GradientAccumulation(t.large), ScaleLR('sqrt')],
     'large, sqrt, half-life': lambda t: [decays(t.lr), GradientAccumulation(t.large), ScaleLR('sqrt', half_life=True)],
+    'very large, sqrt, half-life': lambda t: [decays(t.lr), GradientAccumulation(16*t.small), ScaleLR('sqrt', half_life=True)],
     'ramp instead of decay': lambda t: [GradientAccumulationSchedule(t.small, 16*t.small, start=0., finish=1., schedule=batch_ramp(DECAY))],
     'half ramp, half decay': lambda t: [decays(t.lr, .5), GradientAccumulationSchedule(t.small, 16*t.small, start=0., finish=1., schedule=batch_ramp(DECAY))],
     'adaptive, sqrt, half-life': lambda t: [decays(t.lr), AdaptiveGradientAccumulation(2*t.small, 16*t.small), ScaleLR('sqrt', bs=t.small, half_life=True)],
+}
+
+WD = .3
+def weight_decay(wd): return ParamScheduler({'wd': lambda pos: wd})
+WITH_WD = {  # on the digits: what becomes of weight decay
+    'small, wd':          lambda t: [*WAYS['small'](t), weight_decay(WD)],
+    'large, same wd':     lambda t: [*WAYS['large, sqrt, half-life'](t), weight_decay(WD)],
+    'large, wd*sqrt(k)':  lambda t: [*WAYS['large, sqrt, half-life'](t), weight_decay(WD*(t.large/t.small)**.5)],
 }
 
 @lru_cache(None)
@@ -106,24 +116,44 @@ def train(name, cbs, seed) -> dict:
     learn = Learner(dls, task.model(), loss_func=F.cross_entropy, opt_func=partial(Adam, wd=0.), metrics=accuracy if task.score == 'accuracy' else None)
     steps = StepLogger()
     start = time.process_time()
-    with learn.no_bar(), learn.no_logging(): 
-        with learn.no_mbar(): learn.fit(task.n_epoch, task.lr, cbs=[*cbs, steps])
+    with learn.no_bar(), learn.no_logging(): learn.fit(task.n_epoch, task.lr, cbs=[*cbs, steps])
     seconds = time.process_time()-start
     rows,(_,loss,*acc) = steps.to_df(),learn.recorder.values[-1]
     return dict(steps=len(rows), items=int(rows['items'].sum()), seconds=seconds, loss=loss, score=100*acc[0] if acc else loss)
 
-def run(names=TASKS, ways=WAYS, seeds=SEEDS) -> list: # A dict for each training
+def run_ways(name, ways, seeds=SEEDS) -> list: # A dict for each training
+    rows = []
+    for way,cbs in ways.items():
+        mine = [dict(task=name, way=way, seed=seed, **train(name, cbs(TASKS[name]), seed)) for seed in seeds]
+        mean_of = lambda k: mean(r[k] for r in mine)
+        print(f"{name}, {way}: {mean_of('steps'):.0f} steps, {mean_of('score'):.4g} +- {stdev(r['score'] for r in mine):.2g}, {mean_of('seconds'):.1f} s", flush=True)
+        rows += mine
+    return rows
+
+def run(seeds=SEEDS) -> list:
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
-    rows = []
-    for name in names:
-        for way in ways:
-            for seed in seeds: rows.append(dict(task=name, way=way, seed=seed, **train(name, WAYS[way](TASKS[name]), seed)))
-            mine = [r for r in rows if (r['task'],r['way']) == (name,way)]
-            print(f"{name}, {way}: {mean(r['steps'] for r in mine):.0f} steps, {mean(r['score'] for r in mine):.4g} +- {stdev(r['score'] for r in mine):.2g}, {mean(r['seconds'] for r in mine):.1f} s", flush=True)
-    return rows
+    return [r for name in TASKS for r in run_ways(name, WAYS, seeds)] + run_ways('digits', WITH_WD, seeds)
+
+def results(): return json.loads(FILE.read_text(encoding='utf-8'))
+
+def table(rows, name) -> pd.DataFrame: # Indexed by way; `score` and its standard deviation over the seeds, steps and seconds
+    "The means over the seeds, of one task"
+    runs = pd.DataFrame([r for r in rows if r['task'] == name])
+    return runs.groupby('way', sort=False).agg(steps=('steps','mean'), items=('items','mean'), seconds=('seconds','mean'), score=('score','mean'), std=('score','std'))
+
+def plot(rows):
+    "Score against steps, a panel for each task; bars are a standard deviation over the seeds to each side"
+    fig,axs = plt.subplots(1, len(TASKS), figsize=(10, 3.6), layout='constrained')
+    for ax,(name,task) in zip(axs, TASKS.items()):
+        for way,r in table(rows, name).iterrows():
+            if way in WAYS: ax.errorbar(r.steps, r.score, r['std'], marker='o', capsize=3, label=way)
+        ax.set(xscale='log', xlabel='optimizer steps', title=f'{name}: {"accuracy, %" if task.score == "accuracy" else "validation loss"}')
+    axs[0].set_ylim(bottom=94)     # where a collapsed run would flatten all others
+    fig.legend(*axs[0].get_legend_handles_labels(), loc='outside right center')
+    return fig
 
 if __name__ == '__main__':
     from .__main__ import machine, versions
-    res = dict(machine=machine(), versions=versions(), rows=run())
+    res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), rows=run())
     FILE.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
