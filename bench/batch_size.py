@@ -3,11 +3,11 @@
 `python -m bench.batch_size` takes some minutes on one core and writes batch_size.json, which the tutorial *Find your batch size* shows.
 The learning rate was chosen for the small batch; every other way gets it by its rule, and none is tuned. What differs between the seeds
 is the weights at the start and the order of the items."""
-import json, sysconfig, time, warnings
+import json, random, sysconfig, time, warnings
 from datetime import date
 from functools import lru_cache, partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, quantiles, stdev
 from typing import NamedTuple
 import matplotlib.pyplot as plt, pandas as pd, torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import TensorDataset
@@ -17,6 +17,9 @@ from sklearn.datasets import load_digits
 from fastaccum.all import *
 from fastaccum.noise import AdaptiveGradientAccumulation, GradientNoiseScale
 from fastaccum.rates import ScaleLR, batch_ramp
+from .jobs import job
+from .peers import PEERS, fit, joined
+from .speed import time_fit
 
 FILE = Path(__file__).with_suffix('.json')
 SEEDS = range(5)
@@ -135,6 +138,18 @@ def run(seeds=SEEDS) -> list:
     torch.set_num_threads(1)
     return [r for name in TASKS for r in run_ways(name, WAYS, seeds)] + run_ways('digits', WITH_WD, seeds)
 
+def noise_cost(rounds=15, steps=9) -> dict: # `every` -> median, lower and upper quartile of the rounds, in %
+    "What `GradientNoiseScale` adds to the time of a training with micro-batches of 4, on the conv net of the other benchmarks"
+    a_job = job('conv net', 8*steps, 4, n_acc=8)
+    def peer(*make):
+        return PEERS['split']._replace(run=lambda j: fit(j, GradientAccumulation(j.accum_bs, micro_batch_size=j.micro_bs), *(m() for m in make), batches=joined(j)))
+    peers = {0: peer(), **{k: peer(partial(GradientNoiseScale, every=k)) for k in (1, 4)}}
+    times = {k: [] for k in peers}
+    for i in range(-1, rounds):
+        for k in random.Random(i).sample(list(peers), len(peers)): times[k].append(time_fit(peers[k], a_job, steps)['cpu'])
+    over = {k: [100*(t/plain-1) for t,plain in zip(times[k][1:], times[0][1:])] for k in (1, 4)}   # the first warms up
+    return {k: dict(zip(('low','median','high'), quantiles(v, n=4))) for k,v in over.items()}
+
 def results(): return json.loads(FILE.read_text(encoding='utf-8'))
 
 def table(rows, name) -> pd.DataFrame: # Indexed by way; `score` and its standard deviation over the seeds, steps and seconds
@@ -155,5 +170,5 @@ def plot(rows):
 
 if __name__ == '__main__':
     from .__main__ import machine, versions
-    res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), rows=run())
+    res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), noise_cost=noise_cost(), rows=run())
     FILE.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
