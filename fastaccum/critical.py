@@ -16,7 +16,7 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from .accumulation import GradientAccumulation
 from .checkpoint import TrainingCheckpoint, learner_device, rng_state, set_rng_state
-from .loop import takes_rows
+from .rows import takes_rows
 from .noise import GradientNoiseScale
 from .rates import ScaleLR, loader_bs
 

@@ -12,15 +12,15 @@ from collections import namedtuple
 from numbers import Integral, Real
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
-from .accumulation import GradientAccumulation, count_items, loss_info
-from .accumulator import GradientAccumulator, loss_weight
+from .accumulation import GradientAccumulation
+from .accumulator import check_accum_bs
 from .loop import LoopCallback
+from .losses import LossInfo
 from .steps import StepTable, grad_norm
 
 # %% auto #0
 __all__ = ['NoiseEstimate', 'Change', 'noise_and_signal', 'RunningRatio', 'fieller', 'GradientNoiseScale', 'MicroNorms',
-           'measure', 'items_so_far', 'accum_size', 'micro_items', 'micro_weight', 'closed_batch', 'loss_scale',
-           'check_noise', 'next_size', 'AdaptiveGradientAccumulation']
+           'measure', 'so_far', 'loss_scale', 'check_noise', 'next_size', 'AdaptiveGradientAccumulation']
 
 # %% ../nbs/api/14_noise.ipynb #54ce9f5b
 def noise_and_signal(
@@ -95,8 +95,9 @@ class GradientNoiseScale(LoopCallback):
 
     def before_batch(self):
         if self._off: return
-        if items_so_far(self.learn) == 0: self._open()
-        elif self.norms is not None: self.norms.next_batch(items_so_far(self.learn))
+        n = len(so_far(self.learn).weights)
+        if n == 0: self._open()
+        elif self.norms is not None: self.norms.settle(n)
 
     def _open(self):
         "An accumulated batch begins: shall it be measured?"
@@ -107,7 +108,7 @@ class GradientNoiseScale(LoopCallback):
     def before_backward(self):
         if self.norms is not None: self.norms.begin()
     def after_backward(self):
-        if self.norms is not None: self.norms.end(self.learn)
+        if self.norms is not None: self.norms.end()
 
     def before_step(self):
         if self.norms is None: return
@@ -115,7 +116,7 @@ class GradientNoiseScale(LoopCallback):
         self._stop()
         self.ratio.add(x, y)
         self._now = None
-        self.rows.append(dict(fit=self._n_fits, x=x, y=y, accum_bs=accum_size(self.learn)))
+        self.rows.append(dict(fit=self._n_fits, x=x, y=y, accum_bs=self.learn.gradient_accumulation.accum_bs))
 
     def _stop(self):
         if self.norms is not None: self.norms.remove()
@@ -156,7 +157,7 @@ class MicroNorms:
         params # Parameters; those that are frozen have no gradient
     ):
         self.handles = [p.register_hook(self._take) for p in params if p.requires_grad]
-        self.norms,self.weights,self.items,self.done,self.n_before = [],[],[],0,0   # done: micro-batches of the loader batches before
+        self.norms,self.done = [],0   # done: those of the loader batches before
         self.begin()
 
     def begin(self): self.grads,self.size,self.parts = [],0,[]   # an attempt that ran out of memory may have left some
@@ -173,21 +174,18 @@ class MicroNorms:
         for gs in by_device.values(): self.parts += torch._foreach_norm(gs, 2, dtype=torch.float32)
         self.grads,self.size = [],0
 
-    def end(self, learn):
-        "A micro-batch has been back-propagated"
+    def end(self):
+        "A micro-batch has been back-propagated, or was cancelled"
         self._measure()
-        if not self.parts: return    # cancelled before
+        if not self.parts: return
         device = self.parts[0].device
         self.norms.append(torch.stack([p.to(device) for p in self.parts]).norm())
-        self.weights.append(micro_weight(learn)); self.items.append(micro_items(learn))
         self.begin()
 
-    def next_batch(self, n_items:int):
-        "A loader batch is through, and `n_items` are accumulated: forget what came before it began again in smaller parts"
-        n,i = n_items-self.n_before,len(self.norms)
-        while n > 0 and i > self.done: i -= 1; n -= self.items[i]
-        for l in (self.norms, self.weights, self.items): del l[self.done:i]
-        self.done,self.n_before = len(self.norms),n_items
+    def settle(self, n:int):
+        "A loader batch is through, and `n` micro-batches count so far: forget those of an attempt that began again in smaller parts"
+        self.norms[self.done:] = self.norms[max(self.done, len(self.norms)+self.done-n):]
+        self.done = len(self.norms)
 
     def remove(self):
         for h in self.handles: h.remove()
@@ -199,32 +197,19 @@ def measure(
     params           # Those that are trained
 ) -> tuple: # Of `noise_and_signal`
     "What the accumulated batch says about noise and signal, over all ranks"
-    n_items,target = closed_batch(learn)
-    norms.next_batch(n_items)
-    sq_mean = grad_norm(params)
+    acc,sq_mean = learn.gradient_accumulation.acc,grad_norm(params).square()
+    norms.settle(len(acc.closed.weights))
     dtype = torch.float32 if sq_mean.device.type == 'mps' else torch.float64
     to = partial(torch.as_tensor, dtype=dtype, device=sq_mean.device)
-    if not norms.norms: return to(math.nan),to(math.nan)
-    w = torch.stack([to(w) for w in norms.weights])
-    own = torch.stack([to(n) for n in norms.norms])*(to(target)/to(loss_scale(learn)))   # of w*g
-    stats = torch.stack([torch.where(w > 0, own.square()/w, 0.).sum(), w.sum(), (w > 0).sum().to(dtype), to(n_items)])
+    if not acc.normalize or not len(norms.norms) == len(acc.closed.weights) > 0: return to(math.nan),to(math.nan)
+    w = torch.stack([to(w) for w in acc.closed.weights])
+    own = torch.stack(norms.norms).to(dtype)*(to(acc.closed.target)/to(loss_scale(learn)))   # of w*g
+    stats = torch.stack([torch.where(w > 0, own.square()/w, 0.).sum(), w.sum(), (w > 0).sum().to(dtype), to(acc.closed.n_items)])
     if num_distrib() > 1: torch.distributed.all_reduce(stats)
-    return noise_and_signal(*stats[:3], to(sq_mean).square(), stats[3])
+    return noise_and_signal(*stats[:3], to(sq_mean), stats[3])
 
 # %% ../nbs/api/14_noise.ipynb #6f3fcbba
-def _accum(learn): return getattr(learn, 'gradient_accumulation', None)
-
-def items_so_far(learn) -> int: return _accum(learn).n_items   # Accumulated before this loader batch
-def accum_size(learn) -> int: return _accum(learn).accum_bs
-def micro_items(learn) -> int: return count_items(learn)
-
-def micro_weight(learn):
-    cb = _accum(learn)
-    return loss_weight(cb.state.info, learn.yb) if cb.weight is None else cb.weight(learn)
-
-def closed_batch(learn) -> tuple: # Items, and what the losses were divided by
-    n,_,_,target,_ = _accum(learn).acc._closed
-    return n,target
+def so_far(learn): return learn.gradient_accumulation.acc.so_far   # what the accumulated batch under way has
 
 def loss_scale(learn) -> float|Tensor:
     mp = getattr(learn, 'mixed_precision', None)
@@ -235,10 +220,10 @@ def check_noise(
     cb # A `GradientNoiseScale` that is attached to a `Learner`
 ):
     "Raise an error where there is nothing to measure"
-    learn,acc = cb.learn,_accum(cb.learn)
+    learn,acc = cb.learn,getattr(cb.learn, 'gradient_accumulation', None)
     if sum(isinstance(o, GradientNoiseScale) for o in learn.cbs) > 1: raise ValueError("More than one GradientNoiseScale is attached. Keep one: `learn.remove_cb` the others.")
     if acc is None: raise ValueError("GradientNoiseScale compares the micro-batches of a step: add GradientAccumulation, with accum_bs of two loader batches or more, or with micro_batch_size of half a one.")
-    if not acc.normalize or acc.weight is None and loss_info(learn.loss_func).reduction == 'sum':
+    if not acc.normalize or acc.weight is None and LossInfo(learn.loss_func).reduction == 'sum':
         raise ValueError("GradientNoiseScale needs the mean over the accumulated batch: leave out normalize=False, and use a loss with reduction='mean'.")
     bs = getattr(learn.dls.train, 'bs', None) or getattr(learn.dls.train, 'batch_size', None)
     if num_distrib() > 1 or acc.micro_batch_size == 'auto' or bs is None: return
@@ -300,7 +285,7 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         **kwargs
     ):
         super().__init__(min_accum_bs, **kwargs)
-        GradientAccumulator([], max_accum_bs)     # the same check
+        check_accum_bs(max_accum_bs)
         if max_accum_bs < min_accum_bs: raise ValueError(f"max_accum_bs={max_accum_bs} is below min_accum_bs={min_accum_bs}: swap them.")
         store_attr('min_accum_bs,max_accum_bs,beta,monotone')
         self.start_accum_bs,self._size,self._judged,self._own,self.changes = min_accum_bs,min_accum_bs,0,GradientNoiseScale(beta),[]

@@ -10,8 +10,10 @@ import math
 from time import perf_counter
 import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
-from .loop import LoopCallback, _is_a, current_lr
+from .events import is_a
+from .loop import LoopCallback
 from .memory import backend
+from .rows import current_lr
 
 # %% auto #0
 __all__ = ['step_row', 'DeviceSeconds', 'to_host', 'EpochAxis', 'StepTable', 'StepClock', 'StepLogger', 'grad_norm',
@@ -26,7 +28,7 @@ def step_row(
     row = dict(items=n, accum_bs=n, loss=loop.step_loss, lr=current_lr(learn.opt))
     for cb in learn.cbs:
         if hasattr(type(cb), 'step_values'): row.update(cb.step_values)
-    return {**row, 'skipped': loop.stepped == False}  # noqa: a tensor where fp16 decides on the device
+    return {**row, 'skipped': loop.now.stepped == False}  # noqa: a tensor where fp16 decides on the device
 
 # %% ../nbs/api/12_steps.ipynb #ca2c2354
 class DeviceSeconds:
@@ -155,7 +157,7 @@ class StepClock:
         if self._since is None: return res
         if log.speed:
             now = perf_counter()
-            items = log.loop.accumulation.items if log.loop.accumulation is not None else find_bs(log.learn.yb)
+            items = getattr(log.loop.accumulation, 'items', None) or find_bs(log.learn.yb)
             res['items_per_s'],self._since = items/(now-self._since),now
         if log.memory: res['peak_mb'] = backend(self.device).max_memory_allocated(self.device)/2**20
         if log.times: res.update({f'{k}_s': self._seconds(k, v) for k,v in self._spans.items()})
@@ -184,7 +186,7 @@ class StepLogger(LoopCallback):
         store_attr()
         self.rows,self.axis,self.n_fits,self._first,self.norm = StepTable(),EpochAxis(),0,True,None
         self.clock,self._clipped = StepClock(self),None
-        if not times: self.idle_at = ('before_batch','before_backward','after_backward') + (() if clipped_norm else ('after_step',))
+        if not times: self.unused_events = ('before_batch','before_backward','after_backward') + (() if clipped_norm else ('after_step',))
 
     @property
     def step_values(self):
@@ -211,7 +213,7 @@ class StepLogger(LoopCallback):
         if self.times: self.clock.mark(None)
 
     def after_batch(self):
-        if not self.loop.closed or self.loop.lr_finder: return   # lr_find tries steps and takes them back
+        if not self.loop.now.closed or self.loop.lr_finder: return   # lr_find tries steps and takes them back
         self.n_fits += self._first
         self._first = False
         self.axis.move(self.learn)
@@ -253,7 +255,7 @@ def to_tensorboard(
 ):
     "Write the row next to what TensorBoard has already (`train_loss`, hyper-parameters). Reads the device only then"
     for cb in learn.cbs:
-        if not (_is_a(type(cb), 'TensorBoardCallback') and cb.run): continue
+        if not (is_a(type(cb), 'TensorBoardCallback') and cb.run): continue
         for k,v in to_host(row).items():
             if k != 'lr': cb.writer.add_scalar(k, v, learn.train_iter)
 
