@@ -164,7 +164,6 @@ def plot(rows):
         for way,r in table(rows, name).iterrows():
             if way in WAYS: ax.errorbar(r.steps, r.score, r['std'], marker='o', capsize=3, label=way)
         ax.set(xscale='log', xlabel='optimizer steps', title=f'{name}: {"accuracy, %" if task.score == "accuracy" else "validation loss"}')
-    axs[0].set_ylim(bottom=94)     # where a collapsed run would flatten all others
     fig.legend(*axs[0].get_legend_handles_labels(), loc='outside right center')
     return fig
 

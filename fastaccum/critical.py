@@ -137,17 +137,19 @@ def advice(
     more = losses.sub(losses[losses.columns[0]], axis=0)       # than the smallest size, of the same seed
     mean,err = more.mean(),more.std()/len(more)**.5*_t90(len(more)-1)
     smallest,*larger = losses.columns
-    worse = [s for s in larger if mean[s] > err[s]]            # beyond what the seeds explain
-    good = [s for s in larger if not worse or s < worse[0]]
+    spread = losses[smallest].std()                            # how far apart runs of one and the same size are
+    worse = next((s for s in larger if mean[s] > spread), None)
+    good = [s for s in larger if worse is None or s < worse]
     steps = runs.groupby('accum_bs').steps.first()
     told = lambda s: f'{s} items: loss {mean[s]:+.4f} +- {err[s]:.4f}'
     if not good:
         res = (f"Accumulation is not worth it here: steps of {smallest} items learn most from the same data ({told(larger[0])}).")
     else:
         best = good[-1]
-        res = (f"Use steps of up to {best} items: {steps[smallest]/steps[best]:.3g} times fewer than with {smallest}, and no worse as far as {len(more)} seeds can tell ({told(best)}).")
-        if worse: res += f" {told(worse[0])} is worse."
+        res = (f"Use steps of up to {best} items: {steps[smallest]/steps[best]:.3g} times fewer than with {smallest}, and within the {spread:.2g} by which runs with {smallest} differ ({told(best)}).")
+        if worse is not None: res += f" With more the loss is higher ({told(worse)})."
+        if err[best] > spread: res += " The seeds differ too much to be sure of it: take more."
     rule = 'the same learning rate' if scale_lr is None else f"the learning rate scaled by '{scale_lr.rule}'"
-    return res + f" (Against {smallest} items, with {rule}; 90% intervals.) On one device fewer steps save little time, as each takes longer."
+    return res + f" (Against {smallest} items, with {rule}; 90% intervals of {len(more)} seeds.) On one device fewer steps save little time, as each takes longer."
 
 def _t90(v): return 1.6449 + (1.6449**3+1.6449)/(4*v) + (5*1.6449**5+16*1.6449**3+3*1.6449)/(96*v*v)   # Student's quantile

@@ -65,8 +65,8 @@ def fieller(
     t = (z + (z**3+z)/(4*k) + (5*z**5+16*z**3+3*z)/(96*k*k))/k.sqrt()  # Student's quantile: Abramowitz & Stegun 26.7.5
     a,b,d = y*y - t*t*(yy-y*y), x*y - t*t*(xy-x*y), x*x - t*t*(xx-x*x)
     r = (b*b - a*d).clamp(min=0).sqrt()
-    low,high = (b-r)/a,torch.where((a > 0) & (y > 0), (b+r)/a, math.inf)
-    low = torch.where((a > 0) & (y <= 0) | (b*b < a*d), 0., low).nan_to_num(0., 0., 0.).clamp(min=0)
+    low,high = (b-r)/a,torch.where((a > 0) & (y > 0) & (n > 1), (b+r)/a, math.inf)
+    low = torch.where((a > 0) & (y <= 0) | (b*b < a*d) | (n <= 1), 0., low).nan_to_num(0., 0., 0.).clamp(min=0)
     return torch.stack([torch.where(y > 0, x/y, math.inf), low, high, x, y], -1)
 
 # %% ../nbs/api/14_noise.ipynb #79b9c67e
@@ -82,7 +82,12 @@ class GradientNoiseScale(LoopCallback):
         if isinstance(beta, bool) or not isinstance(beta, Real) or not 0 <= beta < 1: raise ValueError(f"beta={beta!r}: pass a number from 0 to below 1.")
         if isinstance(every, bool) or not isinstance(every, Integral) or every < 1: raise ValueError(f"every={every!r}: pass a number of steps (an int, at least 1).")
         store_attr()
-        self.ratio,self.rows,self.norms,self._n_opened,self._n_fits,self._fitting = RunningRatio(beta),StepTable(),None,0,0,False
+        self.ratio:RunningRatio = RunningRatio(beta)
+        self.rows:StepTable = StepTable()
+        self.norms:MicroNorms|None = None
+        self._n_opened:int = 0
+        self._n_fits:int = 0
+        self._fitting:bool = False
 
     def before_fit(self):
         if self.learn.opt is not None and not self._fitting: check_noise(self)   # `validate` begins in the same way
@@ -135,7 +140,7 @@ class GradientNoiseScale(LoopCallback):
         "The noise scale now, its 90% interval (the upper end may be infinite), tr(S), |G|^2, and the number of steps measured in this fit"
         n = int(self.ratio.n)
         if not n: return NoiseEstimate(math.nan, 0., math.inf, math.nan, math.nan, 0)
-        return NoiseEstimate(*self.ratio.read().tolist(), n)
+        return NoiseEstimate._make([*self.ratio.read().tolist(), n])
 
     def state_dict(self) -> dict: # Numbers and tensors
         "Averages and history, for checkpoints"
@@ -206,7 +211,8 @@ def measure(
     own = torch.stack(norms.norms).to(dtype)*(to(acc.closed.target)/to(loss_scale(learn)))   # of w*g
     stats = torch.stack([torch.where(w > 0, own.square()/w, 0.).sum(), w.sum(), (w > 0).sum().to(dtype), to(acc.closed.n_items)])
     if num_distrib() > 1: torch.distributed.all_reduce(stats)
-    return noise_and_signal(*stats[:3], to(sq_mean), stats[3])
+    q,weight,k,n = stats
+    return noise_and_signal(q, weight, k, to(sq_mean), n)
 
 # %% ../nbs/api/14_noise.ipynb #6f3fcbba
 def so_far(learn): return learn.gradient_accumulation.acc.so_far   # what the accumulated batch under way has

@@ -96,15 +96,15 @@ def loader_bs(
 def nominal_bs(
     learn, # A `Learner` in a fit
     accum  # Its accumulation callback, or `None`
-) -> int:
+) -> int|None: # `None` if nobody says
     "Items that a step should have"
     return loader_bs(learn) if accum is None or accum.per_loader_batch else accum.accum_bs
 
 def base_bs(
     learn, # A `Learner`
     accum  # Its accumulation callback, or `None`
-) -> int:
-    "Items that a learning rate was chosen for, if nobody says"
+) -> int|None: # `None` if the loader does not say
+    "Items that a learning rate was chosen for, if the user does not say"
     return getattr(accum, 'start_accum_bs', None) or loader_bs(learn)
 
 # %% ../nbs/api/14b_rates.ipynb #9eb5adc4

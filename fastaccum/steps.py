@@ -298,5 +298,6 @@ def plot_times(self:StepLogger,
     most = max(dict(data=share.data_s, model=share.forward_s+share.backward_s, step=share.step_s).items(), key=lambda o: o[1])
     ax = ax or plt.subplots(figsize=(7, 2.8), layout='constrained')[1]
     ax.stackplot(df.step, 1e3*times.T.values/df['items'].values, labels=[f'{k} {share[f"{k}_s"]:.0%}' for k in _parts], step='mid')
-    ax.set(xlabel='step', ylabel='ms an item', title=f'{most[1]:.0%}: {_advice[most[0]]}'); ax.legend(loc='upper right')
+    ax.set(xlabel='step', ylabel='ms an item', title=f'{most[1]:.0%}: {_advice[most[0]]}')
+    ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax

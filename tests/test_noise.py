@@ -190,7 +190,7 @@ def test_columns():
     learn.fit(2, 1e-2)
     df,est = learn.step_logger.to_df(),learn.gradient_noise_scale.estimate()
     assert df[['noise_scale', 'noise_low', 'noise_high']].iloc[-1].tolist()==pytest.approx(est[:3])
-    assert (df.noise_low <= df.noise_scale).all() and (df.noise_scale <= df.noise_high).all()
+    assert (df.noise_low <= df.noise_scale).all() and (df.noise_scale <= df.noise_high).all() and (df.noise_low[0], df.noise_high[0])==(0, math.inf)
     learn.gradient_noise_scale.plot()
 
 def test_no_syncs():

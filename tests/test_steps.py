@@ -250,7 +250,7 @@ def test_nothing_is_measured_unasked():
     "No column and no event more than before"
     learn = learner(data, 8, GradientAccumulation(16), StepLogger())
     learn.fit(1)
-    assert list(rows(learn))==BASE and not any(cb is learn.step_logger for ev in ('before_batch', 'before_backward', 'after_backward', 'after_step') for cb,*_ in learn.one_batch.call.now()[ev])
+    assert list(rows(learn))==BASE and not any(cb is learn.step_logger for ev in ('before_batch', 'before_backward', 'after_backward', 'after_step') for cb,*_ in learn.one_batch.call.current()[ev])
 
 def test_memory_needs_a_device_that_counts():
     learn = learner(data, 8, StepLogger(memory=True))
