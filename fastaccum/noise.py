@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from .accumulation import GradientAccumulation
-from .accumulator import check_accum_bs
+from .accumulator import as_tensor, check_accum_bs
 from .loop import LoopCallback
 from .losses import LossInfo
 from .steps import StepTable, grad_norm
@@ -44,7 +44,7 @@ class RunningRatio:
     def add(self, x:Tensor, y:Tensor):
         "Take in a step; one that is not finite does not count"
         v = torch.stack([x, y, x*x, y*y, x*y])
-        if self.m.device != v.device or self.m.dtype != v.dtype: self.n,self.m = self.n.to(v),self.m.to(v)
+        if self.m.device != v.device or self.m.dtype != v.dtype: self.n,self.m = self.n.to(v, non_blocking=True),self.m.to(v, non_blocking=True)
         ok = v.isfinite().all()
         self.m = torch.where(ok, torch.lerp(v, self.m, self.beta), self.m)
         self.n = self.n + ok
@@ -205,7 +205,7 @@ def measure(
     acc,sq_mean = learn.gradient_accumulation.acc,grad_norm(params).square()
     norms.settle(len(acc.closed.weights))
     dtype = torch.float32 if sq_mean.device.type == 'mps' else torch.float64
-    to = partial(torch.as_tensor, dtype=dtype, device=sq_mean.device)
+    to = lambda v: as_tensor(v, sq_mean.device).to(dtype)   # without the host waiting
     if not acc.normalize or not len(norms.norms) == len(acc.closed.weights) > 0: return to(math.nan),to(math.nan)
     w = torch.stack([to(w) for w in acc.closed.weights])
     own = torch.stack(norms.norms).to(dtype)*(to(acc.closed.target)/to(loss_scale(learn)))   # of w*g

@@ -16,8 +16,8 @@ from .memory import backend
 from .rows import current_lr
 
 # %% auto #0
-__all__ = ['step_row', 'DeviceSeconds', 'to_host', 'EpochAxis', 'StepTable', 'StepClock', 'StepLogger', 'grad_norm',
-           'to_tensorboard']
+__all__ = ['step_row', 'DeviceSeconds', 'to_host', 'EpochAxis', 'StepTable', 'StepClock', 'check_events', 'StepLogger',
+           'grad_norm', 'to_tensorboard']
 
 # %% ../nbs/api/12_steps.ipynb #62c8019a
 def step_row(
@@ -136,6 +136,7 @@ class StepClock:
         if self.logger.memory and not hasattr(backend(self.device), 'reset_peak_memory_stats'):
             raise ValueError(f"StepLogger(memory=True): nobody counts the memory of a {self.device.type!r} device as it is taken. Leave `memory` out, and put "
                              "`PeakMemory` around a short fit instead.")
+        if self.logger.times and self.device.type != 'cpu': check_events(self.device)
 
     def begin(self): self._since = perf_counter(); self.begin_row()
 
@@ -166,6 +167,14 @@ class StepClock:
     def _seconds(self, part, spans):
         if part == 'data' or not spans: return float(sum(spans))
         return sum(b-a for a,b in spans) if self.device.type == 'cpu' else DeviceSeconds(spans)
+
+def check_events(
+    device # Device, not a CPU
+):
+    "Raise an error if it cannot time itself"
+    try: _event(device).synchronize()
+    except RuntimeError as e:
+        raise ValueError(f"StepLogger(times=True): a {device.type!r} device cannot time itself with this PyTorch ({e}). Leave `times` out.") from None
 
 def _event(device):
     res = torch.Event(device, enable_timing=True)
