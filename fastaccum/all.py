@@ -6,7 +6,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 
 # %% auto #0
 __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation',
-           'GradientAccumulationSchedule', 'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint']
+           'GradientAccumulationSchedule', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
+           'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .accumulator import GradientAccumulator, loss_weight
@@ -15,7 +16,11 @@ from .memory import PeakMemory
 from .accumulation import GradientAccumulation, GradientAccumulationSchedule
 from .precision import AMPMode, MixedPrecision
 from .steps import StepLogger
+from .noise import AdaptiveGradientAccumulation, GradientNoiseScale
+from .rates import ScaleLR, batch_ramp
+from .critical import critical_batch
 from .checkpoint import TrainingCheckpoint
 
 _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
-         'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint']
+         'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
+         'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint']

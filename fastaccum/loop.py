@@ -200,6 +200,7 @@ class LoopCallback(Callback):
     def loop(self): return self.learn.one_batch
 
     def detach(self): "Called before it leaves the Learner"
+    def tidy(self): "Called when a fit is over, whatever ended it"
 
 # %% ../nbs/api/09_loop.ipynb #12e056f6
 _place = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','xb','yb','pred','loss','loss_grad','smooth_loss'
@@ -231,7 +232,10 @@ def in_fit(
         loop.in_fit = True
     try: yield
     finally:
-        if loop is not None: loop.in_fit = False
+        if loop is not None:
+            loop.in_fit = False
+            for cb in [*learn.cbs]:
+                if isinstance(cb, LoopCallback): cb.tidy()
 
 @contextmanager
 def undisturbed(

@@ -7,14 +7,17 @@ Docs: https://fastaccum.github.io/fastaccum/api/steps.html.md"""
 # %% ../nbs/api/12_steps.ipynb #5ba4614b
 from __future__ import annotations
 import math
+from time import perf_counter
 import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
 from .events import is_a
 from .loop import LoopCallback
+from .memory import backend
 from .rows import current_lr
 
 # %% auto #0
-__all__ = ['step_row', 'to_host', 'EpochAxis', 'StepTable', 'StepLogger', 'grad_norm', 'to_tensorboard']
+__all__ = ['step_row', 'DeviceSeconds', 'to_host', 'EpochAxis', 'StepTable', 'StepClock', 'check_events', 'StepLogger',
+           'grad_norm', 'to_tensorboard']
 
 # %% ../nbs/api/12_steps.ipynb #62c8019a
 def step_row(
@@ -27,12 +30,21 @@ def step_row(
         if hasattr(type(cb), 'step_values'): row.update(cb.step_values)
     return {**row, 'skipped': loop.now.stepped == False}  # noqa: a tensor where fp16 decides on the device
 
+# %% ../nbs/api/12_steps.ipynb #ca2c2354
+class DeviceSeconds:
+    "Time between pairs of a device's events, which the device knows later: asking early makes the host wait"
+    def __init__(self, pairs): self.pairs = list(pairs)
+    def ready(self) -> bool: return self.pairs[-1][1].query()
+    def seconds(self) -> float:
+        self.pairs[-1][1].synchronize()
+        return sum(a.elapsed_time(b) for a,b in self.pairs)/1000
+
 # %% ../nbs/api/12_steps.ipynb #8d79eed4
 def to_host(
     row:dict # Name -> number, or tensor with one element
 ) -> dict: # Name -> number
     "Read the values of a row from their device: all in one transfer, so one host sync"
-    res,by_device = dict(row),{}
+    res,by_device = {k: v.seconds() if isinstance(v, DeviceSeconds) else v for k,v in row.items()},{}
     for k,v in row.items():
         if isinstance(v, Tensor): by_device.setdefault(v.device, {})[k] = v
     for device,d in by_device.items():
@@ -56,18 +68,26 @@ class EpochAxis:
 # %% ../nbs/api/12_steps.ipynb #378e84a3
 class StepTable:
     "Rows of numbers, in columns that stay on the values' device until they are read"
-    def __init__(self): self.n,self.cols,self.kinds = 0,{},{}
+    def __init__(self): self.n,self.cols,self.kinds,self.late = 0,{},{},[]
 
     def __len__(self): return self.n
 
     def append(self, row:dict):
         "Add a row of numbers and tensors with one element. Copies them, and waits for no device"
+        self._settle(wait=False)
         for k,v in row.items():
+            if isinstance(v, DeviceSeconds): self.late.append((k, self.n, v)); v = math.nan
             on_device = isinstance(v, Tensor)
             if on_device: v = v.detach().reshape(())
             self._column(k, v.device if on_device else None)[self.n] = v
             self.kinds[k] = max(self.kinds.get(k, 0), _kind(v))
         self.n += 1
+
+    def _settle(self, wait=True):
+        "Enter the times that the device knows by now; or wait for all of them"
+        while self.late and (wait or self.late[0][2].ready()):
+            name,i,v = self.late.pop(0)
+            self.cols[name][None][i] = v.seconds()
 
     def _column(self, name, device):
         "An array with room for one more row. Rows without a value are NaN; a column may have values in several places"
@@ -81,6 +101,7 @@ class StepTable:
 
     def __getitem__(self, name) -> np.ndarray: # NaN where a row has no such value
         "A column, on the host: one transfer"
+        self._settle()
         res = np.full(self.n, np.nan)
         for col in self.cols[name].values():
             col = col[:self.n] if isinstance(col, np.ndarray) else col[:self.n].cpu().numpy()
@@ -103,26 +124,102 @@ def _kind(v):
     if isinstance(v, Tensor): return 2 if v.is_floating_point() else int(v.dtype != torch.bool)
     return 0 if isinstance(v, bool) else 1 if isinstance(v, int) else 2
 
+# %% ../nbs/api/12_steps.ipynb #8d765c96
+_parts = 'data','forward','backward','step'
+
+class StepClock:
+    "Measures what `StepLogger` was asked for: seconds by the clock on a CPU, by events of the device elsewhere, so that nothing waits"
+    def __init__(self, logger): self.logger,self.device,self._since = logger,torch.device('cpu'),None
+
+    def check(self):
+        self.device = next((p.device for p in self.logger.learn.model.parameters()), torch.device('cpu'))
+        if self.logger.memory and not hasattr(backend(self.device), 'reset_peak_memory_stats'):
+            raise ValueError(f"StepLogger(memory=True): nobody counts the memory of a {self.device.type!r} device as it is taken. Leave `memory` out, and put "
+                             "`PeakMemory` around a short fit instead.")
+        if self.logger.times and self.device.type != 'cpu': check_events(self.device)
+
+    def begin(self): self._since = perf_counter(); self.begin_row()
+
+    def begin_row(self):
+        self._waits,self._last,self._spans = perf_counter(),None,{k: [] for k in _parts}
+        if self.logger.memory: backend(self.device).reset_peak_memory_stats(self.device)
+
+    def mark(self, part):
+        "`part` ends here, and the next one begins. Waiting for data is the host's, by the clock on every device"
+        if not self.logger.times: return
+        if part == 'data': self._spans['data'].append(perf_counter()-self._waits)
+        now = perf_counter() if self.device.type == 'cpu' else _event(self.device)
+        if part not in (None,'data') and self._last is not None: self._spans[part].append((self._last, now))
+        self._last,self._waits = now,perf_counter()   # whatever comes after the last part of a loader batch is waiting for the next
+
+    def values(self) -> dict:
+        "What is known of the step that has just been taken"
+        log,res = self.logger,{}
+        if self._since is None: return res
+        if log.speed:
+            now = perf_counter()
+            items = getattr(log.loop.accumulation, 'items', None) or find_bs(log.learn.yb)
+            res['items_per_s'],self._since = items/(now-self._since),now
+        if log.memory: res['peak_mb'] = backend(self.device).max_memory_allocated(self.device)/2**20
+        if log.times: res.update({f'{k}_s': self._seconds(k, v) for k,v in self._spans.items()})
+        return res
+
+    def _seconds(self, part, spans):
+        if part == 'data' or not spans: return float(sum(spans))
+        return sum(b-a for a,b in spans) if self.device.type == 'cpu' else DeviceSeconds(spans)
+
+def check_events(
+    device # Device, not a CPU
+):
+    "Raise an error if it cannot time itself"
+    try: _event(device).synchronize()
+    except RuntimeError as e:
+        raise ValueError(f"StepLogger(times=True): a {device.type!r} device cannot time itself with this PyTorch ({e}). Leave `times` out.") from None
+
+def _event(device):
+    res = torch.Event(device, enable_timing=True)
+    res.record()
+    return res
+
 # %% ../nbs/api/12_steps.ipynb #4962a2ae
 class StepLogger(LoopCallback):
     "One row per accumulated batch that closed, in training; skipped steps are marked. Its rows go on over several fits"
     order,run_valid,name = 10.5,False,'step_logger'  # the gradient's norm: after unscaling (10), before clipping (11)
     def __init__(self,
-        grad_norm:bool=False # Also the norm of the accumulated gradient, unscaled and before clipping?
+        grad_norm:bool=False,   # Also the norm of the accumulated gradient, unscaled and before clipping?
+        clipped_norm:bool=False,# And after clipping?
+        speed:bool=False,       # Items a second?
+        memory:bool=False,      # Most memory that was taken since the last step? It starts the device's own record anew
+        times:bool=False        # Seconds of loading, forward, backward and the optimizer?
     ):
         store_attr()
         self.rows,self.axis,self.n_fits,self._first,self.norm = StepTable(),EpochAxis(),0,True,None
+        self.clock,self._clipped = StepClock(self),None
+        if not times: self.unused_events = ('before_batch','before_backward','after_backward') + (() if clipped_norm else ('after_step',))
 
     @property
-    def step_values(self): return dict(grad_norm=self.norm) if self.norm is not None else {}
+    def step_values(self):
+        res = {**self.clock.values()}
+        if self.norm is not None: res['grad_norm'] = self.norm
+        if self._clipped is not None: res['clipped_norm'] = self._clipped
+        return res
 
-    def before_fit(self): self._first,self.norm = True,None
-    def before_train(self): self.axis.begin()
+    def before_fit(self):
+        self._first,self.norm,self._clipped = True,None,None
+        self.clock.check()
+    def before_train(self): self.axis.begin(); self.clock.begin()
+    def before_batch(self): self.clock.mark('data')
+    def before_backward(self): self.clock.mark('forward')
+    def after_backward(self): self.clock.mark('backward')
+    def after_step(self):
+        self.clock.mark('step')
+        if self.clipped_norm: self._clipped = grad_norm(p for ps in self.learn.opt.param_lists for p in ps)
     def after_train(self):
         if not self.loop.lr_finder: self.axis.end()
 
     def before_step(self):
         if self.grad_norm: self.norm = grad_norm(p for ps in self.learn.opt.param_lists for p in ps)
+        if self.times: self.clock.mark(None)
 
     def after_batch(self):
         if not self.loop.now.closed or self.loop.lr_finder: return   # lr_find tries steps and takes them back
@@ -132,6 +229,7 @@ class StepLogger(LoopCallback):
         row = step_row(self.learn)
         self.rows.append(dict(step=len(self.rows)+1, fit=self.n_fits, epoch=self.axis.done, **row))
         to_tensorboard(self.learn, row)
+        self.clock.begin_row()
 
     def state_dict(self) -> dict: # Numbers and tensors
         "All rows, for checkpoints"
@@ -192,3 +290,23 @@ def plot(self:StepLogger,
         ax.set(xlabel=x, title=n)
         if n == 'items' or n == names[0] and len(skipped): ax.legend()
     return axs[0] if n_rows == 1 else axs
+
+# %% ../nbs/api/12_steps.ipynb #8ca5dc04
+_advice = dict(data='the loader: more workers (`num_workers`), or files that are quicker to read', model='the model: mixed precision, or larger micro-batches',
+               step='the optimizer: fewer steps (a larger `accum_bs`), or a fused one')
+
+@patch
+def plot_times(self:StepLogger,
+    ax=None # Matplotlib axes, default new ones
+): # Matplotlib axes
+    "Draw where the time of each step went, and say which part to mend"
+    if not len(self.rows) or 'forward_s' not in self.rows.cols: raise ValueError("There are no times: train with StepLogger(times=True).")
+    df = self.to_df()
+    times = df[[f'{k}_s' for k in _parts]].fillna(0.)
+    share = times.sum()/times.sum().sum()
+    most = max(dict(data=share.data_s, model=share.forward_s+share.backward_s, step=share.step_s).items(), key=lambda o: o[1])
+    ax = ax or plt.subplots(figsize=(7, 2.8), layout='constrained')[1]
+    ax.stackplot(df.step, 1e3*times.T.values/df['items'].values, labels=[f'{k} {share[f"{k}_s"]:.0%}' for k in _parts], step='mid')
+    ax.set(xlabel='step', ylabel='ms an item', title=f'{most[1]:.0%}: {_advice[most[0]]}')
+    ax.legend(loc='center left', bbox_to_anchor=(1, .5))
+    return ax
