@@ -3,7 +3,7 @@ import json, re
 from pathlib import Path
 import pytest
 from reference import rel_err, weights
-from bench import exact, memory, peers, report, speed, syncs
+from bench import exact, memory, peers, report, saves, speed, syncs
 from bench.__main__ import PACKAGES, PARTS, main
 from bench.jobs import job
 from bench.peers import PEERS, installed
@@ -131,3 +131,8 @@ def test_tables():
 
 def test_unknown_part():
     with pytest.raises(SystemExit, match=f"speedd: the parts are {', '.join(PARTS)}"): main(['speedd'])
+
+def test_saves():
+    "Both kinds are written; with the fewest and smallest, figures say nothing"
+    rows = saves.run(rounds=1, megabytes=4)
+    assert [r['background'] for r in rows]==[False, True] and all(0 < r['wait'] <= r['written'] for r in rows)
