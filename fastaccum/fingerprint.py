@@ -14,7 +14,7 @@ from fastai.callback.mixup import MixHandler
 from fastai.callback.schedule import ParamScheduler
 import fastaccum
 from .loaders import generators, rng_state, set_rng_state
-from .loop import takes_rows
+from .rows import takes_rows
 from .values import Values, digest
 
 # %% auto #0
