@@ -182,7 +182,7 @@ def test_other_data():
     other.x[-1, 0] += 1e-6
     refused('the items of `train`: 1 of 61', fit, partial(fit, d=other))
     def split(*cbs, seed=None):
-        train,valid = RandomSplitter(.2, seed=seed)(range(61))
+        train,valid = RandomSplitter(.25, seed=seed)(range(61))
         sets = [Data(data.x[i], data.y[0][i]) for i in (train, valid)]
         learn = Learner(DataLoaders(*[DataLoader(s, bs=8, shuffle=True) for s in sets]), net(), loss_func=MSELossFlat(), cbs=cbs)
         with learn.no_bar(), learn.no_logging(): learn.fit(3, .05)
