@@ -192,7 +192,7 @@ def test_other_data():
     split(TrainingCheckpoint(every_steps=2), seed=1)
     new_process(); shutil.rmtree('models')
     def noise(k): return lambda o: (o[0]*k, o[1])
-    dl = lambda k: lambda d, batch_size: TfmdDL(d, bs=batch_size, num_workers=0, after_item=noise(k))
+    dl = lambda k: lambda d, batch_size: DataLoader(d, bs=batch_size, after_item=noise(k))
     refused('after_item', partial(fit, dl_type=dl(1.)), partial(fit, dl_type=dl(1.1)))
 
 def test_other_loss_and_optimizer():
