@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from reference import rel_err, weights
 import torch
-from bench import against, exact, gpu, memory, peers, report, speed, syncs
+from bench import against, exact, gpu, memory, peers, report, saves, speed, syncs
 from bench.__main__ import PACKAGES, PARTS, main
 from bench.jobs import job
 from bench.peers import PEERS, installed
@@ -177,3 +177,7 @@ def test_gpu_runs_train_the_same(precision, tol):
 
 def test_gpu_needs_one():
     with pytest.raises(SystemExit, match='sees no xpu device'): main(['--device', 'xpu'])
+def test_saves():
+    "Both kinds are written; with the fewest and smallest, figures say nothing"
+    rows = saves.run(rounds=1, megabytes=4)
+    assert [r['background'] for r in rows]==[False, True] and all(0 < r['wait'] <= r['written'] for r in rows)

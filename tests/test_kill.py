@@ -77,3 +77,42 @@ def test_fresh_processes(alone, tmp_path):
     assert 'SIGTERM; the fit is saved at the next step' in p.communicate()[0] and p.returncode == 0
     assert 'goes on in epoch' in subprocess.run(script, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
     check_same(result(tmp_path), alone)
+
+# -- At every write ----------------------------------------------------------------------------------------------
+class Writes:
+    def __init__(self, tmp): self.p,self.tmp,self.n = subprocess.Popen([*script[:3], str(Path(__file__).with_name('kill_at_writes.py'))], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1),tmp,0
+    def folder(self):
+        self.n += 1
+        (self.tmp/str(self.n)).mkdir()
+        return self.tmp/str(self.n)
+    def run(self, folder, at=-1, background=False):
+        self.p.stdin.write(f'{folder} {at} {background}\n')
+        return int(self.p.stdout.readline())
+
+def wanted(seen):
+    "The operations of the first save, of one in the middle, and of all from the last on; a save begins with the manifest"
+    saves = [i for i,s in enumerate(seen) if s == 'before save']
+    spans = [(0, saves[1]), (saves[len(saves)//2], saves[len(saves)//2+1]), (saves[-1], len(seen))]
+    return sorted({i for a,b in spans for i in range(a, b)})
+
+@pytest.mark.parametrize('background', [False, True])
+def test_killed_at_every_write(background, tmp_path):
+    "Before, in and after each file operation of the first, a middle and the last save, and of `finish`"
+    from fastaccum.digests import first_difference
+    writes = Writes(tmp_path)
+    alone,whole = writes.folder(),writes.folder()
+    assert writes.run(alone, 'alone') == 0 and writes.run(whole, -1, background) == 0
+    want,seen = torch.load(alone/'result.pt'),(whole/'operations').read_text().splitlines()
+    digests = whole/'models/checkpoint-finished'
+    assert all(map(torch.equal, torch.load(whole/'result.pt'), want)) and {s.split()[1] for s in seen} == {'mkdir', 'rmdir', 'replace', 'unlink', 'fsync', 'save', 'write_text'}
+    tried = wanted(seen)[::4 if background else 1]
+    for at in tried:
+        folder = writes.folder()
+        assert writes.run(folder, at, background) == signal.SIGKILL, seen[at]
+        assert writes.run(folder, -1, background) == 0, seen[at]
+        models = folder/'models'
+        assert first_difference(models/'checkpoint-finished', digests) is None
+        assert all(map(torch.equal, torch.load(folder/'result.pt'), want)), seen[at]
+        assert not (models/'checkpoint').exists() and sorted(f.name for f in (models/'checkpoint-finished').iterdir()) == ['2-end.pt', 'digests.jsonl'], seen[at]
+    writes.p.stdin.close(); writes.p.wait(); writes.p.stdout.close()
+    print(f'{len(tried)} kills, at {len(seen)} operations')
