@@ -139,8 +139,10 @@ def end_epoch(
     if acc.loop.now.row_due: acc.loop.rows.give()  # a callback ended the epoch between the step and its row
     if not acc.n_items or acc.remainder == 'carry': return
     if acc.remainder == 'drop' and not acc.acc.ready: return drop_remainder(acc)
+    acc.loop.busy = True                         # what validates in an event of the step does so inside the epoch
     try: acc.loop.step()
     except (CancelBatchException, CancelTrainException, CancelEpochException): pass  # if it did not step, it goes on
+    finally: acc.loop.busy = False
     if acc.loop.now.row_due: acc.loop.rows.give()
 
 
@@ -175,6 +177,7 @@ class Accumulation(LoopCallback):
     opens   = property(lambda self: self.state.opens, doc="Does this loader batch begin an accumulated batch?")
     closes  = property(lambda self: self.state.closes, doc="Does it end one?")
     items   = property(lambda self: self.state.items, doc="Of the accumulated batch that closed last")
+    running = property(lambda self: self.state.running, doc="Has it begun with this fit?")
 
     @property
     def loss_rule(self) -> str:

@@ -18,7 +18,7 @@ _batch_events = L.split('before_batch after_pred after_loss before_backward afte
 _phases = {k: (f'before_{k}', f'after_cancel_{k}', f'after_{k}') for k in ('batch','backward','step')}
 _slots = 'accumulation', 'precision'
 _never_read_pred = ('TrainEvalCallback', 'Recorder', 'ParamScheduler', 'LRFinder', 'ProgressCallback', 'CSVLogger', 'ShortEpochCallback', 'TerminateOnNaNCallback',
-                    'WandbCallback', 'TensorBoardCallback', 'ActivationStats', 'GradientAccumulation', 'StepLogger', 'TrainingCheckpoint')
+                    'WandbCallback', 'TensorBoardCallback', 'ActivationStats', 'Accumulation', 'StepLogger', 'TrainingCheckpoint')
 cancels = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException,
             CancelTrainException, CancelValidException)
 
@@ -42,6 +42,10 @@ def with_context(
     return modify_exception(e, f'Exception occured in `{cb.__class__.__name__}` when calling event `{event}`:\n\t{e.args[0]}', replace=True)
 
 # %% ../nbs/api/07_events.ipynb #7d9c5e7e
+def _may_read_pred(cb):
+    "Is `after_batch` not the one of a class that is known not to read `learn.pred`?"
+    return 'after_batch' in cb.__dict__ or next(c for c in type(cb).__mro__ if 'after_batch' in vars(c)).__name__ not in _never_read_pred
+
 class EventTable:
     "The methods that the callbacks of `learn` have for the events of a batch, in order"
     def __init__(self,
@@ -67,7 +71,7 @@ class EventTable:
         self.table['mixers'] = [cb for cb in self.cbs if is_a(type(cb), 'MixHandler')]
         self.table.update({ev: [] for ev in _batch_events})  # new lists: another event may be going through the old one
         for cb in self.learn.cbs.sorted('order'):
-            own = not getattr(type(cb).__call__, 'as_fastai', type(cb).__call__ is Callback.__call__)  # it decides for itself
+            own = type(cb).__call__ is not Callback.__call__  # it decides for itself
             unused = cb.__dict__.get('unused_events') or getattr(type(cb), 'unused_events', ())
             for ev in _batch_events:
                 f = partial(cb, ev) if own else getattr(cb, ev) if ev in cb.__dict__ or hasattr(type(cb), ev) else None
@@ -75,7 +79,7 @@ class EventTable:
                     self.table[ev].append((cb, f, own or ev == 'after_cancel_step', own, self.condition(cb, ev)))
         if [cb for cb,*_ in self.table['after_pred']] == [self.table['precision']]: self.table['after_pred'] = []  # nobody else changes what it returned
         self.table['backward'] = [e for ev in _phases['backward'] for e in self.table[ev]]
-        self.table['reads_pred'] = any(getattr(type(cb), 'reads_pred', own or not is_a(type(cb), *_never_read_pred)) for cb,_,_,own,_ in self.table['after_batch'])
+        self.table['reads_pred'] = any(getattr(type(cb), 'reads_pred', own or _may_read_pred(cb)) for cb,_,_,own,_ in self.table['after_batch'])
 
     def __call__(self, event):
         "`learn(event)` in training"

@@ -17,7 +17,7 @@ _all_ = ['cancels']
 # %% auto #0
 __all__ = ['fastai_do_fit', 'fastai_validation_context', 'fastai_do_epoch_validate', 'is_stock', 'check_own_loop', 'EveryBatch',
            'AsItIs', 'Progress', 'BatchLoop', 'LoopCallback', 'loop_of', 'warn_of_fastais', 'in_fit', 'undisturbed',
-           'cancels']
+           'as_a_fit', 'cancels']
 
 # %% ../nbs/api/09_loop.ipynb #66b8cd87
 _stock = {m: getattr(Learner, m) for m in ('_split','_backward')}
@@ -82,7 +82,10 @@ class BatchLoop:
 
     def __reduce__(self): return type(self), (self.learn,)
 
-    accumulation = property(lambda self: self.call.slot('accumulation') or self.every_batch)
+    @property
+    def accumulation(self):
+        acc = self.call.slot('accumulation')
+        return self.every_batch if acc is None or not acc.running else acc   # one that was added after `before_batch` begins with the next
     precision    = property(lambda self: self.call.slot('precision') or self.as_it_is)
     lr_finder    = property(lambda self: self.call.slot('LRFinder'))
     closed       = property(lambda self: self.now.closed, doc="Did the last batch end an accumulated batch?")
@@ -162,17 +165,10 @@ class BatchLoop:
         self.now.row_due = True
 
 # %% ../nbs/api/09_loop.ipynb #f8574607
-_fit_events = 'before_fit','before_epoch','after_epoch','after_fit'
-
 class LoopCallback(Callback):
     "A callback that needs fastaccum's batch loop: `learn.one_batch` is a `BatchLoop` while one is attached"
     slot = None         # 'accumulation' or 'precision', for a callback that does this work of the loop
     unused_events = ()  # for which it has a method, but no use
-
-    def __call__(self, event_name):
-        if event_name in _fit_events and self.loop.nested: return  # of a validation inside the fit, which goes on
-        return super().__call__(event_name)
-    __call__.as_fastai = True                                      # so `Events` calls the methods themselves
 
     @property
     def name(self): return self.__dict__.get('name') or super().name
@@ -251,6 +247,20 @@ def undisturbed(
     finally:
         for now,then in before: now.update(then)
 
+@contextmanager
+def as_a_fit(
+    learn,  # A `Learner` in a fit
+    fitting # Its callbacks in that fit
+):
+    "Within, a validation has the events of a fit; those in `fitting` do not hear of them, but for the `Recorder`: they would begin anew"
+    def tell(*events):
+        for ev in events:
+            for cb in learn.cbs.sorted('order'):
+                if isinstance(cb, Recorder) or not any(cb is o for o in fitting): cb(ev)
+    tell('before_fit', 'before_epoch')
+    try: yield
+    finally: tell('after_epoch', 'after_fit')
+
 # %% ../nbs/api/09_loop.ipynb #10b607cb
 fastai_do_fit,fastai_validation_context,fastai_do_epoch_validate = Learner._do_fit,Learner.validation_context,Learner._do_epoch_validate
 
@@ -265,8 +275,10 @@ def validation_context(self:Learner,
     inner=False # Without the events of a fit?
 ):
     "fastai's; inside a fit of a Learner with fastaccum's callbacks it does not disturb the training"
-    context,loop = fastai_validation_context(self, cbs=cbs, inner=inner),loop_of(self)
-    return ContextManagers([undisturbed(loop), context]) if loop is not None and (loop.in_fit or loop.busy) else context
+    loop = loop_of(self)
+    if loop is None or not (loop.in_fit or loop.busy): return fastai_validation_context(self, cbs=cbs, inner=inner)
+    events = [] if inner else [as_a_fit(self, list(self.cbs))]
+    return ContextManagers([undisturbed(loop), fastai_validation_context(self, cbs=cbs, inner=True), *events])
 
 @patch
 def _do_epoch_validate(self:Learner, ds_idx=1, dl=None):

@@ -159,6 +159,15 @@ def test_added_in_mid_fit(event, at):
     check_own(learn)
     assert [s.n_items for s in learn.spy.steps][-2:]==[32, 29]
 
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'before_backward', 'before_step', 'after_step'])
+def test_added_in_mid_batch(event):
+    "The batch that is under way goes on as it began: none of its items are lost"
+    learn = learner(masked, 8, StepLogger(), AddLater(event, (0, 2)), loss_func=ce)
+    plain = learner(masked, 8, loss_func=ce)
+    seen = []
+    for l in (learn, plain): l.add_cb(On('after_batch', lambda l: seen.append(weights(l.model)), [2], order=90)); l.fit(1, .05)
+    assert torch.equal(*seen) and learn.step_logger.to_df()['items'].tolist()[3:]==[32, 5]
+
 def test_new_optimizer_and_unfrozen():
     "`create_opt` in before_epoch; a frozen group that is unfrozen in mid-fit"
     def splitter(m): return [list(m[0].parameters()), list(m[2].parameters())]
@@ -205,6 +214,30 @@ def test_validation_inside(event, how, k):
     assert torch.equal(weights(a.model), weights(b.model)) and seen_a==seen_b
     assert rows_a.equals(rows_b) and a.recorder.losses==b.recorder.losses and a.recorder.lrs==b.recorder.lrs
     assert [r[:-1] for r in a.recorder.values]==[r[:-1] for r in b.recorder.values]
+
+others = {'early stopping': partial(EarlyStoppingCallback, patience=1, min_delta=.5), 'best weights': SaveModelCallback, 'csv': CSVLogger, 'schedule': Callback,
+          'short': partial(ShortEpochCallback, .6)}
+@pytest.mark.parametrize('name', others)
+def test_validation_inside_with(name):
+    "Callbacks that began with the fit do not hear that another one begins and ends; those of the validation do"
+    heard = []
+    class Hears(Callback):
+        def before_fit(self): heard.append('before_fit')
+        def after_fit(self): heard.append('after_fit')
+    class Within(Callback):
+        def after_step(self):
+            learn,dl = self.learn,self.learn.dl
+            res,short = learn.validate(cbs=Hears()),learn._do_epoch_validate(dl=learn.dls.train)
+            assert len(res)==2
+            learn.dl,learn.training = dl,True
+            learn.model.train()
+    def run(*cbs):
+        learn = learner(masked, 8, GradientAccumulation(32), others[name](), *cbs, loss_func=ce, metrics=accuracy)
+        learn.fit_one_cycle(3, .05)
+        return learn
+    a,b = run(),run(Within())
+    assert torch.equal(weights(a.model), weights(b.model)) and a.recorder.losses==b.recorder.losses and a.recorder.values==b.recorder.values
+    assert a.recorder.hps==b.recorder.hps and heard==['before_fit', 'after_fit']*len(b.recorder.losses)
 
 # --- 9: items are counted from the inputs
 class Boxes(Data):
@@ -256,8 +289,11 @@ def test_even():
 class Reads(Callback):
     def after_batch(self): self.pred = self.learn.pred
 class SaysNo(Reads): reads_pred = False
+class Mine(CSVLogger):
+    "Of a class that does not read it"
+    after_batch = Reads.after_batch
 def test_pred_is_kept():
-    for cb,there in ((Reads(), True), (SaysNo(), False)):
+    for cb,there in ((Reads(), True), (SaysNo(), False), (Mine(), True)):
         learn = learner(data, 32, GradientAccumulation(micro_batch_size=7), cb, loss_func=ce, valid=Data(data.x[:0], data.y[0][:0]))
         learn.fit(1)
         assert (cb.pred is not None and cb.pred.shape==(29, 4)) == there
