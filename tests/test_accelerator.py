@@ -139,21 +139,22 @@ def net(name, n=2*n_items):
     return Data(torch.randn(n, *shape), torch.randint(8, (n, *dims))), make_net()
 
 class Peaks(Callback):
-    "The most memory of each training batch beyond what it began with: its events, and its step"
+    "The most memory of each training batch beyond what it began with. (It does not listen to `after_batch`, where `learn.pred` would be kept for it)"
     order,run_valid = -100,False
-    def before_fit(self): self.all = []
+    def before_fit(self): self.all,self.start = [],None
     def before_batch(self):
+        self.after_train()
         gc.collect()
         torch_device.reset_peak_memory_stats()
         self.start = torch_device.memory_allocated()
-class PeaksEnd(Callback):
-    order,run_valid = 300,False
-    def after_batch(self): self.learn.peaks.all.append(torch_device.max_memory_allocated() - self.learn.peaks.start)
+    def after_train(self):
+        if self.start is not None: self.all.append(torch_device.max_memory_allocated() - self.start)
+        self.start = None
 
 def peak(name, bs, *cbs, k=None, accum_bs=None, amp='to_fp32', opt_func=SGD, fit=lambda l: l.fit(2, .01), loader=InMemory):
     "Of the second epoch: gradients and the optimizer's state are there before"
     data,model = net(name)
-    learn = make(data, bs, Acc(accum_bs or n_items, micro_batch_size=k), Peaks(), PeaksEnd(), *cbs, model=model, loss_func=nn.CrossEntropyLoss(), opt_func=opt_func, dl_type=loader, amp=amp)
+    learn = make(data, bs, Acc(accum_bs or n_items, micro_batch_size=k), Peaks(), *cbs, model=model, loss_func=nn.CrossEntropyLoss(), opt_func=opt_func, dl_type=loader, amp=amp)
     fit(learn)
     assert rel_err(weights(learn.model), weights(model)) > 1e-4
     return max(learn.peaks.all[len(learn.peaks.all)//2:])
