@@ -69,7 +69,7 @@ class Progress:
     diverged  = False # the loss is not finite
     losses    = None  # of its items, where the loss function makes no mean of them
     batch_loss = None # its own loss, where `learn.loss` is the accumulated one
-    on_host   = None  # the loss of the row that is due, its version, and its copy on the host
+    on_host   = None  # the loss of the row that is due, its version, and its value on the host
 
 class BatchLoop:
     "`Learner.one_batch` with a step per accumulated batch"
@@ -154,9 +154,9 @@ class BatchLoop:
         "A number of the step on the host. The host waits for it, so the loss of the row that is due comes in the same copy"
         loss = self.rows.next_loss()
         if loss is None: return flag.item()
-        flag,copy = torch.stack([flag.float(), row_loss(loss).float().to(flag.device)]).cpu().unbind()
-        self.now.on_host = loss,loss._version,copy
-        return flag.item()
+        flag,value = torch.stack([flag.float(), row_loss(loss).float().to(flag.device)]).tolist()
+        self.now.on_host = loss,loss._version,value
+        return flag
 
     def _settle(self):
         if not self.now.attempted: self.precision.undo_step()

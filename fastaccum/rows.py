@@ -41,11 +41,11 @@ def row_loss(
 def on_host(
     learn,      # A `Learner`
     loss:Tensor # The loss of a row
-) -> Tensor:    # In float32
-    "A copy on the host; it may have come there already, with `BatchLoop.read`"
+) -> float:
+    "Its value on the host; it may have come there already, with `BatchLoop.read`"
     known = getattr(getattr(learn.__dict__.get('one_batch'), 'now', None), 'on_host', None)
     if known is not None and known[0] is loss and known[1] == loss._version: return known[2]
-    return row_loss(loss).to('cpu', torch.float32)
+    return row_loss(loss).float().item()
 
 def record_step(
     rec:Recorder, # Its `losses`, `lrs` and `smooth_loss` get a row
@@ -53,8 +53,8 @@ def record_step(
 ) -> bool: # Was the loss finite?
     "Give `rec` the row of one step. Copies the loss to the host, as `Recorder` does: the one sync of a step"
     smooth,learn = rec.smooth_loss,rec.learn
-    loss = on_host(learn, loss)
-    finite = math.isfinite(loss.item())
+    value = on_host(learn, loss)
+    loss,finite = torch.tensor(value),math.isfinite(value)
     if finite: smooth.val = torch.lerp(loss, smooth.val, smooth.beta)  # `AvgSmoothLoss.accumulate`
     elif n := smooth.count: smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if the loss had been the smooth loss
     if finite or smooth.count: smooth.count += 1
