@@ -6,7 +6,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 
 # %% auto #0
 __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation',
-           'GradientAccumulationSchedule', 'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint']
+           'GradientAccumulationSchedule', 'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint',
+           'ActivationCheckpointing', 'ActivationOffload', 'Compile']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .accumulator import GradientAccumulator, loss_weight
@@ -16,6 +17,7 @@ from .accumulation import GradientAccumulation, GradientAccumulationSchedule
 from .precision import AMPMode, MixedPrecision
 from .steps import StepLogger
 from .checkpoint import TrainingCheckpoint
+from .activations import ActivationCheckpointing, ActivationOffload, Compile
 
 _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
-         'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint']
+         'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload', 'Compile']

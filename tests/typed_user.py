@@ -7,8 +7,8 @@ from typing_extensions import assert_type
 import torch
 from fastai.learner import Learner
 from torch import Tensor, nn
-from fastaccum.all import (AMPMode, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule, GradientAccumulator, MixedPrecision,
-                           PeakMemory, StepLogger, TrainingCheckpoint, loss_weight)
+from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, Compile, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
+                           GradientAccumulator, MixedPrecision, PeakMemory, StepLogger, TrainingCheckpoint, loss_weight)
 from fastaccum.wandb import WandbCallback
 
 def own_loop(model:nn.Module, opt:torch.optim.Optimizer, batches:Iterable[tuple[Tensor,Tensor]]) -> None:
@@ -49,6 +49,7 @@ def callbacks(learn:Learner) -> None:
     steps.to_df().loss.mean()
     acc.plan(3), acc.plot(3), precision.plot(), steps.plot()   # added to the classes by `@patch`, as `to_fp16` is: Any
     checkpoint.finish()
+    learn.add_cbs([ActivationCheckpointing(nn.TransformerEncoderLayer, selective=True), ActivationOffload(min_bytes=2**20), Compile(mode='reduce-overhead')])
 
 def wrong(model:nn.Module, loss:Tensor) -> None:
     GradientAccumulator(model.parameters(), '256')                 # type: ignore[arg-type]
@@ -69,4 +70,6 @@ def wrong(model:nn.Module, loss:Tensor) -> None:
     StepLogger('loss')                                             # type: ignore[arg-type]
     TrainingCheckpoint(every_steps=.5)                             # type: ignore[arg-type]
     TrainingCheckpoint(keep=None)                                  # type: ignore[arg-type]
+    ActivationOffload('64k')                                       # type: ignore[arg-type]
+    ActivationCheckpointing(selective=1)                           # type: ignore[arg-type]
     AMPMode.FP32                                                   # type: ignore[attr-defined]
