@@ -20,7 +20,7 @@ from .memory import backend
 
 # %% auto #0
 __all__ = ['ActivationCheckpointing', 'outermost', 'find_blocks', 'parse_blocks', 'choose_blocks', 'Recompute', 'Replay',
-           'ActivationOffload', 'OnHost', 'side_stream', 'Compile', 'CompiledCall']
+           'ActivationOffload', 'Mover', 'OnHost', 'side_stream', 'Compile', 'CompiledCall']
 
 # %% ../nbs/api/16_activations.ipynb #c7e4abc6
 _plain_do_fit = Learner._do_fit
@@ -43,10 +43,14 @@ class ActivationCheckpointing(Callback):
         if blocks is not None: self.chosen = parse_blocks(blocks)
         store_attr()
 
+    def during_fit(self): return self.recomputed(self.learn.model)
+
     @contextmanager
-    def during_fit(self):
-        "Recompute the blocks of the model within"
-        blocks = find_blocks(self.learn.model) if self.blocks is None else choose_blocks(self.learn.model, self.chosen)
+    def recomputed(self,
+        model:nn.Module # Any model
+    ):
+        "The blocks of `model` are recomputed within"
+        blocks = find_blocks(model) if self.blocks is None else choose_blocks(model, self.chosen)
         with ExitStack() as stack:
             for m in blocks: stack.enter_context(Recompute(m, self.selective).attached())
             yield
@@ -188,10 +192,22 @@ class ActivationOffload(Callback):
         store_attr()
 
     def during_fit(self):
-        "What the forward pass saves goes to the host within"
-        self.params = {p.untyped_storage()._cdata for p in self.learn.model.parameters()}
-        self.last = lambda: None
-        return saved_tensors_hooks(self.pack, self.unpack)
+        mover = self.mover(self.learn.model)
+        return saved_tensors_hooks(mover.pack, mover.unpack)
+
+    def mover(self,
+        model:nn.Module # Any model
+    ) -> Mover:
+        "Decides what moves, and moves it"
+        return Mover({p.untyped_storage()._cdata for p in model.parameters()}, self.min_bytes)
+
+# %% ../nbs/api/16_activations.ipynb #058d754e
+class Mover:
+    "Moves what a forward pass saves: not parameters, nor what is small or on the CPU"
+    def __init__(self,
+        params:set,   # Addresses of the parameters' storages
+        min_bytes:int # Smaller tensors stay
+    ): self.params,self.min_bytes,self.last = params,min_bytes,lambda: None
 
     def stays(self, t):
         if t.is_cpu or t.layout is not torch.strided or t.nbytes < self.min_bytes: return True

@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 # %% auto #0
 __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation',
            'GradientAccumulationSchedule', 'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint',
-           'ActivationCheckpointing', 'ActivationOffload', 'Compile']
+           'ActivationCheckpointing', 'ActivationOffload', 'Compile', 'MemoryAdvice']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .accumulator import GradientAccumulator, loss_weight
@@ -18,6 +18,7 @@ from .precision import AMPMode, MixedPrecision
 from .steps import StepLogger
 from .checkpoint import TrainingCheckpoint
 from .activations import ActivationCheckpointing, ActivationOffload, Compile
+from .advice import MemoryAdvice
 
 _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
-         'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload', 'Compile']
+         'AMPMode', 'MixedPrecision', 'StepLogger', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload', 'Compile', 'MemoryAdvice']

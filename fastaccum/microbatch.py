@@ -134,5 +134,9 @@ class Snapshot:
                 if g is None: p.grad = None
                 elif isinstance(g, Tensor): p.grad.copy_(g)
                 else: p.grad.zero_()
+        self.restore_rng()
+
+    def restore_rng(self):
+        "Put back the random generators only"
         for f,state in zip((random.setstate, np.random.set_state, torch.set_rng_state), self.rng): f(state)
         if self.device_rng is not None: _device_rng(self.device).set_rng_state(self.device_rng, *self._place())

@@ -8,7 +8,7 @@ import torch
 from fastai.learner import Learner
 from torch import Tensor, nn
 from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, Compile, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
-                           GradientAccumulator, MixedPrecision, PeakMemory, StepLogger, TrainingCheckpoint, loss_weight)
+                           GradientAccumulator, MemoryAdvice, MixedPrecision, PeakMemory, StepLogger, TrainingCheckpoint, loss_weight)
 from fastaccum.wandb import WandbCallback
 
 def own_loop(model:nn.Module, opt:torch.optim.Optimizer, batches:Iterable[tuple[Tensor,Tensor]]) -> None:
@@ -50,6 +50,9 @@ def callbacks(learn:Learner) -> None:
     acc.plan(3), acc.plot(3), precision.plot(), steps.plot()   # added to the classes by `@patch`, as `to_fp16` is: Any
     checkpoint.finish()
     learn.add_cbs([ActivationCheckpointing(nn.TransformerEncoderLayer, selective=True), ActivationOffload(min_bytes=2**20), Compile(mode='reduce-overhead')])
+    advice = MemoryAdvice(learn, gib=16)
+    assert_type(advice.peak_at(8), int)
+    print(advice.params, advice.grads, advice.state, advice.peak, advice.micro_batch_size, advice.table, advice.call, advice)
 
 def wrong(model:nn.Module, loss:Tensor) -> None:
     GradientAccumulator(model.parameters(), '256')                 # type: ignore[arg-type]
