@@ -18,7 +18,7 @@ from .events import is_a
 from .losses import count_items
 from .loop import LoopCallback, check_own_loop
 from .memory import available_bytes
-from .passes import end_measuring, fit_memory, forward_backward, learn_device, look_up_loss, loss_rule, warn_once
+from .passes import end_measuring, fit_memory, forward_backward, learn_device, look_up_loss, loss_rule, predict_in_parts, warn_once
 from .plan import accum_batches, batch_sizes, epochs_for
 
 # %% auto #0
@@ -218,6 +218,10 @@ class Accumulation(LoopCallback):
         else: forward_backward(self, self.micro_batch_size or n, n)   # `micro_batch_size` may be more than `n`
         st.closes = self._ends(self.acc.n_items)                       # not, if a micro-batch was cancelled
         note_inexact(self)
+
+    def predict(self, whole):
+        "Validation's forward pass; `whole()` calls the model with the loader batch"
+        return whole() if self.micro_batch_size is None or keeps_state(self.learn) else predict_in_parts(self, whole)
 
     def close(self):
         self.state.items = self.acc.n_items

@@ -16,22 +16,12 @@ from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+import fastaccum.loop  # whose `_do_fit` opens the contexts
 from .memory import backend
 
 # %% auto #0
 __all__ = ['ActivationCheckpointing', 'outermost', 'find_blocks', 'parse_blocks', 'choose_blocks', 'Recompute', 'Replay',
            'ActivationOffload', 'Mover', 'OnHost', 'side_stream', 'Compile', 'CompiledCall']
-
-# %% ../nbs/api/16_activations.ipynb #c7e4abc6
-_plain_do_fit = Learner._do_fit
-
-@patch
-def _do_fit(self:Learner):
-    "fastai's, inside the `during_fit` of each callback that has one"
-    with ExitStack() as stack:
-        for cb in self.cbs.sorted('order'):
-            if hasattr(type(cb), 'during_fit'): stack.enter_context(cb.during_fit())
-        return _plain_do_fit(self)
 
 # %% ../nbs/api/16_activations.ipynb #a4544eb2
 class ActivationCheckpointing(Callback):

@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from .accumulation import GradientAccumulation, count_items
+from .accumulation import GradientAccumulation
 from .activations import ActivationCheckpointing, ActivationOffload, find_blocks
+from .losses import count_items
 from .memory import StorageFollower
-from .microbatch import Snapshot, map_tensors, split_items
+from .microbatch import Snapshot, map_tensors, part_sizes, split_items
 from .precision import MixedPrecision, _dtypes, _in_fp32
 
 # %% auto #0
@@ -203,7 +204,7 @@ class Forecast:
     ):
         self.loss_func,self.mode = learn.loss_func,FakeTensorMode(allow_non_fake_inputs=True)
         xb,yb = example_batch(learn)
-        self.bs,self.device = count_items(SimpleNamespace(xb=xb, yb=yb)),torch.device(learn.dls.device or 'cpu')
+        self.bs,self.device = count_items(xb, yb)[0],torch.device(learn.dls.device or 'cpu')
         # enumerate, in fastai's `all_batches`, holds on to the first batch of an epoch
         self.batch = sum(t.nbytes for t in tree_leaves((xb,yb)) if isinstance(t, Tensor))*min(2, len(learn.dls.train))
         fake = lambda t: self.mode.from_tensor(t.detach().as_subclass(Tensor)).to(self.device)
@@ -238,9 +239,10 @@ class Forecast:
         "What training like `plan` takes"
         keeps = self.keeps or plan.accum_bs > plan.size
         grads = self.grads if keeps else 0
-        act,flops = self.passed(plan, plan.size, keeps)
-        valid,_ = self.passed(plan, plan.size if plan.splits_valid else self.bs, keeps, train=False)
-        return self.state + self.batch + max(grads+act, self.grads+self.step, (self.grads if self.keeps else 0)+valid), flops/plan.size
+        k = part_sizes(self.bs, plan.size)[0] if plan.size < self.bs else plan.size
+        act,flops = self.passed(plan, k, keeps)
+        valid,_ = self.passed(plan, k if plan.splits_valid else self.bs, keeps, train=False)
+        return self.state + self.batch + max(grads+act, self.grads+self.step, (self.grads if self.keeps else 0)+valid), flops/k
 
     def passed(self, plan, k, keeps, train=True):
         "Peak bytes and floating-point operations of a micro-batch of `k` items"

@@ -33,6 +33,7 @@ def fit(*cbs, model=Net, data=data, bs=8, n_epoch=2, **kwargs):
     learn = learner(data, bs, *cbs, model=model(), loss_func=nn.CrossEntropyLoss(), lr=.05, **kwargs)
     set_seed(1)
     learn.fit(n_epoch)
+    learn.remove_cbs(cbs)
     return {k: v.clone() for k,v in learn.model.state_dict().items()}
 
 def same(a, b): return a.keys()==b.keys() and all(torch.equal(a[k], b[k]) for k in a)
@@ -137,6 +138,29 @@ def test_no_compiler(monkeypatch, tmp_path, recwarn):
     assert same(fit(Compile(), model=partial(Net, n=1)), fit(model=partial(Net, n=1)))
     assert len([w for w in recwarn if 'Compile: torch.compile failed' in str(w.message)]) == 1
 
+# -- Validation ---------------------------------------------------------------------------------------------------
+class Sizes(nn.Module):
+    "Notes how many items it is given"
+    def __init__(self): super().__init__(); self.body,self.seen = Net(),[]
+    def forward(self, x): self.seen.append(len(x)); return self.body(x)
+
+@pytest.mark.parametrize('size', [3, 'auto', None])
+def test_validation_is_split(size):
+    "The same predictions, losses and metrics from micro-batches, in the fit and outside of it; with and without targets"
+    def get(k): return learner(data, 11, GradientAccumulation(11, micro_batch_size=k), model=Sizes(), loss_func=nn.CrossEntropyLoss(), metrics=[accuracy, Perplexity()])
+    learn,whole = get(size),get(None)
+    most = max if size == 3 else (lambda o: 3)
+    learn.validate(); whole.validate()
+    for o in (learn, whole): o.model.seen.clear()
+    assert np.allclose(learn.validate(), whole.validate(), rtol=1e-6)
+    assert most(learn.model.seen) == 3 and max(whole.model.seen) == 22
+    for kw in ({}, dict(dl=DataLoader(Data(data.x), bs=22))):
+        (p,*_),(q,*_) = learn.get_preds(**kw),whole.get_preds(**kw)
+        assert torch.allclose(p, q, atol=1e-6)
+    learn.model.seen.clear()
+    learn.fit(1)
+    assert most(learn.model.seen) == 3
+
 # -- Pairs --------------------------------------------------------------------------------------------------------
 # Each pair in one run, against the same without what changes no number. A new callback adds its row: how to make it, and whether it does change numbers
 pairs = dict(precision=(lambda: MixedPrecision('bf16'), True), split=(lambda: GradientAccumulation(16, micro_batch_size=3), True),
@@ -170,7 +194,8 @@ def test_foretold(net, opt):
     ways = dict(plain=[], bf16=[MixedPrecision('bf16')], recomputed=[ActivationCheckpointing()], both=[MixedPrecision('bf16'), ActivationCheckpointing()])
     if opt == 'AdamW': ways['split'] = [GradientAccumulation(micro_batch_size=8)]
     for way,cbs in ways.items():
-        learn = learner(d, 32, *cbs, model=make(), loss_func=CrossEntropyLossFlat(), opt_func=opts[opt], valid=d[:4] and Data(*d[:32]))
+        learn = learner(d, 32, *cbs, model=make(), loss_func=CrossEntropyLossFlat(), opt_func=opts[opt], valid=Data(*d[:32]))
         foretold = learn.memory_advice().peak
         with PeakMemory() as real: learn.fit(1)
+        learn.remove_cbs(cbs)
         assert abs(foretold/real.peak-1) < .01, (way, foretold, real.peak)
