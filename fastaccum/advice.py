@@ -133,7 +133,7 @@ class Plan:
     recompute:Any=None  # An `ActivationCheckpointing`
     offload:Any=None    # An `ActivationOffload`
     amp:Any=None        # A type to compute in
-    splits_valid:bool=False # Are validation's batches split too?
+    wide:bool=False     # Are gradients summed in fp32?
 
 def present_plan(
     learn,  # A `Learner`
@@ -145,7 +145,7 @@ def present_plan(
     k = getattr(acc, 'micro_batch_size', None)
     accum_bs = bs if acc is None or acc.per_loader_batch else acc.size_at(0, len(learn.dls.train), 1)
     return Plan(min(k, bs) if isinstance(k, int) else bs, accum_bs, attached(ActivationCheckpointing), attached(ActivationOffload),
-                None if precision is None else _dtypes[precision.amp_mode])
+                None if precision is None else _dtypes[precision.amp_mode], getattr(acc, 'grad_dtype', None) is not None)
 
 # %% ../nbs/api/16b_advice.ipynb #484b5d05
 class Costs(StorageFollower):
@@ -241,8 +241,9 @@ class Forecast:
         grads = self.grads if keeps else 0
         k = part_sizes(self.bs, plan.size)[0] if plan.size < self.bs else plan.size
         act,flops = self.passed(plan, k, keeps)
-        valid,_ = self.passed(plan, k if plan.splits_valid else self.bs, keeps, train=False)
-        return self.state + self.batch + max(grads+act, self.grads+self.step, (self.grads if self.keeps else 0)+valid), flops/k
+        valid,_ = self.passed(plan, k, keeps, train=False)
+        sums = sum(2*p.numel() for p in self.ps if p.dtype in (torch.bfloat16,torch.float16)) if plan.wide else 0
+        return sums + self.state + self.batch + max(grads+act, self.grads+self.step, (self.grads if self.keeps else 0)+valid), flops/k
 
     def passed(self, plan, k, keeps, train=True):
         "Peak bytes and floating-point operations of a micro-batch of `k` items"

@@ -147,7 +147,9 @@ class Sizes(nn.Module):
 @pytest.mark.parametrize('size', [3, 'auto', None])
 def test_validation_is_split(size):
     "The same predictions, losses and metrics from micro-batches, in the fit and outside of it; with and without targets"
-    def get(k): return learner(data, 11, GradientAccumulation(11, micro_batch_size=k), model=Sizes(), loss_func=nn.CrossEntropyLoss(), metrics=[accuracy, Perplexity()])
+    def get(k):
+        set_seed(0)
+        return learner(data, 11, GradientAccumulation(11, micro_batch_size=k), model=Sizes(), loss_func=nn.CrossEntropyLoss(), metrics=[accuracy, Perplexity()])
     learn,whole = get(size),get(None)
     most = max if size == 3 else (lambda o: 3)
     learn.validate(); whole.validate()
@@ -165,17 +167,68 @@ def test_validation_is_split(size):
 # Each pair in one run, against the same without what changes no number. A new callback adds its row: how to make it, and whether it does change numbers
 pairs = dict(precision=(lambda: MixedPrecision('bf16'), True), split=(lambda: GradientAccumulation(16, micro_batch_size=3), True),
              checkpointing=(ActivationCheckpointing, False), selective=(lambda: ActivationCheckpointing(selective=True), False),
-             offload=(lambda: ActivationOffload(0), False), compile=(lambda: Compile(backend=Backend()), False))
+             offload=(lambda: ActivationOffload(0), False), compile=(lambda: Compile(backend=Backend()), False),
+             grad_dtype=(lambda: GradientAccumulation(16, grad_dtype=torch.float32), True))
 
-@pytest.mark.parametrize('a,b', [(a, b) for a,b in combinations(pairs, 2) if {a, b} != {'checkpointing', 'selective'}])
+@pytest.mark.parametrize('a,b', [(a, b) for a,b in combinations(pairs, 2) if {a, b} not in ({'checkpointing', 'selective'}, {'split', 'grad_dtype'})])  # the last two are one callback
 def test_pairs(a, b):
     "Two callbacks together: to the last bit what those of them that change numbers do alone"
     torch._dynamo.reset()
-    both = fit(*(pairs[k][0]() for k in (a, b)))
-    plain = fit(*(pairs[k][0]() for k in (a, b) if pairs[k][1]))
-    if 'compile' not in (a, b): assert same(both, plain)
-    else: assert all(torch.allclose(both[k].float(), plain[k].float(), atol=1e-6) for k in plain)
-    if {a, b} == {'precision', 'split'}: assert not same(both, fit())
+    compiled = 'compile' in (a, b)
+    dtype = torch.bfloat16 if 'grad_dtype' in (a, b) else torch.float32   # in bf16 weights
+    items = Data(data.x.to(dtype), *data.y)
+    def run(names): return fit(*(pairs[k][0]() for k in names), model=lambda: Net(dropout=0. if compiled else .1).to(dtype), data=items, n_epoch=1)
+    both,plain = run((a, b)),run([k for k in (a, b) if pairs[k][1]])
+    if not compiled: assert same(both, plain)
+    else: assert all(torch.allclose(both[k].float(), plain[k].float(), atol=1e-6 if dtype is torch.float32 else 1e-2) for k in plain)
+
+# -- Sums in fp32 -------------------------------------------------------------------------------------------------
+class Weights(Callback):
+    "The gradient that the optimizer gets, and the float64 sum of the same micro-gradients"
+    order = 12
+    def before_fit(self):
+        self.sum,self.p = 0.,self.learn.model[0].weight
+        self.hook = self.p.register_hook(self.add)
+    def add(self, g): self.sum = self.sum+g.double()
+    def before_step(self): self.grad = self.p.grad.clone()
+    def after_step(self): self.hook.remove()
+
+wide = partial(GradientAccumulation, grad_dtype=torch.float32)
+def half(): return nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh(), nn.Linear(32, 4)).bfloat16()
+halves = Data(torch.randn(1024, 32).bfloat16(), torch.arange(1024)%4)
+
+@pytest.mark.parametrize('native', [True, False])
+def test_sums(native, monkeypatch):
+    "256 micro-batches; where PyTorch has no `grad_dtype` too"
+    if not native: monkeypatch.setattr('fastaccum.grads.hasattr', lambda o, k: False, raising=False)
+    def error(f):
+        learn = learner(halves, 256, f(1024, micro_batch_size=4), spy:=Weights(), model=half(), loss_func=nn.CrossEntropyLoss(), valid=Data(halves.x[:4], halves.y[0][:4]))
+        learn.fit(1)
+        assert all(p.grad is None for p in learn.model.parameters()) or f is GradientAccumulation
+        if hasattr(spy.p, 'grad_dtype'): assert spy.p.grad_dtype is torch.bfloat16
+        return rel_err(spy.grad, spy.sum)
+    assert error(wide) < 5e-8 and error(GradientAccumulation) > 5e-3
+
+torch_opts = {k: partial(OptimWrapper, opt=partial(f, **kw)) for k,f,kw in (('AdamW', torch.optim.AdamW, {}), ('AdamW fused', torch.optim.AdamW, dict(fused=True)),
+              ('SGD', torch.optim.SGD, dict(momentum=.9)), ('SGD fused', torch.optim.SGD, dict(fused=True)))}
+all_opts = {**{f.__name__: f for f in (SGD, RMSProp, Adam, RAdam, QHAdam, Larc, Lamb, ranger)}, **torch_opts}
+
+@pytest.mark.parametrize('opt', all_opts)
+def test_optimizers_step(opt):
+    "With sums in fp32; they are clipped as such, whatever the optimizer takes"
+    kinds = []
+    look = On('before_step', lambda l: kinds.append({p.grad.dtype for p in l.model.parameters()}), order=15)
+    learn = learner(halves, 256, wide(512), GradientClip(1.), look, model=half(), loss_func=nn.CrossEntropyLoss(), opt_func=all_opts[opt], lr=.05,
+                    valid=Data(halves.x[:4], halves.y[0][:4]))
+    before = weights(learn.model)
+    learn.fit(2)
+    assert kinds == [{torch.float32}]*4 and not torch.equal(weights(learn.model), before) and weights(learn.model).isfinite().all()
+    assert all(p.grad is None for p in learn.model.parameters())
+    learn.fit(1)
+
+def test_other_dtypes():
+    for dtype in (torch.float64, torch.float16, 'float32'):
+        with pytest.raises(ValueError, match='pass torch.float32'): GradientAccumulation(8, grad_dtype=dtype)
 
 # -- Foretold -----------------------------------------------------------------------------------------------------
 opts = dict(SGD=partial(SGD, mom=.9), Adam=Adam, AdamW=partial(OptimWrapper, opt=torch.optim.AdamW), Lamb=Lamb)

@@ -38,7 +38,7 @@ def own_loop(model:nn.Module, opt:torch.optim.Optimizer, batches:Iterable[tuple[
 def callbacks(learn:Learner) -> None:
     acc,precision,steps = GradientAccumulation(256, micro_batch_size='auto', weight=len),MixedPrecision(AMPMode.BF16),StepLogger(grad_norm=True)
     checkpoint = TrainingCheckpoint(every_steps=100, every_minutes=None)
-    GradientAccumulation(), GradientAccumulation(None, n_acc=64, micro_batch_size=8), GradientAccumulation(64, remainder='drop', normalize=False)
+    GradientAccumulation(), GradientAccumulation(None, n_acc=64, micro_batch_size=8), GradientAccumulation(64, remainder='drop', normalize=False), GradientAccumulation(64, grad_dtype=torch.float32)
     GradientAccumulationSchedule(64, 512, start=1, finish=.5, micro_batch_size=None), MixedPrecision('fp16', device=None, init_scale=2.**10)
     learn.add_cbs([acc, precision, steps, checkpoint, WandbCallback(log_preds=False)])
     learn.to_fp16(growth_interval=500).fit_one_cycle(3)

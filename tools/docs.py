@@ -17,7 +17,7 @@ menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Tutori
         'Changelog': 'changelog', 'Contributing': 'contributing'}
 # In the order in which a user needs them; those that are not named follow
 first = ['tutorials/' + o for o in ('bigger_batch', 'anneal', 'mixed_precision', 'any_gpu', 'token_losses', 'wandb')] + [
-         'api/' + o for o in ('all', 'accumulation', 'precision', 'steps', 'wandb', 'checkpoint', 'activations', 'advice', 'accumulator', 'scaler', 'memory', 'microbatch')]
+         'api/' + o for o in ('all', 'accumulation', 'precision', 'steps', 'wandb', 'checkpoint', 'activations', 'advice', 'accumulator', 'scaler', 'memory', 'grads', 'microbatch')]
 
 def navigation(titles):
     "The menu for `titles`, path -> title of all pages in the order of their notebooks"
