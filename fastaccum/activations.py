@@ -262,6 +262,8 @@ class Compile(Callback):
     def during_fit(self):
         "The model is compiled within; keys, names, class and copies are the plain model's"
         model = self.learn.model
+        if self.kwargs.get('backend') == 'eager' and any(isinstance(cb, ActivationCheckpointing) for cb in self.learn.cbs):
+            warn("Compile(backend='eager'), PyTorch's backend for debugging, recomputes blocks with other draws of dropout: gradients are wrong where there is any.")
         old = model.__dict__.get('_compiled_call_impl')
         model._compiled_call_impl = CompiledCall(model, self.kwargs)
         try: yield
