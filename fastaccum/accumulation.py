@@ -7,6 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation.html.md"""
 # %% ../nbs/api/10_accumulation.ipynb #034d4086
 from __future__ import annotations
 import inspect
+from contextlib import ExitStack
 import matplotlib.pyplot as plt
 from numbers import Integral, Real
 from fastai.basics import *
@@ -15,16 +16,17 @@ from fastai.callback.schedule import SchedCos
 from torch.utils._pytree import tree_leaves
 from .accumulator import GradientAccumulator, check_accum_bs
 from .events import is_a
+from .grads import rounded_at_step, summed_in, takes_wide
 from .losses import count_items
 from .loop import LoopCallback, check_own_loop
 from .memory import available_bytes
-from .passes import end_measuring, fit_memory, forward_backward, learn_device, look_up_loss, loss_rule, warn_once
+from .passes import end_measuring, fit_memory, forward_backward, learn_device, look_up_loss, loss_rule, predict_in_parts, warn_once
 from .plan import accum_batches, batch_sizes, epochs_for
 
 # %% auto #0
-__all__ = ['check_learner', 'check_sizes', 'keeps_state', 'warn_of_items', 'OptimizerParams', 'begin_fit', 'learn_dtype',
-           'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder', 'check_args', 'Accumulation',
-           'GradientAccumulation', 'GradientAccumulationSchedule']
+__all__ = ['check_learner', 'check_sizes', 'keeps_state', 'warn_of_items', 'OptimizerParams', 'begin_fit', 'sum_wide',
+           'learn_dtype', 'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder', 'check_args',
+           'Accumulation', 'GradientAccumulation', 'GradientAccumulationSchedule']
 
 # %% ../nbs/api/10_accumulation.ipynb #00d0487e
 def check_learner(
@@ -101,6 +103,16 @@ def begin_fit(
     if available_bytes(learn_device(learn)) is not None: st.size_by_shape = {}  # there may be more memory now
     if acc.loop.lr_finder: learn.n_epoch = epochs_for(acc, acc.loop.lr_finder.num_it)
 
+def sum_wide(
+    learn,            # A `Learner`
+    dtype:torch.dtype,# Of the sums
+    stack:ExitStack   # Open as long as they are to be wide
+):
+    "Sum gradients in `dtype`; a PyTorch optimizer that refuses these gets them rounded, once, at the step"
+    stack.enter_context(summed_in(learn.model.parameters(), dtype))
+    opt = learn.opt.opt if isinstance(learn.opt, OptimWrapper) else None
+    if opt is not None and not takes_wide(opt): stack.enter_context(rounded_at_step(opt))
+
 def learn_dtype(learn): return next((p.dtype for p in learn.model.parameters()), torch.float32)
 
 def end_fit(
@@ -157,7 +169,7 @@ def drop_remainder(
 # %% ../nbs/api/10_accumulation.ipynb #dc1be440
 _remainders = 'step','drop','carry'
 
-def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None): # As given to `GradientAccumulation`
+def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None): # As given to `GradientAccumulation`
     "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
     if None not in (accum_bs, n_acc): raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone (n_acc is fastai's name for it).")
     k = micro_batch_size
@@ -165,6 +177,7 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
         raise ValueError(f"micro_batch_size={k!r}: pass the most items of a micro-batch (an int, at least 1), 'auto' for as many as fit memory, or None for whole loader batches.")
     if remainder not in _remainders: raise ValueError(f"remainder={remainder!r}: it must be one of {', '.join(map(repr, _remainders))}.")
     if drop_last is not None: raise TypeError(f"drop_last={drop_last!r} is fastxtend's: use remainder='drop' to leave out what is left at the end of an epoch, 'step' (the default) to step on it.")
+    if grad_dtype not in (None, torch.float32): raise ValueError(f"grad_dtype={grad_dtype!r}: pass torch.float32 to sum the gradients of half-precision weights in fp32, or None.")
     if n_items is not None and not callable(n_items): raise TypeError(f"n_items is {n_items!r}: pass a function of the Learner that returns the number of items in its batch.")
     if weight is not None and not callable(weight):
         raise TypeError(f"weight is {weight!r}: pass a function of the Learner that returns what the loss averaged over. (Class weights belong to the loss.)")
@@ -188,6 +201,13 @@ class Accumulation(LoopCallback):
     def step_values(self):
         res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
         return res if self.micro_batch_size is None else {**res, 'micro_bs': self.state.micro_bs}
+
+    @contextmanager
+    def during_fit(self):
+        "Sums in `grad_dtype` within"
+        with ExitStack() as stack:
+            if self.grad_dtype is not None: sum_wide(self.learn, self.grad_dtype, stack)
+            yield
 
     def before_fit(self):
         if self.learn.opt is not None: begin_fit(self)   # a loaded Learner that only predicts has none
@@ -222,6 +242,10 @@ class Accumulation(LoopCallback):
         st.closes = self._ends(self.acc.n_items)                       # not, if a micro-batch was cancelled
         note_inexact(self)
 
+    def predict(self, whole):
+        "Validation's forward pass; `whole()` calls the model with the loader batch"
+        return whole() if self.micro_batch_size is None or keeps_state(self.learn) else predict_in_parts(self, whole)
+
     def close(self):
         self.state.items = self.acc.n_items
         return self.acc.finish()
@@ -254,11 +278,12 @@ class GradientAccumulation(Accumulation):
         weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over, where that cannot be known or measured
         n_items=None,                # `n_items(learn)`: items of the loader batch, where its inputs' first dimension does not tell
         check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
+        grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of weights in half precision in fp32
         drop_last=None               # Of fastxtend: use `remainder`
     ):
-        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, drop_last)
+        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, drop_last, grad_dtype)
         self.acc,self.state,self._warned = GradientAccumulator([], 1, normalize),_state(micro_batch_size),set()
-        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss')
+        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype')
         self.items_func = n_items
         self.per_loader_batch = accum_bs is None and n_acc is None and micro_batch_size is not None
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
@@ -353,10 +378,11 @@ class GradientAccumulationSchedule(GradientAccumulation):
         normalize:bool=True,         # Exact weighted mean? If False gradients are added up as they come
         weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over
         n_items=None,                # `n_items(learn)`: items of the loader batch
-        check_loss:bool=True         # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
+        check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
+        grad_dtype:torch.dtype|None=None # `torch.float32`: sum the gradients of weights in half precision in fp32
     ):
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder, normalize=normalize, weight=weight,
-                         n_items=n_items, check_loss=check_loss)
+                         n_items=n_items, check_loss=check_loss, grad_dtype=grad_dtype)
         check_accum_bs(final_accum_bs)
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
         if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish: raise ValueError(f"start={start} is after finish={finish}: swap them, or the sizes.")

@@ -7,7 +7,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 # %% auto #0
 __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation',
            'GradientAccumulationSchedule', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
-           'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint']
+           'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint',
+           'ActivationCheckpointing', 'ActivationOffload', 'Compile', 'MemoryAdvice']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .accumulator import GradientAccumulator, loss_weight
@@ -20,7 +21,10 @@ from .noise import AdaptiveGradientAccumulation, GradientNoiseScale
 from .rates import ScaleLR, batch_ramp
 from .critical import critical_batch
 from .checkpoint import TrainingCheckpoint
+from .activations import ActivationCheckpointing, ActivationOffload, Compile
+from .advice import MemoryAdvice
 
 _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
          'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
-         'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint']
+         'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload',
+         'Compile', 'MemoryAdvice']

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/loop.html.md"""
 
 # %% ../nbs/api/09_loop.ipynb #4e38840c
 from __future__ import annotations
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from fastai.basics import *
 from .events import Events, _batch_events, cancels, is_a
 from .memory import is_out_of_memory, step_too_big
@@ -43,6 +43,7 @@ class EveryBatch:
     "Without accumulation: each loader batch is an accumulated batch"
     opens,closes,log_accum_batch = True,True,True
     def __init__(self, loop): self.loop = loop
+    def predict(self, whole): return whole()
     def train_batch(self):
         self.loop.forward()
         self.loop.call.around(self.loop.learn._backward, 'backward', CancelBackwardException)
@@ -121,7 +122,7 @@ class BatchLoop:
     def forward(self):
         "Prediction and loss of `learn.xb` and `learn.yb`"
         learn,table = self.learn,self.call.current()
-        learn.pred = self.precision.predict()
+        learn.pred = self.precision.predict() if learn.training else self.accumulation.predict(self.precision.predict)
         self.now.predicted = True
         if table['after_pred']: self.call.fire('after_pred')
         if len(learn.yb):
@@ -266,8 +267,12 @@ fastai_do_fit,fastai_validation_context,fastai_do_epoch_validate = Learner._do_f
 
 @patch
 def _do_fit(self:Learner):
-    "fastai's; whatever ends it, it is known that it ended"
-    with in_fit(self): fastai_do_fit(self)
+    "fastai's, within the `during_fit` of each callback that has one; whatever ends it, it is known that it ended"
+    with ExitStack() as stack:
+        for cb in self.cbs.sorted('order'):
+            if hasattr(type(cb), 'during_fit'): stack.enter_context(cb.during_fit())
+        stack.enter_context(in_fit(self))
+        fastai_do_fit(self)
 
 @patch
 def validation_context(self:Learner,

@@ -96,7 +96,7 @@ def in_parts(
 
 def _parts(learn, xb, yb, n, size, mixed):
     split = lambda b: split_items(b, size, n)
-    rows = lambda b: [tuple(p) for p in zip(*map(split, b))]     # as many inputs as items are still inputs
+    rows = lambda b: [tuple(p) for p in zip(*map(split, b))] if len(b) else [()]*-(-n//size)  # as many inputs as items are still inputs
     # CutMix has one `lam` for all items
     mixed = [(o, split(yb1), split(lam) if lam.dim() and len(lam) == n else [lam]*-(-n//size)) for o,yb1,lam in mixed]
     for i,(x,y) in enumerate(zip(rows(xb), rows(yb))):
@@ -134,5 +134,9 @@ class Snapshot:
                 if g is None: p.grad = None
                 elif isinstance(g, Tensor): p.grad.copy_(g)
                 else: p.grad.zero_()
+        self.restore_rng()
+
+    def restore_rng(self):
+        "Put back the random generators only"
         for f,state in zip((random.setstate, np.random.set_state, torch.set_rng_state), self.rng): f(state)
         if self.device_rng is not None: _device_rng(self.device).set_rng_state(self.device_rng, *self._place())

@@ -19,7 +19,7 @@ from .probe import LossProbe
 
 # %% auto #0
 __all__ = ['warn_once', 'loss_info', 'look_up_loss', 'is_measuring', 'measure_loss', 'end_measuring', 'loss_rule', 'Weights',
-           'forward_backward', 'as_scalar', 'learn_device', 'fit_memory', 'too_big']
+           'forward_backward', 'as_scalar', 'predict_in_parts', 'learn_device', 'fit_memory', 'too_big']
 
 # %% ../nbs/api/09b_passes.ipynb #7a049188
 def warn_once(
@@ -167,6 +167,22 @@ def as_scalar(
     if not learn.loss_grad.dim(): return
     check_scalar(learn.loss_grad)
     learn.loss_grad,learn.loss = learn.loss_grad.view(()),learn.loss.view(())
+
+# %% ../nbs/api/09b_passes.ipynb #5696e21c
+def predict_in_parts(
+    cb,   # A `GradientAccumulation`
+    whole # Calls the model with `learn.xb`
+): # What the model says of the loader batch
+    "Predict in micro-batches, and join. What has no row for each item cannot be joined: then the loader batch goes whole"
+    learn,k = cb.learn,cb.state.micro_bs if cb.micro_batch_size == 'auto' else cb.micro_batch_size
+    n,preds = cb.count(),[]
+    if k == 'auto' or n <= k: return whole()
+    with in_parts(learn, n, k) as parts:
+        for i,size in zip(parts, part_sizes(n, k)):
+            pred = whole()
+            if not all(isinstance(t, Tensor) and t.dim() and len(t) == size for t in tree_leaves(pred)): preds = None; break
+            preds.append(pred)
+    return whole() if preds is None else join_items(preds)
 
 # %% ../nbs/api/09b_passes.ipynb #8334e501
 def learn_device(

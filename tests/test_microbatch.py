@@ -383,10 +383,10 @@ class Sizes(nn.Module):
     def __init__(self): super().__init__(); self.body,self.log = mlp(),[]
     def forward(self, x): self.log.append((self.training, len(x))); return self.body(x)
 
-def test_validation_is_not_split():
+def test_validation_is_split():
     learn = learner(data, 16, Acc(micro_batch_size=4), valid=ragged, model=Sizes(), loss_func=ce, metrics=accuracy)
     learn.fit(1)
-    valid = [(False, len(y)) for _,y in learn.dls.valid]
+    valid = [(False, k) for _,y in learn.dls.valid for k in part_sizes(len(y), 4)]
     assert learn.model.log==[(True, 4)]*16 + valid
     for f in (learn.validate, learn.get_preds): learn.model.log.clear(); f(); assert learn.model.log==valid
     assert len(learn.get_preds()[0])==61

@@ -7,8 +7,8 @@ from typing_extensions import assert_type
 import torch
 from fastai.learner import Learner
 from torch import Tensor, nn
-from fastaccum.all import (AMPMode, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule, GradientAccumulator, MixedPrecision,
-                           PeakMemory, StepLogger, TrainingCheckpoint, loss_weight)
+from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, Compile, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
+                           GradientAccumulator, MemoryAdvice, MixedPrecision, PeakMemory, StepLogger, TrainingCheckpoint, loss_weight)
 from fastaccum.wandb import WandbCallback
 
 def own_loop(model:nn.Module, opt:torch.optim.Optimizer, batches:Iterable[tuple[Tensor,Tensor]]) -> None:
@@ -38,7 +38,7 @@ def own_loop(model:nn.Module, opt:torch.optim.Optimizer, batches:Iterable[tuple[
 def callbacks(learn:Learner) -> None:
     acc,precision,steps = GradientAccumulation(256, micro_batch_size='auto', weight=len),MixedPrecision(AMPMode.BF16),StepLogger(grad_norm=True)
     checkpoint = TrainingCheckpoint(every_steps=100, every_minutes=None)
-    GradientAccumulation(), GradientAccumulation(None, n_acc=64, micro_batch_size=8), GradientAccumulation(64, remainder='drop', normalize=False)
+    GradientAccumulation(), GradientAccumulation(None, n_acc=64, micro_batch_size=8), GradientAccumulation(64, remainder='drop', normalize=False), GradientAccumulation(64, grad_dtype=torch.float32)
     GradientAccumulationSchedule(64, 512, start=1, finish=.5, micro_batch_size=None), MixedPrecision('fp16', device=None, init_scale=2.**10)
     learn.add_cbs([acc, precision, steps, checkpoint, WandbCallback(log_preds=False)])
     learn.to_fp16(growth_interval=500).fit_one_cycle(3)
@@ -49,6 +49,10 @@ def callbacks(learn:Learner) -> None:
     steps.to_df().loss.mean()
     acc.plan(3), acc.plot(3), precision.plot(), steps.plot()   # added to the classes by `@patch`, as `to_fp16` is: Any
     checkpoint.finish()
+    learn.add_cbs([ActivationCheckpointing(nn.TransformerEncoderLayer, selective=True), ActivationOffload(min_bytes=2**20), Compile(mode='reduce-overhead')])
+    advice = MemoryAdvice(learn, gib=16)
+    assert_type(advice.peak_at(8), int)
+    print(advice.params, advice.grads, advice.state, advice.peak, advice.micro_batch_size, advice.table, advice.call, advice)
 
 def wrong(model:nn.Module, loss:Tensor) -> None:
     GradientAccumulator(model.parameters(), '256')                 # type: ignore[arg-type]
@@ -69,4 +73,6 @@ def wrong(model:nn.Module, loss:Tensor) -> None:
     StepLogger('loss')                                             # type: ignore[arg-type]
     TrainingCheckpoint(every_steps=.5)                             # type: ignore[arg-type]
     TrainingCheckpoint(keep=None)                                  # type: ignore[arg-type]
+    ActivationOffload('64k')                                       # type: ignore[arg-type]
+    ActivationCheckpointing(selective=1)                           # type: ignore[arg-type]
     AMPMode.FP32                                                   # type: ignore[attr-defined]
