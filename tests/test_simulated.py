@@ -90,6 +90,7 @@ def runs_out(f, n):
 
 def test_runs_out():
     "An error as CUDA's, also below autograd; then all goes on"
+    gc.collect()
     model,x = move(nn.Sequential(nn.Linear(6, 500), nn.Tanh(), nn.Linear(500, 3))),there(64, 6)
     opt = torch.optim.Adam(model.parameters())
     live = memory.live

@@ -49,15 +49,16 @@ class Guard(_DummyDeviceGuard):
         _fetch(*_places)
         try: kind,e = _kind.value,_error.value
         except ValueError: return _type  # NULL: there is no error, mostly
-        for o in (kind, e): _drop(o)     # `PyErr_Fetch` handed over references
         Guard.error = e if isinstance(e, BaseException) else kind(e)
+        for o in _parts:                 # `PyErr_Fetch` handed over references: one to the traceback would keep all tensors
+            with contextlib.suppress(ValueError): _drop(o.value)
         return _type
 
 _type = torch._C._autograd.DeviceType.PrivateUse1
 _fetch,_drop = ctypes.pythonapi.PyErr_Fetch,ctypes.pythonapi.Py_DecRef
 _fetch.restype,_drop.argtypes = None,[ctypes.py_object]
-_kind,_error,_traceback = (ctypes.py_object() for _ in range(3))
-_places = tuple(map(ctypes.byref, (_kind, _error, _traceback)))
+_parts = _kind,_error,_traceback = tuple(ctypes.py_object() for _ in range(3))
+_places = tuple(map(ctypes.byref, _parts))
 
 @contextlib.contextmanager
 def let_out():
