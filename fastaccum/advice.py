@@ -66,7 +66,9 @@ class MemoryAdvice:
         if plan not in self._costs: self._costs[plan] = self.forecast.cost(plan)
         return self._costs[plan]
 
-    def _fits(self, plan): return self.params + self.cost(plan)[0] <= .9*self.gib*2**30
+    def _fits(self, plan):
+        try: return self.params + self.cost(plan)[0] <= .9*self.gib*2**30
+        except ValueError: return False  # BatchNorm may not train on so few items
 
     def _largest(self, plan):
         "The largest micro-batch that fits, None if there is none: halving what is between one that does and one that does not"
@@ -80,7 +82,7 @@ class MemoryAdvice:
         return fits or None
 
     def _plans(self):
-        now,few = self.now,max(1, self.now.size//8)
+        now,few = self.now,max(2, self.now.size//8)
         res = {'as it is': now}
         if few < now.size: res[f'micro_batch_size={few}'] = replace(now, size=few)
         if now.recompute is None and self.forecast.has_blocks:
@@ -207,11 +209,10 @@ class Forecast:
         self.bs,self.device = count_items(xb, yb)[0],torch.device(learn.dls.device or 'cpu')
         # enumerate, in fastai's `all_batches`, holds on to the first batch of an epoch
         self.batch = sum(t.nbytes for t in tree_leaves((xb,yb)) if isinstance(t, Tensor))*min(2, len(learn.dls.train))
-        fake = lambda t: self.mode.from_tensor(t.detach().as_subclass(Tensor)).to(self.device)
-        with self.mode:
-            self.xb,self.yb = map_tensors(fake, xb),map_tensors(fake, yb)
-            memo = {id(t): nn.Parameter(fake(t), t.requires_grad) if isinstance(t, nn.Parameter) else fake(t)
-                    for t in (*learn.model.parameters(), *learn.model.buffers())}
+        fake = lambda t: self.mode.from_tensor(t.as_subclass(Tensor).detach()).to(self.device)
+        self.xb,self.yb = map_tensors(fake, xb),map_tensors(fake, yb)
+        memo = {id(t): nn.Parameter(fake(t), t.requires_grad) if isinstance(t, nn.Parameter) else fake(t)
+                for t in (*learn.model.parameters(), *learn.model.buffers())}
         self.model = deepcopy(learn.model, memo)
         self.ps = [p for p in self.model.parameters() if p.requires_grad]
         self.params,self.grads = (sum(p.nbytes for p in ps) for ps in (learn.model.parameters(), self.ps))
@@ -324,7 +325,7 @@ def plot(self:MemoryAdvice,
     ax=None # Matplotlib axes, default new ones
 ): # Matplotlib axes
     "Draw the peak over the size of micro-batches, with recomputed blocks too"
-    ks = sorted({min(2**i, self.bs) for i in range(self.bs.bit_length()+1)})
+    ks = sorted({min(2**i, self.bs) for i in range(1, self.bs.bit_length()+1)})
     plans = {'as it is': self.now}
     if self.now.recompute is None and self.forecast.has_blocks: plans['recomputed'] = replace(self.now, recompute=ActivationCheckpointing())
     ax = ax or plt.subplots(figsize=(6, 2.8))[1]
