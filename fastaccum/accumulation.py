@@ -24,163 +24,9 @@ from .passes import end_measuring, fit_memory, forward_backward, learn_device, l
 from .plan import accum_batches, batch_sizes, epochs_for
 
 # %% auto #0
-__all__ = ['check_learner', 'check_sizes', 'keeps_state', 'warn_of_items', 'OptimizerParams', 'begin_fit', 'sum_wide',
-           'learn_dtype', 'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder', 'check_args',
-           'Accumulation', 'GradientAccumulation', 'GradientAccumulationSchedule']
-
-# %% ../nbs/api/10_accumulation.ipynb #00d0487e
-def check_learner(
-    acc # A `GradientAccumulation` that is attached to a `Learner`
-):
-    "Raise an error for what cannot work with `acc`, warn of what is doubtful"
-    learn = acc.learn
-    check_own_loop(learn)
-    same = [type(cb) for cb in learn.cbs if cb.name == acc.name]
-    if len(same) > 1:
-        raise ValueError(f"{len(same)} gradient accumulation callbacks are attached: {', '.join(f'{c.__module__}.{c.__name__}' for c in same)}. "
-                         "Keep one: `learn.remove_cb` the other.")
-    theirs = first(cb for cb in learn.cbs if is_a(type(cb), 'MixedPrecision') and not isinstance(cb, LoopCallback))
-    if theirs is not None:
-        raise ValueError("fastai's MixedPrecision is attached next to GradientAccumulation: it leaves its autocast once a micro-batch, and the weights would stop learning. "
-                         "Use fastaccum's: `from fastaccum.all import *` after fastai's import, then `learn.to_fp16()` or `learn.to_bf16()`, which replace it.")
-    if acc.micro_batch_size is not None and keeps_state(learn):
-        raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (a ModelResetter is there): the state of some "
-                         "items would be taken for that of others. Leave micro_batch_size out and give the loader a smaller batch size.")
-    check_sizes(acc)
-
-def check_sizes(
-    acc # A `GradientAccumulation` that is attached to a `Learner`
-):
-    "The part of `check_learner` that asks how large the batches are"
-    learn = acc.learn
-    try: sizes = batch_sizes(learn.dls.train)
-    except ValueError: return
-    if not sizes: return
-    total = len(sizes)*learn.n_epoch
-    most = max((acc.size_at(done, len(sizes), learn.n_epoch) for done in range(0, total, max(1, total//100))), default=acc.accum_bs)
-    if acc.remainder == 'drop' and sum(sizes) < most:
-        raise ValueError(f"remainder='drop' with accum_bs={most} would never step: an epoch has {sum(sizes)} items. Use 'step' or 'carry', or a smaller accum_bs.")
-    most_at_once = max(sizes)
-    if acc.micro_batch_size not in (None, 'auto'): most_at_once = min(most_at_once, acc.micro_batch_size)
-    if most < max(sizes) and not acc.per_loader_batch: warn_once(acc, f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, every loader batch is a step.")
-    if most_at_once < 8 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in learn.model.modules()):
-        warn_once(acc, f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its statistics "
-                   "are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).")
-
-
-
-def keeps_state(
-    learn # A `Learner`
-) -> bool:
-    "Does the model keep a state from one batch to the next? `SentenceEncoder`, of text classifiers, resets itself at each call"
-    return any(isinstance(cb, ModelResetter) for cb in learn.cbs) and not any(is_a(type(m), 'SentenceEncoder') for m in learn.model.modules())
-
-# %% ../nbs/api/10_accumulation.ipynb #afcac309
-def warn_of_items(
-    acc,  # A `GradientAccumulation`
-    n:int # Items that it counted
-):
-    "Inputs and targets have different numbers of rows"
-    shapes = [' and '.join(str(tuple(t.shape)) for t in tree_leaves(b) if isinstance(t, Tensor)) for b in (acc.learn.xb, acc.learn.yb)]
-    warn_once(acc, f"Inputs of shape {shapes[0]} and targets of shape {shapes[1]} do not have the same number of items: the inputs' {n} are counted. "
-               "If that is wrong, pass n_items=, a function of the Learner that returns the number of items in its batch.")
-
-class OptimizerParams:
-    "The parameters of the Learner's optimizer as they are when they are asked for, tied ones once"
-    def __init__(self, learn): self.learn = learn
-    def __iter__(self): return iter(dict.fromkeys(p for ps in self.learn.opt.param_lists for p in ps))
-
-def begin_fit(
-    acc # A `GradientAccumulation` that is attached to a `Learner` with an optimizer
-):
-    "Check everything, and start from zero gradients and counts, whatever ended the last fit"
-    learn,st = acc.learn,acc.state
-    check_learner(acc)
-    learn.gradient_accumulation = acc
-    acc.acc.params,acc.acc.dtype = OptimizerParams(learn),torch.promote_types(learn_dtype(learn), torch.float32)
-    acc.clear()
-    st.running,st.inexact,st.probe = True,False,None
-    if available_bytes(learn_device(learn)) is not None: st.size_by_shape = {}  # there may be more memory now
-    if acc.loop.lr_finder: learn.n_epoch = epochs_for(acc, acc.loop.lr_finder.num_it)
-
-def sum_wide(
-    learn,            # A `Learner`
-    dtype:torch.dtype,# Of the sums
-    stack:ExitStack   # Open as long as they are to be wide
-):
-    "Sum gradients in `dtype`; a PyTorch optimizer that refuses these gets them rounded, once, at the step"
-    stack.enter_context(summed_in(learn.model.parameters(), dtype))
-    opt = learn.opt.opt if isinstance(learn.opt, OptimWrapper) else None
-    if opt is not None and not takes_wide(opt): stack.enter_context(rounded_at_step(opt))
-
-def learn_dtype(learn): return next((p.dtype for p in learn.model.parameters()), torch.float32)
-
-def end_fit(
-    acc # A `GradientAccumulation` whose fit ends
-):
-    "Clear what is left over, and say so"
-    acc.state.running = False
-    end_measuring(acc)
-    if not acc.n_items: return
-    print(f"GradientAccumulation: the fit ended with {acc.n_items} of {acc.accum_bs} items accumulated; their gradients are cleared.")
-    acc.clear()
-
-def fit_graph(
-    learn # A `Learner` at the end of an epoch
-):
-    "ShowGraphCallback draws losses over rows, but validation over loader batches: mend that"
-    graph = getattr(learn, 'show_graph', None)
-    if graph is not None and getattr(graph, 'nb_batches', None): graph.nb_batches[-1:] = [len(learn.recorder.losses)] if learn.recorder.losses else []
-
-def note_inexact(
-    acc # A `GradientAccumulation` after a loader batch
-):
-    "Remember, on the device, whether a loss was met that no weight makes exact"
-    st = acc.state
-    if not st.info.two_means or acc.weight is not None: return
-    st.inexact = st.inexact | (st.info.class_weight is not None) | (acc.learn.yb[0] == st.info.ignore_index).any()
-
-# %% ../nbs/api/10_accumulation.ipynb #b3bd4448
-def end_epoch(
-    acc # A `GradientAccumulation`
-):
-    "Deal with what is left at the end of an epoch, or of one that was cut short"
-    if acc.state.inexact:
-        warn_once(acc, "LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means with different divisors: no weight makes "
-                   "its accumulated loss exact. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact, or pass weight= yourself.")
-    if acc.loop.now.row_due: acc.loop.rows.give()  # a callback ended the epoch between the step and its row
-    if not acc.n_items or acc.remainder == 'carry': return
-    if acc.remainder == 'drop' and not acc.acc.ready: return drop_remainder(acc)
-    acc.loop.busy = True                         # what validates in an event of the step does so inside the epoch
-    try: acc.loop.step()
-    except (CancelBatchException, CancelTrainException, CancelEpochException): pass  # if it did not step, it goes on
-    finally: acc.loop.busy = False
-    if acc.loop.now.row_due: acc.loop.rows.give()
-
-
-
-def drop_remainder(
-    acc # A `GradientAccumulation`
-):
-    "Clear the gradients; a parameter that had none when the accumulated batch began has none again, so that the optimizer leaves it alone"
-    acc.clear()
-    for p in acc.state.without_grad: p.grad = None
-
-# %% ../nbs/api/10_accumulation.ipynb #dc1be440
-_remainders = 'step','drop','carry'
-
-def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None): # As given to `GradientAccumulation`
-    "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
-    if None not in (accum_bs, n_acc): raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone (n_acc is fastai's name for it).")
-    k = micro_batch_size
-    if not (k is None or k == 'auto' or isinstance(k, Integral) and not isinstance(k, bool) and k >= 1):
-        raise ValueError(f"micro_batch_size={k!r}: pass the most items of a micro-batch (an int, at least 1), 'auto' for as many as fit memory, or None for whole loader batches.")
-    if remainder not in _remainders: raise ValueError(f"remainder={remainder!r}: it must be one of {', '.join(map(repr, _remainders))}.")
-    if drop_last is not None: raise TypeError(f"drop_last={drop_last!r} is fastxtend's: use remainder='drop' to leave out what is left at the end of an epoch, 'step' (the default) to step on it.")
-    if grad_dtype not in (None, torch.float32): raise ValueError(f"grad_dtype={grad_dtype!r}: pass torch.float32 to sum the gradients of half-precision weights in fp32, or None.")
-    if n_items is not None and not callable(n_items): raise TypeError(f"n_items is {n_items!r}: pass a function of the Learner that returns the number of items in its batch.")
-    if weight is not None and not callable(weight):
-        raise TypeError(f"weight is {weight!r}: pass a function of the Learner that returns what the loss averaged over. (Class weights belong to the loss.)")
+__all__ = ['Accumulation', 'GradientAccumulation', 'GradientAccumulationSchedule', 'check_args', 'check_learner', 'check_sizes',
+           'keeps_state', 'items_in_batch', 'warn_of_items', 'OptimizerParams', 'begin_fit', 'sum_wide', 'learn_dtype',
+           'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder']
 
 # %% ../nbs/api/10_accumulation.ipynb #608e9118
 class Accumulation(LoopCallback):
@@ -192,11 +38,7 @@ class Accumulation(LoopCallback):
     items   = property(lambda self: self.state.items, doc="Of the accumulated batch that closed last")
     running = property(lambda self: self.state.running, doc="Has it begun with this fit?")
 
-    @property
-    def loss_rule(self) -> str:
-        "What the loss averages over, and whether that is known, measured or assumed"
-        return loss_rule(self)
-
+    loss_rule = property(loss_rule)
     @property
     def step_values(self):
         res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
@@ -215,26 +57,18 @@ class Accumulation(LoopCallback):
     def before_batch(self):
         learn,st = self.learn,self.state
         if not st.running: self.before_fit()             # it was added in the middle of a fit
-        n,n_iter = self.count(),learn.__dict__.get('n_iter', 0)
-        st.opens,st.last = self.acc.n_items == 0,learn.__dict__.get('iter', 0) == n_iter-1
+        n,n_iter,i = items_in_batch(self),learn.__dict__.get('n_iter', 0),learn.__dict__.get('iter', 0)
+        st.opens,st.last = self.acc.n_items == 0,i == n_iter-1
         if st.opens:
-            self.acc.accum_bs = n if self.per_loader_batch else self.size_at(learn.epoch*n_iter + learn.__dict__.get('iter', 0), n_iter, learn.n_epoch)
+            self.acc.accum_bs = n if self.per_loader_batch else self.size_at(learn.epoch*n_iter + i, n_iter, learn.n_epoch)
             st.without_grad = [p for p in self.acc.params if p.grad is None] if self.remainder == 'drop' else []
         st.closes = self._ends(self.acc.n_items + n)
-
-    def count(self) -> int:
-        "Items of the loader batch"
-        learn = self.learn
-        if self.items_func is not None: return self.items_func(learn)
-        n,agree = count_items(learn.xb, learn.yb)
-        if not agree: warn_of_items(self, n)
-        return n
 
     def _ends(self, n): return n >= self.acc.accum_bs or (self.state.last and self.remainder == 'step' and n > 0)
 
     def train_batch(self):
         "Forward and backward of the loader batch"
-        st,n = self.state,self.count()
+        st,n = self.state,items_in_batch(self)
         look_up_loss(self)
         if st.opens: self.acc.normalize = self.normalize and (self.weight is not None or st.info.reduction != 'sum')
         if self.micro_batch_size == 'auto': fit_memory(self, n)
@@ -265,14 +99,13 @@ class Accumulation(LoopCallback):
 
     def clear(self): self.acc.reset(self.learn.opt)
 
-# %% ../nbs/api/10_accumulation.ipynb #9024908b
 class GradientAccumulation(Accumulation):
     "Step the optimizer once every `accum_bs` items, with the exact gradient of the mean loss over all of them"
     def __init__(self,
-        accum_bs:int|None=None,      # Items of an accumulated batch; default 32, as in fastai, or the loader's batch with `micro_batch_size`
+        accum_bs:int|None=None,      # Items of an accumulated batch; default 32 (fastai's), or a loader batch with `micro_batch_size`
         n_acc:int|None=None,         # fastai's name for `accum_bs`: pass one of the two
         log_accum_batch:bool=True,   # One log row a step, with the accumulated loss? If False one a loader batch, as fastai
-        micro_batch_size:int|str|None=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit memory
+        micro_batch_size:int|str|None=None, # Most items of a micro-batch: loader batches are split; 'auto': as many as fit memory
         remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
         normalize:bool=True,         # Exact weighted mean? If False gradients are added up as they come
         weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over, where that cannot be known or measured
@@ -318,8 +151,8 @@ class GradientAccumulation(Accumulation):
         self.state.size_by_shape = {tuple((torch.Size(s), getattr(torch, d)) for s,d in key): size for key,size in state['fits']}
 
 def _state(micro_bs):
-    return SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=micro_bs, info=None, probe=None,
-                           without_grad=[], size_by_shape={})
+    return SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=micro_bs,
+                           info=None, probe=None, without_grad=[], size_by_shape={})
 
 # %% ../nbs/api/10_accumulation.ipynb #22c4ee3d
 @patch
@@ -345,10 +178,10 @@ def plot(self:GradientAccumulation,
     "Draw the items of each optimizer step over training"
     sizes,items = self._sizes(dl),self.plan(n_epoch, dl)
     ax = ax or plt.subplots(figsize=(6, 2.6))[1]
-    seen = np.cumsum([0]+items)/sum(sizes)   # epochs of items
-    ax.step(seen, [*items, *items[-1:]] or [0], where='post', label='items in a step')
-    n_iter = len(sizes)
-    ax.plot([i/n_iter for i in range(n_epoch*n_iter)], [self.size_at(i, n_iter, n_epoch) for i in range(n_epoch*n_iter)], ':', label='accum_bs')
+    epochs = np.cumsum([0]+items)/sum(sizes)
+    ax.step(epochs, [*items, *items[-1:]] or [0], where='post', label='items in a step')
+    n_iter,batches = len(sizes),range(n_epoch*len(sizes))
+    ax.plot([i/n_iter for i in batches], [self.size_at(i, n_iter, n_epoch) for i in batches], ':', label='accum_bs')
     ax.set(xlabel='epoch', ylabel='items', ylim=(0, 1.08*ax.get_ylim()[1]), title=f'{len(items)} optimizer steps'); ax.legend()
     return ax
 
@@ -360,8 +193,10 @@ def _is_factory(f):
     return True
 
 def _check_point(name, v):
-    if isinstance(v, bool) or not isinstance(v, Real): raise TypeError(f"{name}={v!r}: pass a float (fraction of the fit, 0 to 1) or an int (epoch, from 0).")
-    if v < 0 or (not isinstance(v, Integral) and v > 1): raise ValueError(f"{name}={v}: a float is a fraction of the fit, 0 to 1; an int is an epoch, from 0.")
+    if isinstance(v, bool) or not isinstance(v, Real):
+        raise TypeError(f"{name}={v!r}: pass a float (fraction of the fit, 0 to 1) or an int (epoch, from 0).")
+    if v < 0 or (not isinstance(v, Integral) and v > 1):
+        raise ValueError(f"{name}={v}: a float is a fraction of the fit, 0 to 1; an int is an epoch, from 0.")
 
 # %% ../nbs/api/10_accumulation.ipynb #dd7faf39
 class GradientAccumulationSchedule(GradientAccumulation):
@@ -373,7 +208,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         finish:float|int=.3,         # Where it ends, likewise
         schedule=SchedCos,           # fastai annealer of (start, end), or a function of the position from 0 to 1, as `combine_scheds` makes
         log_accum_batch:bool=True,   # One log row a step, with the accumulated loss? If False one a loader batch, as fastai
-        micro_batch_size:int|str|None=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit memory
+        micro_batch_size:int|str|None=None, # Most items of a micro-batch: loader batches are split; 'auto': as many as fit memory
         remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
         normalize:bool=True,         # Exact weighted mean? If False gradients are added up as they come
         weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over
@@ -381,12 +216,15 @@ class GradientAccumulationSchedule(GradientAccumulation):
         check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
         grad_dtype:torch.dtype|None=None # `torch.float32`: sum the gradients of weights in half precision in fp32
     ):
-        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder, normalize=normalize, weight=weight,
-                         n_items=n_items, check_loss=check_loss, grad_dtype=grad_dtype)
+        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
+                         normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
+                         grad_dtype=grad_dtype)
         check_accum_bs(final_accum_bs)
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
-        if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish: raise ValueError(f"start={start} is after finish={finish}: swap them, or the sizes.")
-        if not callable(schedule): raise TypeError(f"schedule={schedule!r}: pass a fastai annealer such as SchedCos, or a function of the position from 0 to 1.")
+        if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish:
+            raise ValueError(f"start={start} is after finish={finish}: swap them, or the sizes.")
+        if not callable(schedule):
+            raise TypeError(f"schedule={schedule!r}: pass a fastai annealer such as SchedCos, or a function of the position from 0 to 1.")
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule')
         self.size = schedule(start_accum_bs, final_accum_bs) if _is_factory(schedule) else schedule
 
@@ -401,5 +239,188 @@ class GradientAccumulationSchedule(GradientAccumulation):
         if done < a or (self.learn is not None and self.loop.lr_finder): return self.start_accum_bs  # lr_find tries the first size
         if done >= b: return self.final_accum_bs
         res = round(float(self.size((done-a)/(b-a))))
-        if res < 1: raise ValueError(f"The schedule gives accum_bs={res} after {done} loader batches: an accumulated batch has at least 1 item.")
-        return res
+        if res >= 1: return res
+        raise ValueError(f"The schedule gives accum_bs={res} after {done} loader batches: an accumulated batch has at least 1 item.")
+
+# %% ../nbs/api/10_accumulation.ipynb #dc1be440
+_remainders = 'step','drop','carry'
+
+def check_args(
+    accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None # As given to `GradientAccumulation`
+):
+    "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
+    if None not in (accum_bs, n_acc):
+        raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone "
+                         "(n_acc is fastai's name for it).")
+    k = micro_batch_size
+    if not (k is None or k == 'auto' or isinstance(k, Integral) and not isinstance(k, bool) and k >= 1):
+        raise ValueError(f"micro_batch_size={k!r}: pass the most items of a micro-batch (an int, at least 1), 'auto' for as many as fit "
+                         "memory, or None for whole loader batches.")
+    if remainder not in _remainders: raise ValueError(f"remainder={remainder!r}: it must be one of {', '.join(map(repr, _remainders))}.")
+    if drop_last is not None:
+        raise TypeError(f"drop_last={drop_last!r} is fastxtend's: use remainder='drop' to leave out what is left at the end of an epoch, "
+                        "'step' (the default) to step on it.")
+    if grad_dtype not in (None, torch.float32):
+        raise ValueError(f"grad_dtype={grad_dtype!r}: pass torch.float32 to sum the gradients of half-precision weights in fp32, or None.")
+    if n_items is not None and not callable(n_items):
+        raise TypeError(f"n_items is {n_items!r}: pass a function of the Learner that returns the number of items in its batch.")
+    if weight is not None and not callable(weight):
+        raise TypeError(f"weight is {weight!r}: pass a function of the Learner that returns what the loss averaged over. "
+                        "(Class weights belong to the loss.)")
+
+# %% ../nbs/api/10_accumulation.ipynb #00d0487e
+def check_learner(
+    acc # A `GradientAccumulation` that is attached to a `Learner`
+):
+    "Raise an error for what cannot work with `acc`, warn of what is doubtful"
+    learn = acc.learn
+    check_own_loop(learn)
+    same = [type(cb) for cb in learn.cbs if cb.name == acc.name]
+    if len(same) > 1:
+        names = ', '.join(f'{c.__module__}.{c.__name__}' for c in same)
+        raise ValueError(f"{len(same)} gradient accumulation callbacks are attached: {names}. Keep one: `learn.remove_cb` the other.")
+    theirs = first(cb for cb in learn.cbs if is_a(type(cb), 'MixedPrecision') and not isinstance(cb, LoopCallback))
+    if theirs is not None:
+        raise ValueError("fastai's MixedPrecision is attached next to GradientAccumulation: it leaves its autocast once a micro-batch, "
+                         "and the weights would stop learning. Use fastaccum's: `from fastaccum.all import *` after fastai's import, "
+                         "then `learn.to_fp16()` or `learn.to_bf16()`, which replace it.")
+    if acc.micro_batch_size is not None and keeps_state(learn):
+        raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (a ModelResetter "
+                         "is there): the state of some items would be taken for that of others. Leave micro_batch_size out and give the "
+                         "loader a smaller batch size.")
+    check_sizes(acc)
+
+def check_sizes(
+    acc # A `GradientAccumulation` that is attached to a `Learner`
+):
+    "The part of `check_learner` that asks how large the batches are"
+    learn = acc.learn
+    try: sizes = batch_sizes(learn.dls.train)
+    except ValueError: return
+    if not sizes: return
+    total = len(sizes)*learn.n_epoch
+    most = max((acc.size_at(done, len(sizes), learn.n_epoch) for done in range(0, total, max(1, total//100))), default=acc.accum_bs)
+    if acc.remainder == 'drop' and sum(sizes) < most:
+        raise ValueError(f"remainder='drop' with accum_bs={most} would never step: an epoch has {sum(sizes)} items. "
+                         "Use 'step' or 'carry', or a smaller accum_bs.")
+    most_at_once = max(sizes)
+    if acc.micro_batch_size not in (None, 'auto'): most_at_once = min(most_at_once, acc.micro_batch_size)
+    if most < max(sizes) and not acc.per_loader_batch:
+        warn_once(acc, f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
+                  "every loader batch is a step.")
+    if most_at_once < 8 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in learn.model.modules()):
+        warn_once(acc, f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its "
+                  "statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).")
+
+def keeps_state(
+    learn # A `Learner`
+) -> bool:
+    "Does the model keep a state from one batch to the next? `SentenceEncoder`, of text classifiers, resets itself at each call"
+    has_resetter = any(isinstance(cb, ModelResetter) for cb in learn.cbs)
+    return has_resetter and not any(is_a(type(m), 'SentenceEncoder') for m in learn.model.modules())
+
+# %% ../nbs/api/10_accumulation.ipynb #afcac309
+def items_in_batch(
+    acc # A `GradientAccumulation`
+) -> int:
+    "Number of items in the loader batch"
+    learn = acc.learn
+    if acc.items_func is not None: return acc.items_func(learn)
+    n,agree = count_items(learn.xb, learn.yb)
+    if not agree: warn_of_items(acc, n)
+    return n
+
+def warn_of_items(
+    acc,  # A `GradientAccumulation`
+    n:int # Items that it counted
+):
+    "Warn that inputs and targets have different numbers of rows"
+    shapes = [' and '.join(str(tuple(t.shape)) for t in tree_leaves(b) if isinstance(t, Tensor)) for b in (acc.learn.xb, acc.learn.yb)]
+    warn_once(acc, f"Inputs of shape {shapes[0]} and targets of shape {shapes[1]} do not have the same number of items: the inputs' {n} "
+              "are counted. If that is wrong, pass n_items=, a function of the Learner that returns the number of items in its batch.")
+
+class OptimizerParams:
+    "The parameters that the Learner's optimizer has at the time, tied ones once"
+    def __init__(self, learn): self.learn = learn
+    def __iter__(self): return iter(dict.fromkeys(p for ps in self.learn.opt.param_lists for p in ps))
+
+def begin_fit(
+    acc # A `GradientAccumulation` that is attached to a `Learner` with an optimizer
+):
+    "Check everything, and start from zero gradients and counts, whatever ended the last fit"
+    learn,st = acc.learn,acc.state
+    check_learner(acc)
+    learn.gradient_accumulation = acc
+    acc.acc.params,acc.acc.dtype = OptimizerParams(learn),torch.promote_types(learn_dtype(learn), torch.float32)
+    acc.clear()
+    st.running,st.inexact,st.probe = True,False,None
+    if available_bytes(learn_device(learn)) is not None: st.size_by_shape = {}  # there may be more memory now
+    if acc.loop.lr_finder: learn.n_epoch = epochs_for(acc, acc.loop.lr_finder.num_it)
+
+def sum_wide(
+    learn,            # A `Learner`
+    dtype:torch.dtype,# Of the sums
+    stack:ExitStack   # Open as long as they are to be wide
+):
+    "Sum gradients in `dtype`; a PyTorch optimizer that refuses these gets them rounded, once, at the step"
+    stack.enter_context(summed_in(learn.model.parameters(), dtype))
+    opt = learn.opt.opt if isinstance(learn.opt, OptimWrapper) else None
+    if opt is not None and not takes_wide(opt): stack.enter_context(rounded_at_step(opt))
+
+def learn_dtype(
+    learn # A `Learner`
+) -> torch.dtype:
+    "Type of its model's parameters"
+    return next((p.dtype for p in learn.model.parameters()), torch.float32)
+
+def end_fit(
+    acc # A `GradientAccumulation` whose fit ends
+):
+    "Clear what is left over, and say so"
+    acc.state.running = False
+    end_measuring(acc)
+    if not acc.n_items: return
+    print(f"GradientAccumulation: the fit ended with {acc.n_items} of {acc.accum_bs} items accumulated; their gradients are cleared.")
+    acc.clear()
+
+def fit_graph(
+    learn # A `Learner` at the end of an epoch
+):
+    "Let ShowGraphCallback draw the validation loss where the rows of the epoch end, not its loader batches"
+    graph = getattr(learn, 'show_graph', None)
+    if graph is None or not getattr(graph, 'nb_batches', None): return
+    n_rows = len(learn.recorder.losses)
+    graph.nb_batches[-1:] = [n_rows] if n_rows else []
+
+def note_inexact(
+    acc # A `GradientAccumulation` after a loader batch
+):
+    "Remember, on the device, whether a loss was met that no weight makes exact"
+    st = acc.state
+    if not st.info.inexact or acc.weight is not None: return
+    st.inexact = st.inexact | (st.info.class_weight is not None) | (acc.learn.yb[0] == st.info.ignore_index).any()
+
+# %% ../nbs/api/10_accumulation.ipynb #b3bd4448
+def end_epoch(
+    acc # A `GradientAccumulation`
+):
+    "Deal with what is left at the end of an epoch, or of one that was cut short"
+    if acc.state.inexact:
+        warn_once(acc, "LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means with different divisors: "
+                  "no weight makes its accumulated loss exact. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact, or pass "
+                  "weight= yourself.")
+    if acc.loop.now.row_due: acc.loop.rows.give()  # a callback ended the epoch between the step and its row
+    if not acc.n_items or acc.remainder == 'carry': return
+    if acc.remainder == 'drop' and not acc.acc.ready: return drop_remainder(acc)
+    acc.loop.busy = True                         # what validates in an event of the step does so inside the epoch
+    try: acc.loop.step()
+    except (CancelBatchException, CancelTrainException, CancelEpochException): pass  # if it did not step, it goes on
+    finally: acc.loop.busy = False
+    if acc.loop.now.row_due: acc.loop.rows.give()
+
+def drop_remainder(
+    acc # A `GradientAccumulation`
+):
+    "Clear the gradients; a parameter that had none when the accumulated batch began has none again, so that the optimizer leaves it alone"
+    acc.clear()
+    for p in acc.state.without_grad: p.grad = None

@@ -86,7 +86,8 @@ def check_scalar(
     loss:Tensor # A loss that is to be back-propagated
 ):
     "Raise an error unless `loss` is one number"
-    if loss.numel() != 1: raise ValueError(f"The loss has the shape {tuple(loss.shape)}, but backward needs one number: use reduction='mean' or 'sum'.")
+    if loss.numel() == 1: return
+    raise ValueError(f"The loss has the shape {tuple(loss.shape)}, but backward needs one number: use reduction='mean' or 'sum'.")
 
 # %% ../nbs/api/00_accumulator.ipynb #e5ce04ff
 def as_weight(
@@ -137,7 +138,7 @@ class Accumulated(NamedTuple):
     weights:tuple=()               # what each loss averaged over: a number, or a tensor without dimensions on the device
     target:float|Tensor|None=None  # what weights are divided by before `backward`: their nominal sum
     planned:int=-1                 # items whose weights add up to `target`, where all were known at the start
-    known:tuple|None=None          # the mean loss and the sum of the weights, once they were computed
+    computed:tuple|None=None       # the mean loss and the sum of the weights, once they were computed
 
     def plus(self, loss, weight, n_items):
         "With one more micro-batch"
@@ -145,11 +146,11 @@ class Accumulated(NamedTuple):
 
     def mean(self, normalize=True, since=0):
         "Loss of the micro-batches from number `since` on, and the sum of their weights"
-        if not since and self.known is not None: return self.known
+        if not since and self.computed is not None: return self.computed
         total = self.target if self.complete and not since else None
         return mean_loss(self.losses[since:], self.weights[since:], normalize, total)
 
-    def aimed(self, weights, n_items, accum_bs, nominal=None, complete=False):
+    def with_target(self, weights, n_items, accum_bs, nominal=None, complete=False):
         "With a target, if there is none yet: `accum_bs` items that weigh what these do; or their own sum, if they are `complete`"
         target = self.target
         if complete: target = nonzero(weights.sum() if isinstance(weights, Tensor) else sum(weights))
@@ -165,12 +166,15 @@ class Accumulated(NamedTuple):
 
     def reopened(self, normalize=True):
         "The gradients are a mean over the sum of the weights now; without weight they are zero, and keep their target"
-        weight = self.known[1]
+        weight = self.computed[1]
         target = torch.where(weight > 0, weight, self.target) if isinstance(weight, Tensor) and normalize else weight or self.target
         return self._replace(target=target, planned=-1)
 
 # %% ../nbs/api/00_accumulator.ipynb #6d2cd169
-def check_accum_bs(accum_bs):
+def check_accum_bs(
+    accum_bs # What was given as the items of an accumulated batch
+):
+    "Raise an error for what cannot be a number of items"
     if not isinstance(accum_bs, Integral) or isinstance(accum_bs, bool):
         raise TypeError(f"accum_bs is {accum_bs!r}, a {type(accum_bs).__name__}: pass the number of items of an accumulated batch, an int.")
     if accum_bs < 1: raise ValueError(f"accum_bs={accum_bs}: an accumulated batch has at least 1 item.")
@@ -203,7 +207,7 @@ class Tally:
     ) -> Tensor: # On the device
         "Loss of the micro-batches that were counted since then"
         mean = self.so_far.mean(self.normalize, len(before.losses))
-        if not before.losses: self.so_far = self.so_far._replace(known=mean)   # `finish` need not compute it again
+        if not before.losses: self.so_far = self.so_far._replace(computed=mean)   # `finish` need not compute it again
         return mean[0]
 
     def reopen(self) -> None:
@@ -224,6 +228,7 @@ class Tally:
         self.accum_bs = state['accum_bs']
         if state['n_items']: self.so_far = s.plus(torch.tensor(state['loss']), state['weight'], state['n_items'])
 
+# %% ../nbs/api/00_accumulator.ipynb #ec47d92a
 class GradientAccumulator(Tally):
     "Weights the losses of micro-batches so that their gradients add up to the gradient of the big batch's mean loss"
     def __init__(self,
@@ -261,7 +266,7 @@ class GradientAccumulator(Tally):
         if not self.normalize: return [1]*len(weights)
         on_device = isinstance(weights, Tensor)
         weights = _as(weights, self.dtype) if on_device else [_as(w, self.dtype) for w in weights]
-        self.so_far = self.so_far.aimed(weights, n_items, self.accum_bs, nominal, complete)
+        self.so_far = self.so_far.with_target(weights, n_items, self.accum_bs, nominal, complete)
         target = self.so_far.target
         return weights/target if on_device else [w/target for w in weights]
 
@@ -270,7 +275,7 @@ class GradientAccumulator(Tally):
         s = self.so_far
         loss,weight = s.mean(self.normalize)
         if self.normalize and s.losses and not s.complete: rescale(self.params, s.target, _as(weight, self.dtype))
-        self.closed,self.so_far = s._replace(known=(loss, weight)),Accumulated()
+        self.closed,self.so_far = s._replace(computed=(loss, weight)),Accumulated()
         return loss
 
     def reset(self,
@@ -292,4 +297,5 @@ def correct(
     if weight is None:
         scale_grads(acc.params, s.target/old)
         acc.normalize,weight = False,1
-    acc.so_far = s._replace(weights=(weight,), target=s.target*weight/old if weight else None, known=None)  # without weight there is no gradient
+    target = s.target*weight/old if weight else None  # without weight there is no gradient
+    acc.so_far = s._replace(weights=(weight,), target=target, computed=None)

@@ -17,8 +17,9 @@ _batch_events = L.split('before_batch after_pred after_loss before_backward afte
                         'after_cancel_step after_step after_cancel_batch after_batch')
 _phases = {k: (f'before_{k}', f'after_cancel_{k}', f'after_{k}') for k in ('batch','backward','step')}
 _slots = 'accumulation', 'precision'
-_never_read_pred = ('TrainEvalCallback', 'Recorder', 'ParamScheduler', 'LRFinder', 'ProgressCallback', 'CSVLogger', 'ShortEpochCallback', 'TerminateOnNaNCallback',
-                    'WandbCallback', 'TensorBoardCallback', 'ActivationStats', 'Accumulation', 'StepLogger', 'TrainingCheckpoint')
+_never_read_pred = ('TrainEvalCallback', 'Recorder', 'ParamScheduler', 'LRFinder', 'ProgressCallback', 'CSVLogger', 'ShortEpochCallback',
+                    'TerminateOnNaNCallback', 'WandbCallback', 'TensorBoardCallback', 'ActivationStats',
+                    'Accumulation', 'StepLogger', 'TrainingCheckpoint')
 cancels = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException,
             CancelTrainException, CancelValidException)
 
@@ -28,7 +29,7 @@ def is_a(
     cls,   # Class of a callback
     *names # Names of classes
 ) -> bool:
-    "Has `cls`, or a base of it, one of these names? By name, as W&B and TensorBoard may be missing"
+    "Does `cls`, or a base of it, have one of these names? W&B and TensorBoard, which may be missing, need not be imported"
     return any(c.__name__ in names for c in cls.__mro__)
 
 # %% ../nbs/api/07_events.ipynb #f6c2bcc1
@@ -37,7 +38,7 @@ def with_context(
     cb,   # Callback that raised it
     event # at this event
 ):
-    "What `Callback.__call__` makes of an exception: its message says where it comes from"
+    "The exception as `Callback.__call__` changes it: its message says where it comes from"
     if not e.args: return e  # where fastai's raises an IndexError
     return modify_exception(e, f'Exception occured in `{cb.__class__.__name__}` when calling event `{event}`:\n\t{e.args[0]}', replace=True)
 
@@ -55,12 +56,14 @@ class EventTable:
         self.learn,self.condition,self.cbs,self.table = learn,condition,None,{}
 
     def current(self):
-        "The table, of the callbacks that are there now: event -> whom to call, slot -> who has it. It is up to date after every event, too"
+        "The table for the callbacks that are there now: event -> what to call, slot -> its callback"
         if self.learn.cbs.items != self.cbs: self._build()
         return self.table
 
-    def slot(self, name):
-        "The callback of fastaccum that has the slot 'accumulation' or 'precision'; or the 'LRFinder'"
+    def slot(self,
+        name:str # 'accumulation', 'precision' or 'LRFinder'
+    ):
+        "The callback that has this slot, if it is to run"
         cb = self.current()[name]
         return cb if cb is not None and cb.run else None
 
@@ -77,9 +80,11 @@ class EventTable:
                 f = partial(cb, ev) if own else getattr(cb, ev) if ev in cb.__dict__ or hasattr(type(cb), ev) else None
                 if f is not None and ev not in unused:
                     self.table[ev].append((cb, f, own or ev == 'after_cancel_step', own, self.condition(cb, ev)))
-        if [cb for cb,*_ in self.table['after_pred']] == [self.table['precision']]: self.table['after_pred'] = []  # nobody else changes what it returned
+        if [cb for cb,*_ in self.table['after_pred']] == [self.table['precision']]:
+            self.table['after_pred'] = []                    # nobody changes what it returned
         self.table['backward'] = [e for ev in _phases['backward'] for e in self.table[ev]]
-        self.table['reads_pred'] = any(getattr(type(cb), 'reads_pred', own or _may_read_pred(cb)) for cb,_,_,own,_ in self.table['after_batch'])
+        self.table['reads_pred'] = any(getattr(type(cb), 'reads_pred', own or _may_read_pred(cb))
+                                       for cb,_,_,own,_ in self.table['after_batch'])
 
     def __call__(self, event):
         "`learn(event)` in training"
@@ -96,7 +101,9 @@ class EventTable:
 # %% ../nbs/api/07_events.ipynb #3058487c
 class Events(EventTable):
     "The events of a batch, in training through the table"
-    def fire(self, event):
+    def fire(self,
+        event:str # Such as 'after_pred'
+    ):
         "`learn(event)`. Where nobody is in the table it can be left out"
         if self.learn.training: return self(event)
         if event != 'after_batch' or self.current()['accumulation'] is None: self.learn(event)
@@ -105,7 +112,11 @@ class Events(EventTable):
                 if not is_a(type(cb), 'TensorBoardCallback'): cb(event)
         self.current()
 
-    def around(self, f, name, ex):
+    def around(self,
+        f,        # What happens between the events
+        name:str, # 'batch', 'backward' or 'step'
+        ex        # Exception that cancels it
+    ):
         "`Learner._with_events`"
         (before,cancelled,after),table = _phases[name],self.current()
         try:

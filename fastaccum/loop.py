@@ -16,8 +16,8 @@ _all_ = ['cancels']
 
 # %% auto #0
 __all__ = ['fastai_do_fit', 'fastai_validation_context', 'fastai_do_epoch_validate', 'is_stock', 'check_own_loop', 'EveryBatch',
-           'AsItIs', 'Progress', 'BatchLoop', 'LoopCallback', 'loop_of', 'warn_of_fastais', 'in_fit', 'undisturbed',
-           'as_a_fit', 'cancels']
+           'AsItIs', 'Progress', 'LoopParts', 'BatchLoop', 'LoopCallback', 'loop_of', 'warn_of_fastais', 'in_fit',
+           'undisturbed', 'as_a_fit', 'cancels']
 
 # %% ../nbs/api/09_loop.ipynb #66b8cd87
 _stock = {m: getattr(Learner, m) for m in ('_split','_backward')}
@@ -35,8 +35,9 @@ def check_own_loop(
 ):
     "Raise an error for a `Learner` whose own batch loop would be bypassed: of a subclass, or patched into it"
     own = next((m for m in ('one_batch','_do_one_batch','_do_grad_opt') if getattr(type(learn), m).__module__ != 'fastai.learner'), None)
-    if own: raise TypeError(f"{type(learn).__name__} has a {own} of its own, which fastaccum's batch loop would bypass: train it without fastaccum's "
-                            "callbacks, or move what it does into a callback.")
+    if own is None: return
+    raise TypeError(f"{type(learn).__name__} has a {own} of its own, which fastaccum's batch loop would bypass: train it without "
+                    "fastaccum's callbacks, or move what it does into a callback.")
 
 # %% ../nbs/api/09_loop.ipynb #3c13d193
 class EveryBatch:
@@ -72,12 +73,13 @@ class Progress:
     batch_loss = None # its own loss, where `learn.loss` is the accumulated one
     on_host   = None  # the loss of the row that is due, its version, and its value on the host
 
-class BatchLoop:
-    "`Learner.one_batch` with a step per accumulated batch"
+class LoopParts:
+    "What a batch loop consists of: its state, the callbacks that do its work, and what it looks up for them"
     def __init__(self,
         learn # Whose `one_batch` it is
     ):
-        self.learn,self.now,self.step_loss,self.device,self.n_inp,self.in_fit,self.busy,self.nested = learn,Progress(),None,None,None,False,False,False
+        self.learn,self.now,self.step_loss,self.device,self.n_inp = learn,Progress(),None,None,None
+        self.in_fit,self.busy,self.nested = False,False,False
         self.every_batch,self.as_it_is,self.rows = EveryBatch(self),AsItIs(self),Rows(self)
         self.call = Events(learn, self.rows.condition)
 
@@ -91,17 +93,8 @@ class BatchLoop:
     lr_finder    = property(lambda self: self.call.slot('LRFinder'))
     closed       = property(lambda self: self.now.closed, doc="Did the last batch end an accumulated batch?")
 
-    def __call__(self, i, b):
-        self.learn.iter,self.now,self.busy = i,Progress(),True
-        if i == 0 or self.device is None: self.begin_epoch()
-        self.place(b)
-        try: self.call.around(self.batch, 'batch', CancelBatchException)
-        finally: self.busy = False
-        self.now.row_due = False
-        if self.now.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
-
     def begin_epoch(self):
-        "Ask for what stays the same in an epoch, but takes long to find out"
+        "Look up what stays the same in an epoch, but takes long to find out"
         learn,self.call.cbs = self.learn,None  # `order` and methods may have changed, which the list does not show
         self.device = next((p.device for p in learn.model.parameters()), None)
         self.n_inp = getattr(learn.dls, 'n_inp', None) if is_stock(learn, '_split') else None
@@ -112,6 +105,28 @@ class BatchLoop:
         if not (isinstance(b, (tuple,list)) and all(isinstance(o, Tensor) and o.device == self.device for o in b)): b = learn._set_device(b)
         if self.n_inp is None: learn._split(b)
         else: learn.xb,learn.yb = b[:self.n_inp],b[self.n_inp:]
+
+    def read(self,
+        flag:Tensor # On the device
+    ) -> float:
+        "A number of the step on the host. The host waits for it, so the loss of the row that is due comes in the same copy"
+        loss = self.rows.next_loss()
+        if loss is None: return flag.item()
+        flag,value = torch.stack([flag.float(), row_loss(loss).float().to(flag.device)]).tolist()
+        self.now.on_host = loss,loss._version,value
+        return flag
+
+# %% ../nbs/api/09_loop.ipynb #caf9a326
+class BatchLoop(LoopParts):
+    "`Learner.one_batch` with a step per accumulated batch"
+    def __call__(self, i, b):
+        self.learn.iter,self.now,self.busy = i,Progress(),True
+        if i == 0 or self.device is None: self.begin_epoch()
+        self.place(b)
+        try: self.call.around(self.batch, 'batch', CancelBatchException)
+        finally: self.busy = False
+        self.now.row_due = False
+        if self.now.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
 
     def batch(self):
         "Forward, and in training backward, and the step where the accumulated batch closes"
@@ -127,13 +142,13 @@ class BatchLoop:
         if table['after_pred']: self.call.fire('after_pred')
         if len(learn.yb):
             learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-            if learn.loss_grad.dim(): self.now.losses,learn.loss_grad = learn.loss_grad,learn.loss_grad.clone()  # which may be changed in place
-            # these may change loss_grad in place, or make a new one of `loss`
+            # who listens may change loss_grad in place, or make a new one of `loss`
+            if learn.loss_grad.dim(): self.now.losses,learn.loss_grad = learn.loss_grad,learn.loss_grad.clone()
             learn.loss = learn.loss_grad.clone() if table['after_loss'] or table['before_backward'] else learn.loss_grad.detach()
         if table['after_loss']: self.call.fire('after_loss')
 
     def step(self):
-        "One optimizer step with the gradients of the accumulated batch"
+        "Take one optimizer step with the gradients of the accumulated batch"
         self.step_loss,self.now.attempted = self.accumulation.close(),False
         try:
             self.call.around(self._attempt, 'step', CancelStepException)
@@ -149,16 +164,6 @@ class BatchLoop:
         else: return
         raise step_too_big(why)   # outside `except`, without the traceback that keeps what the step has made
 
-    def read(self,
-        flag:Tensor # On the device
-    ) -> float:
-        "A number of the step on the host. The host waits for it, so the loss of the row that is due comes in the same copy"
-        loss = self.rows.next_loss()
-        if loss is None: return flag.item()
-        flag,value = torch.stack([flag.float(), row_loss(loss).float().to(flag.device)]).tolist()
-        self.now.on_host = loss,loss._version,value
-        return flag
-
     def _settle(self):
         if not self.now.attempted: self.precision.undo_step()
         if not self.now.closed: return self.accumulation.reopen()  # cancelled before it was attempted: the accumulated batch goes on
@@ -169,7 +174,7 @@ class BatchLoop:
 class LoopCallback(Callback):
     "A callback that needs fastaccum's batch loop: `learn.one_batch` is a `BatchLoop` while one is attached"
     slot = None         # 'accumulation' or 'precision', for a callback that does this work of the loop
-    unused_events = ()  # for which it has a method, but no use
+    unused_events = ()  # that it has a method for, but does not need
 
     @property
     def name(self): return self.__dict__.get('name') or super().name
@@ -183,7 +188,8 @@ class LoopCallback(Callback):
         if old is learn: return
         if learn is None: self.detach()
         elif old is not None and any(cb is self for cb in old.cbs):
-            raise ValueError(f"This {type(self).__name__} is attached to another Learner already: make a second one, or call `remove_cb` there first.")
+            raise ValueError(f"This {type(self).__name__} is attached to another Learner already: make a second one, "
+                             "or call `remove_cb` there first.")
         if self.name.startswith('removed_'): del self.__dict__['name']
         stays = first(cb for cb in old.cbs if cb.name == self.name and cb is not self) if old is not None else None
         if stays is not None:               # `remove_cb` would delete its attribute
@@ -191,12 +197,13 @@ class LoopCallback(Callback):
             self.__dict__['name'] = f'removed_{self.name}'
         self.__dict__['learn'] = learn
         if learn is not None and not isinstance(learn.__dict__.get('one_batch'), BatchLoop): learn.one_batch = BatchLoop(learn)
-        if old is not None and not any(isinstance(cb, LoopCallback) and cb is not self for cb in old.cbs): old.__dict__.pop('one_batch', None)
+        if old is None or any(isinstance(cb, LoopCallback) and cb is not self for cb in old.cbs): return
+        old.__dict__.pop('one_batch', None)
 
     @property
     def loop(self): return self.learn.one_batch
 
-    def detach(self): "Called before it leaves the Learner"
+    def detach(self): "Called before the callback leaves the Learner"
     def tidy(self): "Called when a fit is over, whatever ended it"
 
 # %% ../nbs/api/09_loop.ipynb #12e056f6
@@ -212,11 +219,12 @@ def loop_of(
 def warn_of_fastais(
     learn # A `Learner` with one of fastaccum's callbacks
 ):
-    "fastai's callbacks of these names are hardly meant: the imports were in the wrong order"
-    for cb in learn.cbs:
-        if type(cb).__module__ in ('fastai.callback.training', 'fastai.callback.fp16') and is_a(type(cb), 'GradientAccumulation', 'MixedPrecision'):
-            warn(f"fastai's {type(cb).__name__} is attached to a Learner with fastaccum's callbacks. If you mean fastaccum's: `from fastaccum.all import *` "
-                 "goes after fastai's imports, which bring theirs of the same name.")
+    "Warn of fastai's callbacks of these names: they are hardly meant, the imports were in the wrong order"
+    theirs = [type(cb) for cb in learn.cbs if type(cb).__module__ in ('fastai.callback.training', 'fastai.callback.fp16')]
+    for cls in theirs:
+        if is_a(cls, 'GradientAccumulation', 'MixedPrecision'):
+            warn(f"fastai's {cls.__name__} is attached to a Learner with fastaccum's callbacks. If you mean fastaccum's: "
+                 "`from fastaccum.all import *` goes after fastai's imports, which bring theirs of the same name.")
 
 @contextmanager
 def in_fit(
@@ -242,7 +250,8 @@ def undisturbed(
     if loop.nested: yield; return
     learn = loop.learn
     records = [o for cb in learn.cbs if isinstance(cb, Recorder) for o in (cb, cb.smooth_loss, *cb.metrics)]
-    before = [(o.__dict__, dict(o.__dict__)) for o in (loop, *records)] + [(learn.__dict__, {k: v for k,v in learn.__dict__.items() if k in _place})]
+    before = [(o.__dict__, dict(o.__dict__)) for o in (loop, *records)]
+    before.append((learn.__dict__, {k: v for k,v in learn.__dict__.items() if k in _place}))
     loop.nested = True
     try: yield
     finally:
@@ -254,13 +263,13 @@ def as_a_fit(
     fitting # Its callbacks in that fit
 ):
     "Within, a validation has the events of a fit; those in `fitting` do not hear of them, but for the `Recorder`: they would begin anew"
-    def tell(*events):
+    def fire(*events):
         for ev in events:
             for cb in learn.cbs.sorted('order'):
                 if isinstance(cb, Recorder) or not any(cb is o for o in fitting): cb(ev)
-    tell('before_fit', 'before_epoch')
+    fire('before_fit', 'before_epoch')
     try: yield
-    finally: tell('after_epoch', 'after_fit')
+    finally: fire('after_epoch', 'after_fit')
 
 # %% ../nbs/api/09_loop.ipynb #10b607cb
 fastai_do_fit,fastai_validation_context,fastai_do_epoch_validate = Learner._do_fit,Learner.validation_context,Learner._do_epoch_validate

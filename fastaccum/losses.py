@@ -46,7 +46,7 @@ class LossInfo:
         self.nan_if_empty = self.class_weight is not None or bool(get('label_smoothing'))
         self.over = self._over()
         # one mean over all targets plus one over the weights of the valid ones: no single weight is exact
-        self.two_means = type(self.func).__name__ == 'LabelSmoothingCrossEntropy'
+        self.inexact = type(self.func).__name__ == 'LabelSmoothingCrossEntropy'
 
     def _over(self):
         f = self.func
@@ -59,7 +59,7 @@ class LossInfo:
         "The same loss, with a rule that was found by measuring"
         res = copy(self)
         may_be_empty = over not in ('elements', 'items')
-        vars(res).update(dict(over=over, reduction='mean', measured=True, two_means=False, nan_if_empty=may_be_empty), **kwargs)
+        vars(res).update(dict(over=over, reduction='mean', measured=True, inexact=False, nan_if_empty=may_be_empty), **kwargs)
         return res
 
     @property

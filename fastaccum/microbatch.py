@@ -39,12 +39,15 @@ def split_items(
     size:int,    # Most items of a part
     n:int|None=None # Number of items in `b`, default the first dimension of its first tensor
 ) -> list: # The parts, of the type of `b`
-    "Split `b` along its items into `part_sizes`. What has no items (a number, a string, `None`, a tensor without dimensions) goes whole with every part"
+    """Split `b` along its items into `part_sizes`.
+
+    What has no items (a number, a string, `None`, a tensor without dimensions) goes whole with every part."""
     if n is None: n = n_items(b)
     m = -(-n//size)
     if isinstance(b, Tensor) and b.dim():
         if b.shape[0] == n: return list(b.unflatten(0, (m, n//m)).unbind() if n%m == 0 else b.tensor_split(m))  # `unbind` is the faster one
-        raise TypeError(f"Cannot split a tensor of shape {tuple(b.shape)} into micro-batches: the batch has {n} items. Leave out micro_batch_size for such data.")
+        raise TypeError(f"Cannot split a tensor of shape {tuple(b.shape)} into micro-batches: the batch has {n} items. "
+                        "Leave out micro_batch_size for such data.")
     if isinstance(b, dict):
         parts = {k: split_items(v, size, n) for k,v in b.items()}
         return [type(b)({k: v[i] for k,v in parts.items()}) for i in range(m)]
@@ -56,7 +59,8 @@ def split_items(
         make = b._make if hasattr(b, '_make') else type(b)  # a namedtuple
         return [make(c[i] for c in columns) for i in range(m)]
     if b is None or isinstance(b, (Number,str,bytes,Tensor)) or not hasattr(b, '__len__'): return [b]*m
-    raise TypeError(f"Cannot split a {type(b).__name__} into micro-batches: use tensors, or lists, tuples and dicts of them, or leave out micro_batch_size.")
+    raise TypeError(f"Cannot split a {type(b).__name__} into micro-batches: use tensors, or lists, tuples and dicts of them, "
+                    "or leave out micro_batch_size.")
 
 # %% ../nbs/api/03_microbatch.ipynb #d6be3f35
 def map_tensors(
@@ -86,7 +90,7 @@ def in_parts(
     size:int, # Most items of a part
     mixers=() # Objects with the targets `yb1` and their share `lam`, as fastai's MixUp has them
 ):
-    "Within, an iterator over the numbers of the parts, each in the place of the batch when it is its turn; the batch is put back at the end"
+    "Iterate over the numbers of the parts, each in the place of the batch in its turn; then put the batch back"
     xb,yb = learn.xb,learn.yb
     mixed = [(o, o.yb1, o.lam) for o in mixers]
     try: yield _parts(learn, xb, yb, n, size, mixed) if n > size else range(1)

@@ -38,7 +38,7 @@ def loss_info(
     mixer = getattr(loss_func, '__self__', None)
     if not isinstance(mixer, MixHandler): return LossInfo(loss_func)
     info = LossInfo(mixer.old_lf)
-    info.over,info.two_means = 'elements',False
+    info.over,info.inexact = 'elements',False
     return info
 
 def look_up_loss(
@@ -49,16 +49,23 @@ def look_up_loss(
     st.info = loss_info(loss_func)
     mixed = isinstance(getattr(loss_func, '__self__', None), MixHandler)
     if mixed or not (acc.check_loss and acc.normalize and acc.weight is None): st.probe = None; return
-    if st.probe is None or st.probe.info.loss_func is not loss_func or st.probe.info.func is not st.info.func: st.probe = LossProbe(loss_func)
+    old = st.probe and st.probe.info
+    if old is None or old.loss_func is not loss_func or old.func is not st.info.func: st.probe = LossProbe(loss_func)
     if not st.probe.known: st.info = st.probe.rule
 
-def is_measuring(acc): return acc.state.probe is not None and acc.state.probe.open
+def is_measuring(
+    acc # A `GradientAccumulation`
+) -> bool:
+    "Does the probe need more predictions?"
+    return acc.state.probe is not None and acc.state.probe.open
 
 def measure_loss(
     acc,  # A `GradientAccumulation` after a prediction
     n:int # Items of the micro-batch
 ):
-    "Show the first micro-batch of an accumulated batch to the probe, and where this has one item the second. Another rule may hold from here on"
+    """Show the first micro-batch of an accumulated batch to the probe, and if that has one item the second, too.
+
+    Another rule may hold from here on: what was back-propagated already is corrected."""
     st,learn,probe,losses = acc.state,acc.learn,acc.state.probe,acc.loop.now.losses
     first,kept = acc.n_items == 0,probe.kept
     if not first and kept is None: return
@@ -71,7 +78,7 @@ def measure_loss(
 def end_measuring(
     acc # A `GradientAccumulation` that need not measure any more
 ):
-    "Say if no rule fits the loss"
+    "Close the probe, and warn if no rule fits the loss"
     probe = acc.state.probe
     if probe is None: return
     probe.open = False
@@ -80,7 +87,7 @@ def end_measuring(
 def loss_rule(
     acc # A `GradientAccumulation`
 ) -> str:
-    "What the loss averages over, and how that is known"
+    "What the loss averages over, and whether that is known, measured or assumed"
     if acc.weight is not None: return 'what weight= returns'
     if not acc.normalize: return 'nothing: gradients are added up (normalize=False)'
     if acc.state.info is None: return 'not looked up yet: nothing was trained'
@@ -88,7 +95,9 @@ def loss_rule(
 
 # %% ../nbs/api/09b_passes.ipynb #d3746b6f
 class Weights:
-    "What the losses of a loader batch's micro-batches average over, and their shares: known before the first, or one by one with the predictions"
+    """The weight and the share of each micro-batch of a loader batch
+
+    They are known before the first micro-batch (`early`), or one by one with the predictions."""
     def __init__(self,
         cb,   # A `GradientAccumulation`
         n:int,# Items of the loader batch
@@ -211,8 +220,8 @@ def fit_memory(
         free_memory(learn_device(learn))
         if size == 1: raise too_big(why)
         if versions != [o._version for o in batch]:
-            raise RuntimeError("Memory ran out, and the loader batch cannot begin again in smaller parts: the model or a callback has changed it in place. "
-                               f"Have it make new tensors, or pass a number as micro_batch_size. ({why})")
+            raise RuntimeError("Memory ran out, and the loader batch cannot begin again in smaller parts: the model or a callback has "
+                               f"changed it in place. Have it make new tensors, or pass a number as micro_batch_size. ({why})")
         snap.restore()
         acc.so_far = before
         size = sizes[key] = -(-size//2)
@@ -224,5 +233,5 @@ def too_big(
 ) -> Exception:
     "The error for an item that does not fit"
     peak = f' ({torch.cuda.max_memory_allocated()/2**30:.1f} GiB were in use at most)' if torch.cuda.is_available() else ''
-    return torch.OutOfMemoryError(f"Not even one item fits memory{peak}. Try mixed precision (`learn.to_bf16()` or `to_fp16()`), activation checkpointing, "
-                                  f"smaller items, or a smaller model. ({why})")
+    return torch.OutOfMemoryError(f"Not even one item fits memory{peak}. Try mixed precision (`learn.to_bf16()` or `to_fp16()`), "
+                                  f"activation checkpointing, smaller items, or a smaller model. ({why})")

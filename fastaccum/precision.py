@@ -20,8 +20,8 @@ from .microbatch import map_tensors
 from .scaler import DynamicLossScaler
 
 # %% auto #0
-__all__ = ['AMPMode', 'can_compute_in', 'has_fast_fp16', 'warn_if_slow', 'parse_amp_mode', 'check_precision', 'ScaledSteps',
-           'MixedPrecision', 'finite_grads', 'nonfinite_report']
+__all__ = ['AMPMode', 'can_compute_in', 'has_fast_fp16', 'warn_if_slow', 'parse_amp_mode', 'check_precision', 'finite_grads',
+           'nonfinite_report', 'ScaledSteps', 'MixedPrecision']
 
 # %% ../nbs/api/11_precision.ipynb #0008880a
 class AMPMode(Enum):
@@ -43,32 +43,32 @@ def can_compute_in(
             warnings.simplefilter('error')    # autocast warns, and stays off, where it does not know the type
             with torch.autocast(device, dtype=_dtypes[mode]): y = x@x
         y.float().sum().backward()
-        if mode is AMPMode.FP16: torch._amp_foreach_non_finite_check_and_unscale_([x.grad], torch.zeros(1, device=device), torch.ones(1, device=device))
+        found_inf,scale = torch.zeros(1, device=device),torch.ones(1, device=device)
+        if mode is AMPMode.FP16: torch._amp_foreach_non_finite_check_and_unscale_([x.grad], found_inf, scale)
         return y.dtype == _dtypes[mode]
     except (RuntimeError, UserWarning, TypeError, AssertionError, NotImplementedError): return False
 
-
-
 def has_fast_fp16() -> bool:
-    "Does this processor have instructions for fp16? oneDNN knows"
+    "Does this processor have instructions for fp16? (oneDNN tells.)"
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 def warn_if_slow(
     device:str, # Type of a device
     mode:AMPMode
 ):
-    "Where the processor has no instructions for fp16, it is slower than fp32 by far"
-    fast = device != 'cpu' or mode is not AMPMode.FP16 or has_fast_fp16()
-    if not fast: warn("This processor has no instructions for fp16: training may take many times as long as in fp32. Use `learn.to_bf16()`, or `to_fp32()`.")
+    "Warn of fp16 on a processor without instructions for it, where it is far slower than fp32"
+    if device != 'cpu' or mode is not AMPMode.FP16 or has_fast_fp16(): return
+    warn("This processor has no instructions for fp16: training may take many times as long as in fp32. "
+         "Use `learn.to_bf16()`, or `to_fp32()`.")
 
 # %% ../nbs/api/11_precision.ipynb #3e0b76b1
 def parse_amp_mode(
     amp_mode:str|Enum # 'fp16', 'bf16', or fastai's or fastaccum's `AMPMode`
 ) -> AMPMode:
     "The `AMPMode` of that name"
-    name = getattr(amp_mode, 'value', amp_mode)
-    try: return AMPMode(name)
-    except ValueError: raise ValueError(f"amp_mode={amp_mode!r}: it must be one of {', '.join(repr(m.value) for m in AMPMode)}. For fp32 use no precision callback, or `learn.to_fp32()`.") from None
+    try: return AMPMode(getattr(amp_mode, 'value', amp_mode))
+    except ValueError: names = ', '.join(repr(m.value) for m in AMPMode)
+    raise ValueError(f"amp_mode={amp_mode!r}: it must be one of {names}. For fp32 use no precision callback, or `learn.to_fp32()`.")
 
 # %% ../nbs/api/11_precision.ipynb #9daa2b11
 def check_precision(
@@ -84,14 +84,35 @@ def check_precision(
     params = list(learn.model.parameters())
     device = params[0].device.type if params else 'cpu'
     if cb.device is not None and torch.device(cb.device).type != device:
-        raise ValueError(f"MixedPrecision(device={cb.device!r}), but the model is on {device!r}. Leave `device` out, or move the DataLoaders.")
+        raise ValueError(f"MixedPrecision(device={cb.device!r}), but the model is on {device!r}. "
+                         "Leave `device` out, or move the DataLoaders.")
     half = next((n for n,p in learn.model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
     if half is not None and cb.amp_mode is AMPMode.FP16:
-        raise ValueError(f"The weight {half!r} is in half precision already. Mixed precision keeps the weights in fp32 and computes in fp16: call `learn.model.float()`.")
+        raise ValueError(f"The weight {half!r} is in half precision already. Mixed precision keeps the weights in fp32 and computes in "
+                         "fp16: call `learn.model.float()`.")
     if not can_compute_in(device, cb.amp_mode):
         can = [m.value for m in AMPMode if can_compute_in(device, m)] + ['fp32']
-        raise ValueError(f"This {device!r} device (PyTorch {torch.__version__}) cannot compute in {cb.amp_mode.value}. It can in {' and '.join(can)}.")
+        raise ValueError(f"This {device!r} device (PyTorch {torch.__version__}) cannot compute in {cb.amp_mode.value}. "
+                         f"It can in {' and '.join(can)}.")
     return device
+
+# %% ../nbs/api/11_precision.ipynb #3bc32fa5
+def finite_grads(
+    model # A model after `backward`
+) -> dict: # From the name of each parameter with a gradient to a tensor on its device; nothing waits for them
+    "Which gradients are finite?"
+    values = lambda g: g.coalesce().values() if g.is_sparse else g
+    return {n: values(p.grad).isfinite().all() for n,p in model.named_parameters() if p.grad is not None}
+
+def nonfinite_report(
+    loss:Tensor, # Loss of the step
+    finite:dict, # From `finite_grads`
+    most:int=5   # Number of parameters to name
+) -> str:
+    "The loss, and the first parameters whose gradient is not finite"
+    names = [n for n,ok in finite.items() if not ok]
+    more = f' and {len(names)-most} more' if len(names) > most else ''
+    return f"The loss is {loss.float().mean().item():g}; gradients that are not finite: {', '.join(names[:most]) or 'none'}{more}."
 
 # %% ../nbs/api/11_precision.ipynb #0a7721d4
 def _in_fp32(pred): return map_tensors(lambda o: o.float() if o.is_floating_point() else o, pred)
@@ -100,7 +121,7 @@ class ScaledSteps(LoopCallback):
     "The optimizer's step under a loss scale; the base of `MixedPrecision`"
     @property
     def opt(self):
-        "What the scaler steps: a fused torch optimizer inside `OptimWrapper`, which skips steps by itself; else this callback, for the Learner's"
+        "What the scaler steps: the fused torch optimizer in an `OptimWrapper`, which skips steps by itself; else this callback"
         opt = self.learn.opt
         return opt.opt if isinstance(opt, OptimWrapper) and getattr(opt.opt, '_step_supports_amp_scaling', False) else self
     param_groups = property(lambda self: self.learn.opt.param_groups)
@@ -141,7 +162,8 @@ class ScaledSteps(LoopCallback):
         state:dict # From `state_dict`, of a callback with the same `amp_mode`
     ):
         "Go on with a saved loss scale"
-        if state['amp_mode'] != self.amp_mode.value: raise ValueError(f"This state is of {state['amp_mode']!r}, the callback of {self.amp_mode.value!r}.")
+        if state['amp_mode'] != self.amp_mode.value:
+            raise ValueError(f"This state is of {state['amp_mode']!r}, the callback of {self.amp_mode.value!r}.")
         if state['scaler']: self.scaler.load_state_dict(state['scaler'])
 
 class MixedPrecision(ScaledSteps):
@@ -204,24 +226,6 @@ class MixedPrecision(ScaledSteps):
         if not self.scaler.is_enabled() or self.scaler.found_inf is None: return {}
         return dict(loss_scale=self._scale, skipped=self.scaler.found_inf)
 
-# %% ../nbs/api/11_precision.ipynb #3bc32fa5
-def finite_grads(
-    model # A model after `backward`
-) -> dict: # From the name of each parameter with a gradient to a tensor on its device; nothing waits for them
-    "Which gradients are finite?"
-    values = lambda g: g.coalesce().values() if g.is_sparse else g
-    return {n: values(p.grad).isfinite().all() for n,p in model.named_parameters() if p.grad is not None}
-
-def nonfinite_report(
-    loss:Tensor, # Loss of the step
-    finite:dict, # From `finite_grads`
-    most:int=5   # Number of parameters to name
-) -> str:
-    "The loss, and the first parameters whose gradient is not finite"
-    names = [n for n,ok in finite.items() if not ok]
-    more = f' and {len(names)-most} more' if len(names) > most else ''
-    return f"The loss is {loss.float().mean().item():g}; gradients that are not finite: {', '.join(names[:most]) or 'none'}{more}."
-
 # %% ../nbs/api/11_precision.ipynb #0c2591a5
 def _replace(learn, cb):
     "Attach `cb` in the place of other precision callbacks"
@@ -243,8 +247,6 @@ def to_bf16(self:Learner):
 def to_fp32(self:Learner):
     "Compute in float32: removes the precision callback"
     return self.remove_cbs([cb for cb in self.cbs if cb.name == 'mixed_precision'])
-
-
 
 @patch
 @delegates(DynamicLossScaler, but='device,enabled')

@@ -182,8 +182,8 @@ class _Batch:
 def _walk(o, depth=6, seen=None):
     "A loss and what it holds: attributes, arguments, what a function refers to"
     seen = {} if seen is None else seen
-    plain = o is None or isinstance(o, (type,str,Number)) or inspect.ismodule(o) or inspect.isbuiltin(o)
-    if plain or id(o) in seen or len(seen) > 2000: return
+    holds_nothing = o is None or isinstance(o, (type,str,Number)) or inspect.ismodule(o) or inspect.isbuiltin(o)
+    if holds_nothing or id(o) in seen or len(seen) > 2000: return
     seen[id(o)] = o
     yield o
     if depth == 0 or isinstance(o, Tensor): return

@@ -36,15 +36,16 @@ def current_lr(
 def row_loss(
     loss:Tensor # Of a row, on any device
 ) -> Tensor:    # Without dimensions
+    "The loss as one number"
     return (loss.mean() if loss.dim() else loss).detach()
 
 def on_host(
     learn,      # A `Learner`
     loss:Tensor # The loss of a row
 ) -> float:
-    "Its value on the host; it may have come there already, with `BatchLoop.read`"
-    known = getattr(getattr(learn.__dict__.get('one_batch'), 'now', None), 'on_host', None)
-    if known is not None and known[0] is loss and known[1] == loss._version: return known[2]
+    "Its value on the host; it may be there already, by `BatchLoop.read`"
+    copied = getattr(getattr(learn.__dict__.get('one_batch'), 'now', None), 'on_host', None)
+    if copied is not None and copied[0] is loss and copied[1] == loss._version: return copied[2]
     return row_loss(loss).float().item()
 
 def record_step(
@@ -70,7 +71,10 @@ class Rows:
         loop # A `BatchLoop`
     ): self.loop = loop
 
-    def condition(self, cb, event):
+    def condition(self,
+        cb,   # A callback of the Learner
+        event # An event of a batch
+    ): # For `EventTable`
         "Callbacks that take rows hear of the first batch of an accumulated batch, and of the last"
         if event == 'before_batch' and type(cb) is CastToTensor: return self._has_subclasses
         if event == 'before_batch' and is_a(type(cb), 'ParamScheduler', 'WandbCallback'): return lambda: self.loop.accumulation.opens
@@ -93,7 +97,9 @@ class Rows:
         loop = self.loop
         return loop.step_loss if self.one_a_step() and loop.accumulation is not loop.every_batch else loop.learn.loss
 
-    def record(self, rec) -> bool: # False: `rec` is not to do it again
+    def record(self,
+        rec # fastai's `Recorder`
+    ) -> bool: # False: `rec` is not to do it again
         "What `Recorder.after_batch` does in training: metrics of each batch, a row for each step"
         learn,now = self.loop.learn,self.loop.now
         if now.predicted and len(learn.yb):

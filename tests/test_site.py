@@ -41,6 +41,12 @@ def test_pages(site):
         assert (site/p).with_suffix('.html.md').exists(), p
         assert f'/{p}.md)' in llms or p in ('changelog.html', 'contributing.html'), p
 
+def test_order_of_pages():
+    "Pages for users first; then what these are made of, from the arithmetic to the loop"
+    titles = {f'api/{m}.md': m for m in ('accumulator', 'events', 'loop', 'losses', 'microbatch', 'passes', 'plan', 'probe', 'rows', 'accumulation', 'all')}
+    menu, = [e['API reference'] for e in docs.navigation(titles) if 'API reference' in e]
+    assert [next(iter(e)) for e in menu]==['all', 'accumulation', 'accumulator', 'losses', 'probe', 'microbatch', 'plan', 'events', 'rows', 'loop', 'passes']
+
 def symbols(mod):
     "What a module has for others: full name -> symbol; methods of classes for users, and what it adds to fastai's classes, too"
     users,parts = apidoc.public(mod)
