@@ -78,7 +78,7 @@ class Accumulation(LoopCallback):
 
     def predict(self, whole):
         "Validation's forward pass; `whole()` calls the model with the loader batch"
-        return whole() if self.micro_batch_size is None or keeps_state(self.learn) else predict_in_parts(self, whole)
+        return whole() if self.micro_batch_size is None or keeps_state(self.learn) else predict_in_parts(self, whole, items_in_batch(self))
 
     def close(self):
         self.state.items = self.acc.n_items

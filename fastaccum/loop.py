@@ -79,7 +79,7 @@ class LoopParts:
         learn # Whose `one_batch` it is
     ):
         self.learn,self.now,self.step_loss,self.device,self.n_inp = learn,Progress(),None,None,None
-        self.in_fit,self.busy,self.nested = False,False,False
+        self.in_fit,self.busy,self.nested,self.attached = False,False,False,set()  # attached: ids of callbacks, of no copies
         self.every_batch,self.as_it_is,self.rows = EveryBatch(self),AsItIs(self),Rows(self)
         self.call = Events(learn, self.rows.condition)
 
@@ -187,7 +187,7 @@ class LoopCallback(Callback):
         old = self.learn
         if old is learn: return
         if learn is None: self.detach()
-        elif old is not None and any(cb is self for cb in old.cbs):
+        elif old is not None and any(cb is self for cb in old.cbs) and id(self) in old.one_batch.attached:
             raise ValueError(f"This {type(self).__name__} is attached to another Learner already: make a second one, "
                              "or call `remove_cb` there first.")
         if self.name.startswith('removed_'): del self.__dict__['name']
@@ -197,6 +197,7 @@ class LoopCallback(Callback):
             self.__dict__['name'] = f'removed_{self.name}'
         self.__dict__['learn'] = learn
         if learn is not None and not isinstance(learn.__dict__.get('one_batch'), BatchLoop): learn.one_batch = BatchLoop(learn)
+        if learn is not None: learn.one_batch.attached.add(id(self))
         if old is None or any(isinstance(cb, LoopCallback) and cb is not self for cb in old.cbs): return
         old.__dict__.pop('one_batch', None)
 

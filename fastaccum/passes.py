@@ -180,11 +180,12 @@ def as_scalar(
 # %% ../nbs/api/09b_passes.ipynb #5696e21c
 def predict_in_parts(
     cb,   # A `GradientAccumulation`
-    whole # Calls the model with `learn.xb`
+    whole,# Calls the model with `learn.xb`
+    n:int # Items of the loader batch
 ): # What the model says of the loader batch
     "Predict in micro-batches, and join. What has no row for each item cannot be joined: then the loader batch goes whole"
     learn,k = cb.learn,cb.state.micro_bs if cb.micro_batch_size == 'auto' else cb.micro_batch_size
-    n,preds = cb.count(),[]
+    preds = []
     if k == 'auto' or n <= k: return whole()
     with in_parts(learn, n, k) as parts:
         for i,size in zip(parts, part_sizes(n, k)):

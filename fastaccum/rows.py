@@ -85,7 +85,7 @@ class Rows:
 
     def due(self):
         "Is there a row for this batch?"
-        return self.loop.now.closed or not self.one_a_step()
+        return self.loop.now.closed or self.loop.accumulation is self.loop.every_batch or not self.one_a_step()
 
     def one_a_step(self):
         "And not one a loader batch? `lr_find` counts steps, whatever was asked for"
