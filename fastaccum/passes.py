@@ -107,7 +107,7 @@ class Weights:
         if cb.weight is not None or not self.acc.normalize or is_measuring(cb): return
         weights,on_device = loss_weights(cb.state.info, self.learn.yb, sizes),False
         if isinstance(weights, Tensor): on_device = self.learn.yb[0].numel()
-        shares = self.acc.shares(weights, n, on_device or None, complete=cb.opens and cb.closes)
+        shares = self.acc.shares(weights, n, on_device or None, complete=cb.complete)
         self.early = list(zip(weights.unbind(), shares.unbind()) if on_device else zip(weights, shares))
 
     def begin(self):
