@@ -78,7 +78,8 @@ class Accumulation(LoopCallback):
 
     def predict(self, whole):
         "Validation's forward pass; `whole()` calls the model with the loader batch"
-        return whole() if self.micro_batch_size is None or keeps_state(self.learn) else predict_in_parts(self, whole)
+        together = self.ranks and self.ranks.one_target  # sharded: all ranks go through the model as often
+        return whole() if together or self.micro_batch_size is None or keeps_state(self.learn) else predict_in_parts(self, whole)
 
     def close(self):
         self.state.items = self.acc.n_items
