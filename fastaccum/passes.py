@@ -11,7 +11,7 @@ from fastai.callback.mixup import MixHandler
 from torch.utils._pytree import tree_leaves
 from .accumulator import as_tensor, as_weight, back_propagate, check_scalar, correct, weighted
 from .events import cancels
-from .losses import LossInfo, ignore_empty, loss_weight, loss_weights
+from .losses import count_items, LossInfo, ignore_empty, loss_weight, loss_weights
 from .loop import is_stock
 from .memory import free_memory, is_out_of_memory
 from .microbatch import Snapshot, in_parts, join_items, map_tensors, part_sizes
@@ -184,7 +184,7 @@ def predict_in_parts(
 ): # What the model says of the loader batch
     "Predict in micro-batches, and join. What has no row for each item cannot be joined: then the loader batch goes whole"
     learn,k = cb.learn,cb.state.micro_bs if cb.micro_batch_size == 'auto' else cb.micro_batch_size
-    n,preds = cb.count(),[]
+    n,preds = (count_items(learn.xb, learn.yb)[0] if cb.items_func is None else cb.items_func(learn)),[]
     if k == 'auto' or n <= k: return whole()
     with in_parts(learn, n, k) as parts:
         for i,size in zip(parts, part_sizes(n, k)):
