@@ -10,7 +10,8 @@ import torch
 from . import report
 
 PARTS = dict(exact='Exactness: the gradient of a step against that of one big batch', syncs='Host syncs: per micro-batch, and per step beyond these',
-             memory='Memory: peak of live activations, MiB', speed='Speed: processor time per micro-batch, us, and beyond the hand-written loop')
+             memory='Memory: peak of live activations, MiB', speed='Speed: processor time per micro-batch, us, and beyond the hand-written loop',
+             comm='Communication: per step of 8 micro-batches on each of two ranks')
 PACKAGES = 'torch', 'fastai', 'fastcore', 'accelerate', 'lightning', 'transformers'
 
 def machine() -> dict:

@@ -56,6 +56,12 @@ def exact(rows):
     def shown(e): return 'no step' if e is None else 'exact' if e < 1e-6 else f'{e:.0%}'
     return pd.DataFrame([{k: v if k == 'peer' else shown(v) for k,v in r.items()} for r in rows]).set_index('peer').rename_axis(None)
 
+def comm(rows):
+    "What two ranks send for a step, in multiples of the gradients' size, and what each keeps, in bytes a weight"
+    def shown(r): return {'': r['peer'], 'messages': f"{r['calls']:g}", 'KB': f"{r['bytes']/1000:.0f}", 'times the gradients': f"{r['bytes']/4/r['parameters']:.2f}",
+                          'bytes kept a weight': f"{r['kept']/r['parameters']:.1f}"}
+    return pd.DataFrame(map(shown, rows)).set_index('')
+
 def plot(rows, model, n_acc=8):
     "Overhead of each peer, a panel for each precision"
     rows = [r for r in rows if r['model'] == model and r['n_acc'] == n_acc and not r['peer'].startswith('hand')]

@@ -32,6 +32,7 @@ __all__ = ['Accumulation', 'GradientAccumulation', 'GradientAccumulationSchedule
 class Accumulation(LoopCallback):
     "What all accumulation callbacks do in the loop; how large an accumulated batch is, is up to `size_at`"
     order,run_valid,name,slot = 6,False,'gradient_accumulation','accumulation'
+    ranks = None  # what cuts the loader batches over several processes, if something does
     n_items = property(lambda self: self.acc.n_items, doc="Accumulated so far")
     opens   = property(lambda self: self.state.opens, doc="Does this loader batch begin an accumulated batch?")
     closes  = property(lambda self: self.state.closes, doc="Does it end one?")
@@ -39,6 +40,11 @@ class Accumulation(LoopCallback):
     running = property(lambda self: self.state.running, doc="Has it begun with this fit?")
 
     loss_rule = property(loss_rule)
+    @property
+    def complete(self) -> bool:
+        "Do all of its micro-batches come from this loader batch, and may their weights alone set the target?"
+        return self.opens and self.closes and not (self.ranks and self.ranks.one_target)
+
     @property
     def step_values(self):
         res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
@@ -57,7 +63,7 @@ class Accumulation(LoopCallback):
     def before_batch(self):
         learn,st = self.learn,self.state
         if not st.running: self.before_fit()             # it was added in the middle of a fit
-        n,n_iter,i = items_in_batch(self),learn.__dict__.get('n_iter', 0),learn.__dict__.get('iter', 0)
+        n,n_iter,i = items_in_batch(self) if self.ranks is None else self.ranks.n_items,learn.__dict__.get('n_iter', 0),learn.__dict__.get('iter', 0)
         st.opens,st.last = self.acc.n_items == 0,i == n_iter-1
         if st.opens:
             self.acc.accum_bs = n if self.per_loader_batch else self.size_at(learn.epoch*n_iter + i, n_iter, learn.n_epoch)
@@ -71,18 +77,23 @@ class Accumulation(LoopCallback):
         st,n = self.state,items_in_batch(self)
         look_up_loss(self)
         if st.opens: self.acc.normalize = self.normalize and (self.weight is not None or st.info.reduction != 'sum')
-        if self.micro_batch_size == 'auto': fit_memory(self, n)
+        if self.ranks is not None and self.ranks.passes(): pass        # this rank has no items in the batch
+        elif self.micro_batch_size == 'auto': fit_memory(self, n)
         else: forward_backward(self, self.micro_batch_size or n, n)   # `micro_batch_size` may be more than `n`
+        if self.ranks is not None: self.ranks.counted()
         st.closes = self._ends(self.acc.n_items)                       # not, if a micro-batch was cancelled
         note_inexact(self)
 
     def predict(self, whole):
         "Validation's forward pass; `whole()` calls the model with the loader batch"
-        return whole() if self.micro_batch_size is None or keeps_state(self.learn) else predict_in_parts(self, whole, items_in_batch(self))
+        together = self.ranks and self.ranks.one_target  # sharded: all ranks go through the model as often
+        if together or self.micro_batch_size is None or keeps_state(self.learn): return whole()
+        return predict_in_parts(self, whole, items_in_batch(self))
 
     def close(self):
-        self.state.items = self.acc.n_items
-        return self.acc.finish()
+        loss = self.acc.finish()
+        self.state.items = self.acc.closed.n_items
+        return loss
     def reopen(self): self.acc.reopen()
 
     def after_batch(self):
@@ -275,6 +286,9 @@ def check_learner(
     "Raise an error for what cannot work with `acc`, warn of what is doubtful"
     learn = acc.learn
     check_own_loop(learn)
+    if acc.ranks is None and torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ValueError(f"{torch.distributed.get_world_size()} processes train together, and {type(acc).__name__} alone would accumulate in each of them by itself: add "
+                         "DataParallel(), LocalSGD() or FullyShard() to the Learner's callbacks, or train inside `learn.distrib_ctx()`.")
     same = [type(cb) for cb in learn.cbs if cb.name == acc.name]
     if len(same) > 1:
         names = ', '.join(f'{c.__module__}.{c.__name__}' for c in same)

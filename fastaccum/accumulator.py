@@ -168,7 +168,7 @@ class Accumulated(NamedTuple):
         "The gradients are a mean over the sum of the weights now; without weight they are zero, and keep their target"
         weight = self.computed[1]
         target = torch.where(weight > 0, weight, self.target) if isinstance(weight, Tensor) and normalize else weight or self.target
-        return self._replace(target=target, planned=-1)
+        return self._replace(target=target, planned=-1, computed=None)
 
 # %% ../nbs/api/00_accumulator.ipynb #6d2cd169
 def check_accum_bs(
@@ -238,7 +238,7 @@ class GradientAccumulator(Tally):
     ):
         check_accum_bs(accum_bs)
         super().__init__(int(accum_bs), normalize)
-        self.params = list(params)
+        self.params,self.reduce = list(params),None  # `reduce(loss, weight, n_items, target)`: of several ranks; it leaves the mean gradient
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32  # of shares
 
     def add(self,
@@ -274,7 +274,10 @@ class GradientAccumulator(Tally):
         "Make the gradients the accumulated batch's, return its loss on the device, and count anew from the next `add` on"
         s = self.so_far
         loss,weight = s.mean(self.normalize)
-        if self.normalize and s.losses and not s.complete: rescale(self.params, s.target, _as(weight, self.dtype))
+        if self.reduce is not None:
+            loss,weight,n_items = self.reduce(loss, weight, s.n_items, s.target)
+            s = s._replace(n_items=n_items)
+        elif self.normalize and s.losses and not s.complete: rescale(self.params, s.target, _as(weight, self.dtype))
         self.closed,self.so_far = s._replace(computed=(loss, weight)),Accumulated()
         return loss
 

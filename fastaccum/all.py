@@ -8,7 +8,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation',
            'GradientAccumulationSchedule', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
            'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint',
-           'ActivationCheckpointing', 'ActivationOffload', 'Compile', 'MemoryAdvice']
+           'ActivationCheckpointing', 'ActivationOffload', 'Compile', 'MemoryAdvice', 'launch', 'DataParallel',
+           'LocalSGD', 'FullyShard']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .accumulator import GradientAccumulator, loss_weight
@@ -23,8 +24,13 @@ from .critical import critical_batch
 from .checkpoint import TrainingCheckpoint
 from .activations import ActivationCheckpointing, ActivationOffload, Compile
 from .advice import MemoryAdvice
+from .processes import launch
+from .distributed import DataParallel
+from .local_sgd import LocalSGD
+from .fully_shard import FullyShard
 
 _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
          'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
          'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload',
-         'Compile', 'MemoryAdvice']
+         'Compile', 'MemoryAdvice',
+         'launch', 'DataParallel', 'LocalSGD', 'FullyShard']

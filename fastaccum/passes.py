@@ -11,7 +11,7 @@ from fastai.callback.mixup import MixHandler
 from torch.utils._pytree import tree_leaves
 from .accumulator import as_tensor, as_weight, back_propagate, check_scalar, correct, weighted
 from .events import cancels
-from .losses import LossInfo, ignore_empty, loss_weight, loss_weights
+from .losses import count_items, LossInfo, ignore_empty, loss_weight, loss_weights
 from .loop import is_stock
 from .memory import free_memory, is_out_of_memory
 from .microbatch import Snapshot, in_parts, join_items, map_tensors, part_sizes
@@ -19,7 +19,7 @@ from .probe import LossProbe
 
 # %% auto #0
 __all__ = ['warn_once', 'loss_info', 'look_up_loss', 'is_measuring', 'measure_loss', 'end_measuring', 'loss_rule', 'Weights',
-           'forward_backward', 'as_scalar', 'predict_in_parts', 'learn_device', 'fit_memory', 'too_big']
+           'forward_backward', 'as_scalar', 'shapes_of', 'predict_in_parts', 'learn_device', 'fit_memory', 'too_big']
 
 # %% ../nbs/api/09b_passes.ipynb #7a049188
 def warn_once(
@@ -107,7 +107,7 @@ class Weights:
         if cb.weight is not None or not self.acc.normalize or is_measuring(cb): return
         weights,on_device = loss_weights(cb.state.info, self.learn.yb, sizes),False
         if isinstance(weights, Tensor): on_device = self.learn.yb[0].numel()
-        shares = self.acc.shares(weights, n, on_device or None, complete=cb.opens and cb.closes)
+        shares = self.acc.shares(weights, n, on_device or None, complete=cb.complete)
         self.early = list(zip(weights.unbind(), shares.unbind()) if on_device else zip(weights, shares))
 
     def begin(self):
@@ -178,15 +178,21 @@ def as_scalar(
     learn.loss_grad,learn.loss = learn.loss_grad.view(()),learn.loss.view(())
 
 # %% ../nbs/api/09b_passes.ipynb #5696e21c
+def shapes_of(
+    xb # Inputs
+) -> tuple:
+    "Shapes of an item, and types: what 'auto' knows a micro-batch size for"
+    return tuple((o.shape[1:], o.dtype) for o in tree_leaves(xb) if isinstance(o, Tensor))
+
 def predict_in_parts(
     cb,   # A `GradientAccumulation`
     whole,# Calls the model with `learn.xb`
     n:int # Items of the loader batch
 ): # What the model says of the loader batch
     "Predict in micro-batches, and join. What has no row for each item cannot be joined: then the loader batch goes whole"
-    learn,k = cb.learn,cb.state.micro_bs if cb.micro_batch_size == 'auto' else cb.micro_batch_size
-    preds = []
-    if k == 'auto' or n <= k: return whole()
+    learn,preds = cb.learn,[]
+    k = cb.state.size_by_shape.get(shapes_of(learn.xb), n) if cb.micro_batch_size == 'auto' else cb.micro_batch_size
+    if n <= k: return whole()
     with in_parts(learn, n, k) as parts:
         for i,size in zip(parts, part_sizes(n, k)):
             pred = whole()
@@ -208,7 +214,7 @@ def fit_memory(
     "Send the loader batch through the model in the largest micro-batches that fit, halving them whenever memory runs out"
     learn,acc,sizes,before = cb.learn,cb.acc,cb.state.size_by_shape,cb.acc.so_far
     batch = [o for o in tree_leaves((learn.xb, learn.yb)) if isinstance(o, Tensor)]
-    key,versions = tuple((o.shape[1:], o.dtype) for o in tree_leaves(learn.xb) if isinstance(o, Tensor)),[o._version for o in batch]
+    key,versions = shapes_of(learn.xb),[o._version for o in batch]
     size,snap = min(sizes.get(key, n), n),Snapshot(learn.model, acc.params, gradients=not cb.opens)
     while True:
         cb.state.micro_bs = size

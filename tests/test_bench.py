@@ -142,7 +142,7 @@ def test_page_is_of_the_results():
     def shown(kind): return '\n'.join(''.join(data.get(kind, '')) for data in outputs)
     assert report.about(results) in shown('text/markdown') and shown('image/png').strip()
     tables = [report.speed(results['speed'], *models) for models in (('MLP 32-64-10',), ('conv net', 'transformer'), ('MLP, squared error', 'transformer, padded'))]
-    tables += [getattr(report, part)(results[part]) for part in ('memory', 'syncs', 'exact')]
+    tables += [getattr(report, part)(results[part]) for part in ('memory', 'syncs', 'exact', 'comm')]
     assert re.findall('<td>(.*?)</td>', shown('text/html'))==[v for t in tables for v in t.values.flatten()]
 
 def test_tables():

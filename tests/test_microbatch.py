@@ -545,7 +545,8 @@ class Scarce(nn.Module):
             self.begins = False
             self.log.append((self.i, len(x)))
         self.check('start', len(x))
-        h = self.first(x*(1 + self.noise*(random.random() + np.random.rand())))
+        if self.training: x = x*(1 + self.noise*(random.random() + np.random.rand()))
+        h = self.first(x)
         self.check('middle', len(x))
         if h.requires_grad: h.register_hook(lambda g: self.check('back', len(x)))
         return self.last(h)

@@ -8,7 +8,8 @@ import torch
 from fastai.learner import Learner
 from torch import Tensor, nn
 from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, Compile, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
-                           GradientAccumulator, MemoryAdvice, MixedPrecision, PeakMemory, StepLogger, TrainingCheckpoint, loss_weight)
+                           GradientAccumulator, MemoryAdvice, MixedPrecision, PeakMemory, StepLogger, TrainingCheckpoint, loss_weight,
+                           DataParallel, FullyShard, LocalSGD, launch)
 from fastaccum.wandb import WandbCallback
 
 def own_loop(model:nn.Module, opt:torch.optim.Optimizer, batches:Iterable[tuple[Tensor,Tensor]]) -> None:
@@ -54,6 +55,10 @@ def callbacks(learn:Learner) -> None:
     assert_type(advice.peak_at(8), int)
     print(advice.params, advice.grads, advice.state, advice.peak, advice.micro_batch_size, advice.table, advice.call, advice)
 
+def ranks(learn:Learner) -> None:
+    learn.add_cbs([DataParallel(bucket_mb=50, overlap=True, timeout=60), LocalSGD(8, outer_lr=.7), FullyShard('keep', offload=True)])
+    assert_type(launch(len, 2, 'abc', timeout=60), list)
+
 def wrong(model:nn.Module, loss:Tensor) -> None:
     GradientAccumulator(model.parameters(), '256')                 # type: ignore[arg-type]
     GradientAccumulator(model.parameters(), 256).add(loss)         # type: ignore[call-arg]
@@ -75,4 +80,8 @@ def wrong(model:nn.Module, loss:Tensor) -> None:
     TrainingCheckpoint(keep=None)                                  # type: ignore[arg-type]
     ActivationOffload('64k')                                       # type: ignore[arg-type]
     ActivationCheckpointing(selective=1)                           # type: ignore[arg-type]
+    DataParallel(bucket_mb='25')                                   # type: ignore[arg-type]
+    LocalSGD(period=.5)                                            # type: ignore[arg-type]
+    FullyShard(sync=True)                                          # type: ignore[arg-type]
+    launch(len)                                                    # type: ignore[call-arg]
     AMPMode.FP32                                                   # type: ignore[attr-defined]

@@ -1,0 +1,445 @@
+"""Trainings for tests/test_distributed.py: `torchrun --nproc-per-node 2 tests/ranks.py FOLDER` runs all over two ranks, `python tests/ranks.py FOLDER` in one process
+
+Each function is one. What it returns is saved, with the name of the function and the rank, for the test of the same name."""
+import os, sys, time
+from contextlib import nullcontext
+from pathlib import Path
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+from fastai.basics import *
+from fastai.callback.all import *
+from fastai.metrics import accuracy, F1Score
+from torch.utils._pytree import tree_leaves
+from fastaccum.all import *
+from bench.comm import CommCounter
+from fastaccum.processes import start_group, stop_group
+
+many = start_group(timeout=60)
+rank,world = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
+cases = {}
+def case(f): cases[f.__name__] = f; return f
+
+# --- what is trained
+def data(n, n_out=1, n_valid=23, seq=None):
+    g = torch.Generator().manual_seed(n)
+    shape = (n+n_valid, 5) if seq is None else (n+n_valid, seq, 5)
+    x = torch.randn(*shape, generator=g)
+    y = (x@torch.randn(5, 1, generator=g)).sigmoid() if n_out == 1 else torch.randint(n_out, shape[:-1], generator=g)
+    return x,y
+
+def mlp(n_out=1):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, n_out))
+
+def learner(x, y, model=None, loss=None, bs=16, accum=40, n_valid=23, cbs=(), dp=None, opt_func=SGD, double=False, metrics=None, acc=None, **kwargs):
+    model = ifnone(model, mlp())
+    if double: model,x,y = model.double(),x.double(),y.double() if y.is_floating_point() else y
+    n = len(x)-n_valid
+    set_seed(3)
+    dls = DataLoaders.from_dsets(list(zip(x[:n], y[:n])), list(zip(x[n:], y[n:])), bs=bs, drop_last=False, num_workers=0, device='cpu')
+    acc = ifnone(acc, GradientAccumulation(accum, **kwargs))
+    return Learner(dls, model, ifnone(loss, nn.MSELoss()), opt_func=opt_func, lr=.1, cbs=[acc, ifnone(dp, DataParallel()), *cbs], metrics=metrics, path=folder)
+
+def state(learn, **more):
+    rec = learn.recorder
+    return dict(losses=torch.tensor([float(o) for o in rec.losses]), lrs=rec.lrs, values=[list(v) for v in rec.values], epochs=len(rec.values),
+                weights=torch.cat([p.detach().flatten() for p in get_model(learn.model).parameters()]), **more)
+
+def run(*args, n_epoch=2, fit=None, **kwargs):
+    learn = learner(*args, **kwargs)
+    with learn.no_logging(): (fit or (lambda l: l.fit(n_epoch)))(learn)
+    return state(learn)
+
+class On(Callback):
+    "Do something at an event, on one rank"
+    run_valid = False
+    def __init__(self, event, f, only=1, order=30): self.order = order; setattr(self, event, lambda: f(self.learn) if rank == only and many else None)
+
+class Traffic(Callback):
+    "Collectives and bytes of each step"
+    run_valid,order = False,70
+    def before_fit(self): self.rows = []
+    def before_train(self): self.mode = CommCounter().__enter__()
+    def before_batch(self):
+        if self.iter == 0: self._next()            # without the order of the items
+    def _next(self): self.before = self.mode.calls,self.mode.bytes
+    def after_step(self):
+        self.rows.append((self.mode.calls-self.before[0], self.mode.bytes-self.before[1]))
+        self._next()
+    def after_train(self): self.mode.__exit__(None, None, None); self.by_kind = self.mode.by_kind
+
+# --- equal to one process
+ce = nn.CrossEntropyLoss
+@case
+def ragged(): return run(*data(97))
+@case
+def rank_without_items(): return run(*data(81))
+@case
+def more_ranks_than_items(): return run(*data(21), bs=1, accum=8)
+@case
+def class_weights(): return run(*data(97, 3), model=mlp(3), loss=ce(weight=torch.tensor([.1, 1, 5])))
+@case
+def label_smoothing(): return run(*data(97, 3), model=mlp(3), loss=ce(weight=torch.tensor([.1, 1, 5]), label_smoothing=.1))
+@case
+def tokens():
+    x,y = data(60, 3, seq=7)
+    y[torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < .5] = -100
+    y[:20] = -100                                  # batches without a single target
+    return run(x, y, model=mlp(3), loss=lambda p, t: F.cross_entropy(p.flatten(0, 1), t.flatten()), bs=8, accum=20,
+               weight=lambda learn: (learn.y != -100).sum())
+@case
+def sum_loss(): return run(*data(97), loss=nn.MSELoss(reduction='sum'), fit=lambda l: l.fit(2, 1e-3))
+@case
+def micro_batches(): return run(*data(97), micro_batch_size=(3, 5)[rank])
+@case
+def per_loader_batch(): return run(*data(97), accum=None, micro_batch_size=4)
+@case
+def overlap(): return run(*data(97), dp=DataParallel(overlap=True, bucket_mb=1e-4), micro_batch_size=3)
+@case
+def adam64(): return run(*data(97), double=True, opt_func=Adam, fit=lambda l: l.fit_one_cycle(2, 1e-2))
+@case
+def one_cycle(): return run(*data(96), fit=lambda l: l.fit_one_cycle(3, .1), cbs=[GradientClip(.05)])
+@case
+def drop(): return run(*data(97), remainder='drop')
+@case
+def carry(): return run(*data(97), remainder='carry', n_epoch=3)
+@case
+def schedule(): return run(*data(97), acc=GradientAccumulationSchedule(16, 64, 0, 1.), n_epoch=3)
+@case
+def layer_groups(): return run(*data(97), fit=lambda l: (l.freeze_to(0), l.fit(1, .1), l.fit(1, slice(.01, .1))))
+
+class Branches(nn.Module):
+    "Each rank uses other parameters, and nobody uses the last; one process uses both"
+    def __init__(self): super().__init__(); torch.manual_seed(1); self.a,self.b,self.c = (nn.Linear(5, 1) for _ in range(3))
+    def forward(self, x): return torch.where(x[:,:1] > 0, self.a(x), self.b(x)) if not many else (self.a, self.b)[rank](x)
+@case
+def unused():
+    "The halves of each batch have items of one kind"
+    x,y = data(64, n_valid=8)
+    x[:,0] = torch.where(torch.arange(len(x))%8 < 4, 1, -1)
+    learn = learner(x, y, Branches(), bs=8, accum=16, n_valid=8)
+    learn.dls.train.shuffle = False
+    with learn.no_logging(): learn.fit(2)
+    return state(learn, none=[p.grad is None for p in learn.model.parameters()])
+
+@case
+def fine_tune():
+    learn = learner(*data(97), model=nn.Sequential(mlp(8), nn.Linear(8, 1)))
+    learn.splitter = lambda m: [params(m[0]), params(m[1])]
+    with learn.no_logging(): learn.fine_tune(2, .1)
+    return state(learn)
+
+# --- traffic
+@case
+def traffic():
+    big = lambda: nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 1))
+    res = {}
+    for bs,name in ((32, 'few'), (4, 'many')):
+        learn = learner(*data(128), model=big(), bs=bs, accum=64, cbs=[Traffic()])
+        with learn.no_logging(): learn.fit(1)
+        res[name] = learn.traffic.rows
+    ps = list(learn.model.parameters())
+    return dict(res, limit=sum(p.numel()*4 for p in ps) + 4*len(ps) + 128)
+
+# --- mixed precision
+@case
+def fp16():
+    def overflow(learn):
+        if learn.train_iter == 5: learn.loss_grad = learn.loss_grad*float('inf')
+    learn = learner(*data(97), cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3), On('after_loss', overflow)])
+    with learn.no_logging(): learn.fit(3)
+    return state(learn, history=learn.mixed_precision.scaler.history(), overflowed=True)
+
+@case
+def fp16_without_overflow():
+    return run(*data(97), cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3)])
+
+# --- out of memory on one rank
+class OneRankIsSmall(nn.Module):
+    "More than 3 items do not fit the memory of rank 1, in the forward or the backward pass"
+    def __init__(self, model, where, begin): super().__init__(); self.model,self.where,self.begin,self.n = model,where,begin,0
+    def forward(self, x):
+        self.n += 1
+        p = self.model(x)
+        if not (many and rank == 1 and self.training and len(x) > 3 and self.n > self.begin): return p
+        if self.where == 'forward': raise torch.OutOfMemoryError('CUDA out of memory.')
+        def fail(g): raise torch.OutOfMemoryError('CUDA out of memory.')
+        p.register_hook(fail)
+        return p
+def _small(where, begin): return run(*data(97), model=OneRankIsSmall(mlp(), where, begin), micro_batch_size='auto')
+@case
+def out_of_memory_forward_first(): return _small('forward', 0)
+@case
+def out_of_memory_forward_last(): return _small('forward', 2)
+@case
+def out_of_memory_backward_first(): return _small('backward', 0)
+@case
+def out_of_memory_backward_last(): return _small('backward', 2)
+
+# --- validation, predictions, callbacks
+@case
+def metrics():
+    x,y = data(97, 3)
+    learn = learner(x, y, mlp(3), ce(), metrics=[accuracy, F1Score(average='macro')], cbs=[StepLogger(), CSVLogger(f'history{rank}.csv')])
+    learn.recorder.train_metrics = True
+    learn.fit(2)
+    res = state(learn)
+    return dict(res, rows=learn.step_logger.rows['loss'], items=learn.step_logger.rows['items'], csv=(folder/f'history{rank}.csv').exists(),
+                 again=[float(o) for o in learn.validate()], of_train=[float(o) for o in learn.validate(ds_idx=0)])
+@case
+def weighted_validation():
+    return run(*data(97, 3), model=mlp(3), loss=ce(weight=torch.tensor([.1, 1, 5])))
+@case
+def predictions():
+    x,y = data(97)
+    learn = learner(x, y)
+    with learn.no_logging(): learn.fit(1)
+    inp,p,t,loss = learn.get_preds(with_input=True, with_loss=True)
+    sizes = [learn.get_preds(dl=learn.dls.test_dl([(x[0], y[0])]*n))[0].shape[0] for n in (1, 2, 3)]
+    few = learn.get_preds(dl=[learn.dls.valid.one_batch()])[0]
+    mine = learn.get_preds(dl=learn.dls.test_dl([(x[0], y[0])]))[0] if rank == 0 else None  # by itself
+    return dict(inputs=inp, preds=p, targets=t, losses=loss, of_train=learn.get_preds(ds_idx=0, reorder=True)[0], sizes=sizes, few=few, data=(x, y))
+@case
+def lr_find():
+    learn = learner(*data(97), cbs=[StepLogger()])
+    before = torch.cat([p.detach().flatten() for p in learn.model.parameters()]).clone()
+    with learn.no_logging(): found = learn.lr_find(num_it=20, show_plot=False)
+    if many: dist.barrier()
+    after = torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+    return dict(state(learn), found=found.valley, restored=torch.equal(before, after), left=len(list((folder/'models').glob('tmp*'))))
+@case
+def early_stopping():
+    learn = learner(*data(97), cbs=[EarlyStoppingCallback(min_delta=10, patience=1), SaveModelCallback(fname=f'best{world}')])
+    with learn.no_logging(): learn.fit(9)
+    return state(learn)
+@case
+def batchnorm():
+    m = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    learn = learner(*data(96), model=m)
+    with learn.no_logging(): learn.fit(2)
+    return state(learn, buffers=[b.clone() for b in m.buffers()])
+@case
+def several_fits(): return run(*data(97), fit=lambda l: (l.fit(1), l.validate(), l.fit(1, .05)))
+@case
+def short_epoch(): return run(*data(97), cbs=[ShortEpochCallback(.6)])
+
+# --- ends
+@case
+def cancelled_fit():
+    def stop(learn):
+        if learn.train_iter == 8: raise CancelFitException
+    learn = learner(*data(97), cbs=[On('after_batch', stop)])
+    with learn.no_logging(): learn.fit(4)
+    first = state(learn)
+    with learn.no_logging(): learn.fit(1)          # and on
+    return dict(state(learn), first=first)
+@case
+def cancelled_batch():
+    def skip(learn):
+        if learn.train_iter == 2: raise CancelBatchException
+    return run(*data(97), cbs=[On('before_batch', skip, order=-1)])
+@case
+def cancelled_closing_batch():
+    def skip(learn):
+        if learn.train_iter == 2: raise CancelBatchException
+    return run(*data(97), cbs=[On('after_pred', skip)])
+class SkipSecondStep(Callback):
+    "On all ranks: the accumulated batch goes on"
+    def before_fit(self): self.n = 0
+    def before_step(self):
+        self.n += 1
+        if self.n == 2: raise CancelStepException
+@case
+def cancelled_step(): return run(*data(160), cbs=[SkipSecondStep()], n_epoch=1)
+@case
+def cancelled_epoch():
+    def stop(learn):
+        if learn.train_iter == 4: raise CancelTrainException
+    learn = learner(*data(97), cbs=[On('after_batch', stop)])
+    try:
+        with learn.no_logging(): learn.fit(1)
+    except RuntimeError as e: return dict(error=str(e))
+    return dict(error='none')
+@case
+def after_an_exception():
+    class Fails(Callback):
+        def after_loss(self):
+            if self.learn.train_iter == 3: raise KeyError('on all ranks')
+    learn = learner(*data(97))
+    dls = list(learn.dls.loaders)
+    try: learn.fit(1, cbs=Fails())
+    except KeyError: pass
+    same = all(a is b for a,b in zip(dls, learn.dls.loaders))
+    learn.model.load_state_dict(mlp().state_dict())
+    with learn.no_logging(): learn.fit(1)
+    return state(learn, restored=same)
+
+# --- fastai's door
+@case
+def distrib_ctx():
+    learn = learner(*data(97))
+    learn.remove_cb(learn.data_parallel)
+    dls = list(learn.dls.loaders)
+    with learn.distrib_ctx(cpu=True, sync_bn=False) if many else nullcontext(), learn.no_logging():
+        learn.fit(1)
+        learn.fit(1)
+    ends = type(learn.model).__name__,[type(cb).__name__ for cb in learn.cbs],all(a is b for a,b in zip(dls, learn.dls.loaders))
+    return state(learn, ends=ends)
+@case
+def distrib_ctx_exception():
+    class Fails(Callback):
+        def after_loss(self):
+            if self.learn.train_iter == 3: raise KeyError('on all ranks')
+    learn = learner(*data(97))
+    learn.remove_cb(learn.data_parallel)
+    try:
+        with learn.distrib_ctx(cpu=True, sync_bn=False) if many else nullcontext(): learn.fit(1, cbs=Fails())
+    except KeyError: pass
+    return dict(model=type(learn.model).__name__, cbs=[type(cb).__name__ for cb in learn.cbs], loaders=[type(dl).__name__ for dl in learn.dls.loaders])
+
+# --- Local SGD
+@case
+def local_traffic():
+    res = {}
+    for period in (1, 4):
+        learn = learner(*data(128), bs=8, accum=8, cbs=[Traffic()], dp=LocalSGD(period))
+        with learn.no_logging(): learn.fit(1)
+        res[period] = learn.traffic.rows if many else []
+    return dict(res, size=sum(p.numel()*4 for p in learn.model.parameters()))
+@case
+def local_batchnorm():
+    m = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    learn = learner(*data(96), model=m, dp=LocalSGD(4))
+    with learn.no_logging(): learn.fit(2)
+    return state(learn, buffers=[b.clone() for b in m.buffers()])
+@case
+def local_fp16():
+    "Rank 1 alone skips a step"
+    def overflow(learn):
+        if learn.train_iter == 5: learn.loss_grad = learn.loss_grad*float('inf')
+    learn = learner(*data(96), accum=16, dp=LocalSGD(4, warmup_steps=2), cbs=[MixedPrecision(init_scale=2.**10), On('after_loss', overflow)])
+    with learn.no_logging(): learn.fit(2)
+    return state(learn, skipped=sum(learn.mixed_precision.scaler.history()['skipped']))
+@case
+def local_cancelled():
+    def stop(learn):
+        if learn.train_iter == 8: raise CancelFitException
+    learn = learner(*data(97), accum=16, cbs=[On('after_batch', stop)], dp=LocalSGD(3))
+    with learn.no_logging(): learn.fit(4)
+    return state(learn)
+
+# --- fully sharded
+def whole_state(learn):
+    from fastaccum.fully_shard import whole
+    return dict(losses=torch.tensor([float(o) for o in learn.recorder.losses]), lrs=learn.recorder.lrs, values=[list(v) for v in learn.recorder.values], epochs=len(learn.recorder.values),
+                weights=torch.cat([p.flatten() for p in whole(dict(learn.model.named_parameters())).values()]).detach())
+def sharded(*args, sync='every', n_epoch=2, lr=.1, more=lambda l: {}, fs={}, **kwargs):
+    learn = learner(*args, dp=FullyShard(sync, **fs), **kwargs)
+    with learn.no_logging(): learn.fit(n_epoch, lr)
+    return dict(whole_state(learn), **more(learn))
+@case
+def shard_adam(): return sharded(*data(97), opt_func=Adam, sync='keep')
+@case
+def shard_adamw_of_torch(): return sharded(*data(97), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
+@case
+def shard_each_batch(): return sharded(*data(97), accum=16, sync='last')
+@case
+def shard_micro_batches(): return sharded(*data(96), micro_batch_size=3, sync='last', cbs=[GradientClip(.05)])
+@case
+def shard_class_weights(): return sharded(*data(97, 3), model=mlp(3), loss=ce(weight=torch.tensor([.1, 1, 5])))
+@case
+def shard_sum_loss(): return sharded(*data(97), loss=nn.MSELoss(reduction='sum'), accum=16, lr=1e-3)
+@case
+def shard_offload(): return sharded(*data(97), fs=dict(offload=True))
+@case
+def shard_fp16(): return sharded(*data(97), cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3)], more=lambda l: dict(history=l.mixed_precision.scaler.history()))
+@case
+def shard_fp16_overflow():
+    def overflow(learn):
+        if learn.train_iter == 5: learn.loss_grad = learn.loss_grad*float('inf')
+    return sharded(*data(97), cbs=[MixedPrecision(init_scale=2.**10), On('after_loss', overflow)], more=lambda l: dict(history=l.mixed_precision.scaler.history()))
+@case
+def shard_lr_find():
+    learn = learner(*data(97), dp=FullyShard(), opt_func=Adam)
+    with learn.no_logging():
+        found = learn.lr_find(num_it=20, show_plot=False)
+        learn.fit(1)
+    return dict(whole_state(learn), found=found.valley)
+@case
+def shard_saved():
+    "Half of the training sharded, then saved, and loaded in a new Learner: sharded, and plain"
+    from fastaccum.fully_shard import whole
+    x,y = data(97)
+    learn = learner(x, y, dp=FullyShard(), opt_func=Adam, cbs=[SaveModelCallback(fname=f'shard_best{world}')])
+    with learn.no_logging(): learn.fit(1)
+    learn.save(f'shard{world}')
+    again = learner(x, y, dp=FullyShard('keep'), opt_func=Adam)
+    with again.no_logging(): again.fit(1)          # other weights than those of the file
+    again.load(f'shard{world}')
+    file = torch.load(folder/f'models/shard{world}.pth', weights_only=False)
+    plain = learner(x, y, opt_func=Adam)
+    plain.load(f'shard{world}')
+    plain.save(f'plain{world}')
+    if many: dist.barrier()
+    third = learner(x, y, dp=FullyShard(), opt_func=Adam)
+    third.load(f'plain{world}')
+    for l in (again, plain, third):
+        with l.no_logging(): l.fit(1)
+    return dict(kinds={type(t).__name__ for t in tree_leaves(file) if isinstance(t, Tensor)},
+                weights=[torch.cat([p.flatten() for p in whole(dict(l.model.named_parameters())).values()]).detach() for l in (again, plain, third)])
+@case
+def shard_traffic():
+    "One step of 8 micro-batches, and the largest parts of the memory"
+    res = {}
+    for sync in ('every', 'last', 'keep'):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)], nn.Linear(64, 1))
+        x,y = torch.randn(64+8, 64),torch.randn(64+8, 1)
+        learn = learner(x, y, model, bs=64, accum=64, micro_batch_size=4, n_valid=8, dp=FullyShard(sync), cbs=[Traffic()])
+        with learn.no_logging(): learn.fit(1)
+        res[sync] = learn.traffic.by_kind if many else {}
+    return dict(res, size=sum(p.numel()*4 for p in nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)], nn.Linear(64, 1)).parameters()))
+@case
+def shard_refused():
+    if not many: return {}
+    x,y = data(32)
+    def error(**kwargs):
+        try: learner(x, y, dp=FullyShard(kwargs.pop('sync', 'every')), **kwargs).fit(1)
+        except ValueError as e: return str(e)
+    def late():
+        learn = learner(x, y)
+        learn.create_opt()
+        learn.remove_cb(learn.data_parallel)
+        try: learn.add_cb(FullyShard())
+        except ValueError as e: return str(e)
+    return dict(auto=error(micro_batch_size='auto'), uneven=error(bs=9, micro_batch_size=4), carry=error(sync='last', remainder='carry'), late=late())
+
+# --- errors
+@case
+def refused():
+    if not many: return {}
+    x,y = data(32)
+    def error(f):
+        try: f()
+        except (ValueError, TypeError) as e: return str(e)
+    class Largest(Metric):
+        def reset(self): pass
+    def alone(): learn = learner(x, y); learn.remove_cb(learn.data_parallel); learn.fit(1)
+    def nothing(): learn = learner(x, y); learn.remove_cb(learn.gradient_accumulation); learn.fit(1)
+    return dict(alone=error(alone), nothing=error(nothing), normalize=error(lambda: learner(x, y, normalize=False).fit(1)), metric=error(lambda: learner(x, y, metrics=Largest()).fit(1)),
+                overlap=error(lambda: learner(x, y, dp=DataParallel(overlap=True), micro_batch_size='auto').fit(1)), two=error(lambda: learner(x, y, cbs=[DataParallel()]).fit(1)),
+                checkpoint=error(lambda: learner(x, y, cbs=[TrainingCheckpoint()]).fit(1)), noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()]).fit(1)), count=error(lambda: learner(x, y, n_items=lambda learn: 3).fit(1)))
+
+def main(names):
+    for name in names or cases:
+        if many: dist.barrier()
+        start = time.time()
+        res = cases[name]()
+        torch.save(res, folder/f'{name}_{rank}.pt')
+        if os.environ.get('RANKS_TIMES'): print(f'{name} {rank} {time.time()-start:.1f}', flush=True)
+    stop_group()
+
+if __name__ == '__main__':
+    folder = Path(sys.argv[1])
+    defaults.callbacks = [cb for cb in defaults.callbacks if cb is not ProgressCallback]
+    main(sys.argv[2:])

@@ -1,0 +1,183 @@
+"""The same training over two processes: tests/ranks.py trains, once over two ranks and once in one process; here the results are compared"""
+import os, subprocess, sys
+from pathlib import Path
+import pytest, torch
+
+script = Path(__file__).with_name('ranks.py')
+torchrun = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--rdzv-backend', 'c10d', '--rdzv-endpoint', '127.0.0.1:0', '--local-addr', '127.0.0.1']
+env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(script.parent.parent)}
+
+def start(*args, **kwargs):
+    r = subprocess.run([*map(str, args)], env=env, capture_output=True, text=True, timeout=240, **kwargs)
+    assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-6000:]
+    return r.stdout
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    "`results(name)`: of one process, rank 0 and rank 1"
+    one,two = tmp_path_factory.mktemp('one'),tmp_path_factory.mktemp('two')
+    start(sys.executable, script, one)
+    start(*torchrun, script, two)
+    return lambda name: [torch.load(f, weights_only=False) for f in (one/f'{name}_0.pt', two/f'{name}_0.pt', two/f'{name}_1.pt')]
+
+def close(a, b, eps=1e-6):
+    a,b = (torch.as_tensor(o, dtype=torch.float64).flatten() for o in (a, b))
+    assert a.shape == b.shape
+    torch.testing.assert_close(a, b, rtol=eps, atol=eps)
+
+def same_run(one, a, b, eps=1e-6):
+    "Equal to one process; the ranks to the last bit"
+    assert torch.equal(a['weights'], b['weights']) and torch.equal(a['losses'], b['losses'])
+    assert a['lrs'] == b['lrs'] and a['epochs'] == b['epochs'] == one['epochs']
+    close(a['weights'], one['weights'], eps)
+    close(a['losses'], one['losses'], eps)
+    close(a['lrs'], one['lrs'], 1e-12)
+    assert len(a['losses']) > 1
+
+# values: epoch, train_loss, valid_loss, ...
+def same_values(one, a, b, eps=1e-6):
+    for va,vb in zip(a['values'], b['values']): assert va[1:] == vb[1:]
+    close([list(v) for v in a['values']], [list(v) for v in one['values']], eps)
+
+equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
+         'drop', 'carry', 'schedule', 'layer_groups', 'unused', 'fine_tune', 'early_stopping', 'several_fits', 'short_epoch', 'after_an_exception', 'distrib_ctx', 'lr_find',
+         'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first', 'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow']
+@pytest.mark.parametrize('name', equal)
+def test_equals_one_process(results, name):
+    runs = results(name)
+    same_run(*runs, eps=3e-3 if 'fp16' in name else 1e-6)
+
+@pytest.mark.parametrize('name', ['ragged', 'rank_without_items', 'drop', 'early_stopping', 'distrib_ctx'])
+def test_validation_loss_equals_one_process(results, name): same_values(*results(name))
+
+def test_adam_in_float64(results): same_run(*results('adam64'), eps=1e-12)
+
+def test_unused_parameters_stay_without_gradient(results):
+    for r in results('unused'): assert r['none'] == [False]*4 + [True]*2
+
+def test_two_messages_per_step(results):
+    _,a,b = results('traffic')
+    for r in (a, b):
+        assert {calls for rows in (r['few'], r['many']) for calls,_ in rows} == {2}
+        assert {size for rows in (r['few'], r['many']) for _,size in rows} == {r['few'][0][1]}  # whatever the number of micro-batches
+        assert r['limit']-128 < r['few'][0][1] <= r['limit']
+
+def test_overflow_on_one_rank_skips_on_all(results):
+    _,a,b = results('fp16')
+    assert a['history'] == b['history'] and sum(a['history']['skipped']) == 1
+    assert torch.equal(a['weights'], b['weights'])
+
+def test_metrics(results):
+    one,a,b = results('metrics')
+    same_run(one, a, b)
+    same_values(one, a, b)
+    close(a['rows'], one['rows'])
+    assert list(a['items']) == list(b['items']) == list(one['items'])
+    assert a['again'] == b['again'] and a['of_train'] == b['of_train']
+    close(a['again'], one['again'])
+    close(a['of_train'], one['of_train'])
+    assert a['csv'] and not b['csv']
+
+def test_weighted_validation_is_equal_on_the_ranks(results):
+    _,a,b = results('weighted_validation')
+    assert [v[1:] for v in a['values']] == [v[1:] for v in b['values']]
+
+def test_predictions_are_complete_and_in_order(results):
+    one,a,b = results('predictions')
+    x,y = one['data']
+    for r in (a, b):
+        assert torch.equal(r['inputs'], x[97:]) and torch.equal(r['targets'], y[97:])
+        for k in ('preds','losses','of_train','few'): close(r[k], one[k])
+        assert r['sizes'] == [1, 2, 3]
+
+def test_lr_find_leaves_all_as_it_was(results):
+    one,a,b = results('lr_find')
+    for r in (one, a, b): assert r['restored'] and r['left'] == 0
+    assert a['found'] == b['found']
+    close(a['found'], one['found'])
+
+def test_batchnorm_statistics_are_averaged(results):
+    one,a,b = results('batchnorm')
+    assert torch.equal(a['weights'], b['weights'])
+    for x,y,z in zip(a['buffers'], b['buffers'], one['buffers']):
+        assert torch.equal(x, y)
+        close(x, z, .3)                            # its micro-batches are smaller than those of one process
+    assert [v[1:] for v in a['values']] == [v[1:] for v in b['values']]
+
+def test_a_rank_that_ends_the_fit_ends_it_for_all(results):
+    _,a,b = results('cancelled_fit')
+    assert torch.equal(a['first']['weights'], b['first']['weights']) and torch.equal(a['weights'], b['weights'])
+    assert len(a['first']['losses']) == len(b['first']['losses']) == 3  # 7 batches of 16, 3 to a step, and one at the end of the epoch
+    assert len(a['losses']) == 3
+
+@pytest.mark.parametrize('name', ['cancelled_batch', 'cancelled_closing_batch'])
+def test_a_rank_may_leave_out_a_batch(results, name):
+    one,a,b = results(name)
+    assert torch.equal(a['weights'], b['weights']) and len(a['losses']) == len(b['losses']) == len(one['losses'])
+    assert not torch.allclose(a['weights'], one['weights'], atol=1e-6)
+
+def test_ranks_that_part_are_an_error(results):
+    for r in results('cancelled_epoch')[1:]: assert 'The ranks have parted' in r['error']
+
+def test_all_is_restored(results):
+    one,*ranks = results('after_an_exception')
+    assert all(r['restored'] for r in ranks)
+    for r in results('distrib_ctx'): assert r['ends'] == ('Sequential', ['TrainEvalCallback', 'Recorder', 'CastToTensor', 'GradientAccumulation'], True)
+    for r in results('distrib_ctx_exception')[1:]:
+        assert (r['model'], r['loaders']) == ('Sequential', ['TfmdDL', 'TfmdDL'])
+        assert r['cbs'] == ['TrainEvalCallback', 'Recorder', 'CastToTensor', 'GradientAccumulation']
+
+def test_local_sgd_sends_weights_once_a_period(results):
+    _,a,b = results('local_traffic')
+    assert a == b
+    assert [calls for calls,_ in a[1]] == [2]*16
+    assert [calls for calls,_ in a[4]] == [0, 0, 0, 2]*4
+    assert 0 < sum(size for _,size in a[4])*4 == sum(size for _,size in a[1]) <= 16*(a['size']+128)
+
+@pytest.mark.parametrize('name', ['local_batchnorm', 'local_fp16', 'local_cancelled'])
+def test_local_sgd_ends_with_equal_weights(results, name):
+    one,a,b = results(name)
+    assert torch.equal(a['weights'], b['weights']) and not torch.equal(a['losses'], b['losses'])
+    assert [v[1:] for v in a['values']] == [v[1:] for v in b['values']]
+    assert not torch.allclose(a['weights'], one['weights'], atol=1e-6)
+    if name == 'local_fp16': assert (a['skipped'], b['skipped']) == (0, 1)
+    for x,y in zip(a.get('buffers', []), b.get('buffers', [])): assert torch.equal(x, y)
+
+sharded = dict(shard_adam=1e-5, shard_adamw_of_torch=1e-5, shard_each_batch=1e-6, shard_micro_batches=1e-6, shard_class_weights=1e-6, shard_sum_loss=1e-6, shard_offload=1e-6, shard_fp16=3e-3, shard_lr_find=1e-5)
+@pytest.mark.parametrize('name', sharded)
+def test_sharded_equals_one_process(results, name):
+    one,a,b = results(name)
+    same_run(one, a, b, eps=sharded[name])
+    assert [v[1:] for v in a['values']] == [v[1:] for v in b['values']]
+    if name == 'shard_fp16': assert a['history'] == b['history']
+
+def test_sharded_overflow_skips_on_all(results):
+    _,a,b = results('shard_fp16_overflow')
+    assert a['history'] == b['history'] and sum(a['history']['skipped']) == 1
+    assert torch.equal(a['weights'], b['weights'])
+
+def test_sharded_models_are_saved_whole(results):
+    one,a,b = results('shard_saved')
+    assert a['kinds'] == {'Tensor'}
+    for x,y,z in zip(one['weights'], a['weights'], b['weights']):
+        assert torch.equal(y, z)
+        close(y, x, 1e-5)
+
+def test_traffic_of_sharding(results):
+    "One step of 8 micro-batches: how often the weights and gradients are sent"
+    _,a,b = results('shard_traffic')
+    times = lambda r,sync,op: round(r[sync][op]/r['size'])
+    for r in (a, b):
+        assert [times(r, s, 'reduce_scatter') for s in ('every','last','keep')] == [8, 1, 1]
+        assert [times(r, s, 'allgather') for s in ('every','last','keep')] == [16, 16, 1]
+
+def test_sharded_refused(results):
+    says = dict(auto="micro_batch_size='auto'", uneven='different numbers of micro-batches', carry="remainder='carry'", late='has an optimizer')
+    for r in results('shard_refused')[1:]:
+        for k,text in says.items(): assert text in r[k], k
+
+def test_refused(results):
+    says = dict(alone='add DataParallel()', nothing='add `GradientAccumulation', normalize='normalize=False', metric='(Largest)', overlap="micro_batch_size='auto'", two='DataParallel and DataParallel',
+                checkpoint='TrainingCheckpoint', noise='GradientNoiseScale', count='n_items=')
+    for r in results('refused')[1:]:
+        for k,text in says.items(): assert text in r[k], k
