@@ -11,7 +11,7 @@ from fastai.callback.mixup import MixHandler
 from torch.utils._pytree import tree_leaves
 from .accumulator import as_tensor, as_weight, back_propagate, check_scalar, correct, weighted
 from .events import cancels
-from .losses import count_items, LossInfo, ignore_empty, loss_weight, loss_weights
+from .losses import LossInfo, ignore_empty, loss_weight, loss_weights
 from .loop import is_stock
 from .memory import free_memory, is_out_of_memory
 from .microbatch import Snapshot, in_parts, join_items, map_tensors, part_sizes

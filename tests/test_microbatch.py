@@ -596,7 +596,6 @@ limits = {  # largest number of items that fit in each loader batch, sizes that 
     'later':          (lambda i: 16 if i < 4 else 9, [16]*4 + [8]*4),
     'in the second of a step': (lambda i: 16 if i < 1 else 9, [16] + [8]*7),
     'ever less':      (lambda i: [16, 15, 8, 7, 7, 3, 2, 1][i], [16, 8, 8, 8, 4, 2, 2, 1]),
-    'ever less, of 16': (lambda i: [16, 15, 8, 7, 7, 3, 2, 1][i], [16, 8, 8, 4, 4, 2, 2, 1]),   # 13 items fit in parts of 7 and 6
     'one item':       (lambda i: 1,                 [1]*8),
     'enough':         (lambda i: 16,                [16]*8),
 }
@@ -679,6 +678,8 @@ class ScarceCallback(Callback):
     def after_loss(self): self.learn.model.check('callback', len(self.learn.y))
 
 def auto_with(where=('middle','back'), first=None, limit='ever less', **kwargs): return L(where), first, limit, kwargs
+
+limits['ever less, of 16'] = limits['ever less'][0],[16, 8, 8, 4, 4, 2, 2, 1]   # 13 items fit in parts of 7 and 6
 
 cases_auto = {
     'one cycle':        dict(fit=lambda l: l.fit_one_cycle(2, .1)),
