@@ -159,6 +159,11 @@ def test_correct(known):
     correct(toy.acc, 5)
     toy.add(7., 1, 1)
     assert toy.finish()==mean((3., 5, 1), (7., 1, 1))
+    toy = Toy(4)
+    toy.add(0., 2, 1)                   # nothing in it counts: no gradient
+    correct(toy.acc, 0)
+    toy.add(7., 1, 1)
+    assert toy.finish()==7
     toy = first(4)
     correct(toy.acc, None)
     assert toy.x.grad==3 and toy.acc.state_dict()['weight']==1 and toy.acc.normalize is False

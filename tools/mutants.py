@@ -79,8 +79,8 @@ def changes(name, module):
     return ['\n'.join(l[1:].strip() for l in diff if l[0]==c) for c in '-+']
 
 def only_words(old, new):
-    "Of a string with a blank in it: a message, no key or name"
-    return old.lower()==new.replace('XX', '').lower() and bool(re.search(r"""(['"])[^'"]* """, old))
+    "Of a string with a blank in it, or by itself: a message or a docstring, no key or name"
+    return old.lower()==new.replace('XX', '').lower() and bool(re.search(r"""(['"])[^'"]* |^"[^"]*"$""", old))
 
 def reason(module, new): return next((why for m,part,why in EQUIVALENT if m==module and part in new), None)
 
