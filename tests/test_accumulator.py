@@ -11,7 +11,8 @@ from fastaccum.accumulator import Accumulated, GradientAccumulator, _scalars, as
     rescale, scalar, scale_grads, weighted
 
 KINDS = dict(numbers=lambda w, i: w, integers=lambda w, i: tensor(int(w)), floats=lambda w, i: tensor(float(w)),
-             mixed=lambda w, i: w if i%2 else tensor(float(w)), vectors=lambda w, i: tensor([w]), doubles=lambda w, i: tensor(w, dtype=torch.float64))
+             mixed=lambda w, i: w if i%2 else tensor(float(w)), vectors=lambda w, i: tensor([w]),
+             doubles=lambda w, i: tensor(w, dtype=torch.float64))
 kinds = pytest.mark.parametrize('kind', KINDS.values(), ids=KINDS)
 
 class Toy:
@@ -158,6 +159,11 @@ def test_correct(known):
     correct(toy.acc, 5)
     toy.add(7., 1, 1)
     assert toy.finish()==mean((3., 5, 1), (7., 1, 1))
+    toy = Toy(4)
+    toy.add(0., 2, 1)                   # nothing in it counts: no gradient
+    correct(toy.acc, 0)
+    toy.add(7., 1, 1)
+    assert toy.finish()==7
     toy = first(4)
     correct(toy.acc, None)
     assert toy.x.grad==3 and toy.acc.state_dict()['weight']==1 and toy.acc.normalize is False
@@ -176,7 +182,8 @@ def test_float64():
 
 def test_weighted():
     loss = tensor(3.)
-    assert weighted(loss, 1) is loss and weighted(loss, 2)==6 and weighted(loss, tensor(2.))==6 and weighted(tensor(float('nan')), tensor(0.))==0
+    assert weighted(loss, 1) is loss and weighted(loss, 2)==6 and weighted(loss, tensor(2.))==6
+    assert weighted(tensor(float('nan')), tensor(0.))==0
     with patch('torch.where') as where: weighted(torch.zeros((), device='meta'), 0)
     assert where.call_args[0][0].is_meta
 
@@ -240,7 +247,8 @@ def test_device():
     assert m.call_args[0][1].is_meta
 
 def test_nonzero():
-    for v,expected in ((0, 1), (3, 3), (.5, .5), (tensor(0), 1), (tensor(3), 3), (tensor(0.), 1), (tensor(.5), .5)): assert nonzero(v)==expected
+    for v,expected in ((0, 1), (3, 3), (.5, .5), (tensor(0), 1), (tensor(3), 3), (tensor(0.), 1), (tensor(.5), .5)):
+        assert nonzero(v)==expected
 
 def test_mean_loss():
     "Without losses; of other types; with numbers and tensors mixed"
@@ -255,7 +263,8 @@ def test_mean_loss():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         for weights in ([1, 3], [1, there]): assert mean_loss([there, there], weights)[0].is_meta
-    assert mean_loss([tensor(3.)], [tensor(.5)])[0]==3 and mean_loss([tensor(3.)], [0])[0]==0 and mean_loss([tensor(3.)], [0], normalize=False)[0]==3
+    for w,normalize,expected in ((tensor(.5), True, 3), (0, True, 0), (0, False, 3)):
+        assert mean_loss([tensor(3.)], [w], normalize)[0]==expected
 
 def test_reset():
     toy = Toy()

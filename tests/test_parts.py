@@ -3,9 +3,11 @@ import random
 from collections import namedtuple
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import patch
 import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.utils._pytree import tree_leaves
+from fastcore.foundation import L
 from fastaccum.microbatch import Snapshot, in_parts, join_items, map_tensors, part_sizes, split_items
 
 def test_part_sizes():
@@ -28,7 +30,9 @@ def test_join():
 def mixer(lam): return SimpleNamespace(yb1=(torch.arange(5)*10,), lam=lam)
 
 def test_in_parts():
-    "Inputs, targets and MixUp's other targets are those of the part; `lam` too, if there is one an item; all come back, also when it is left early"
+    """Inputs, targets and MixUp's other targets are those of the part; `lam` too, if there is one an item
+
+    All come back, also when it is left early"""
     mixers = [mixer(torch.arange(5)/10), mixer(tensor([.3])), mixer(tensor(.5))]
     before = [(o.yb1, o.lam) for o in mixers]
     learn = SimpleNamespace(xb=(torch.arange(5), torch.arange(5)+1), yb=(torch.arange(5)+2,))
@@ -61,6 +65,19 @@ def test_as_many_inputs_as_items():
     learn = SimpleNamespace(xb=(x, x+1), yb=(x,))
     with in_parts(learn, 2, 1) as parts: assert [[t.tolist() for t in learn.xb] for _ in parts]==[[[0], [1]], [[1], [2]]]
 
+def test_without_targets():
+    learn = SimpleNamespace(xb=(torch.arange(5),), yb=())
+    with in_parts(learn, 5, 2) as parts: assert [(len(*learn.xb), learn.yb) for _ in parts]==[(2, ()), (2, ()), (1, ())]
+
+def test_lists_of_items():
+    "One object an item; tensors that are no items: of other lengths, or without dimensions. Lists of fastcore too"
+    rows = [torch.ones(n) for n in (3, 1, 2)]
+    assert [[len(t) for t in p] for p in split_items(rows, 2, 3)]==[[3, 1], [2]]
+    assert split_items(letters := L(*'abc'), 2, 3)==[letters[:2], letters[2:]]
+    assert [p.map(len) for p in split_items(L(torch.ones(3), torch.ones(3)), 2, 3)]==[[2, 2], [1, 1]]
+    assert [type(t) for t in map_tensors(torch.neg, L(tensor(1), 'a'))]==[torch.Tensor, str]
+    with pytest.raises(TypeError, match=r'^Cannot split a set'): split_items({1, 2}, 1, 2)
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -87,3 +104,16 @@ def test_snapshot(gradients):
         assert m.a.grad is grad and m.a.grad.tolist()==[3*gradients]*2 and m.b.grad.tolist()==[0, 0] and m.c.grad is None
         assert draws()==first
     assert Snapshot(nn.Module(), []).device==torch.device('cpu')
+
+def test_snapshot_of_another_device():
+    "Its random numbers too: of the parameters' device, by PyTorch's module for it"
+    m = nn.Linear(2, 1, device='meta')
+    with patch('torch.get_device_module') as module:
+        state = module.return_value.get_rng_state
+        Snapshot(m, m.parameters()).restore()
+        there = torch.device('meta')
+        module.assert_called_with(there), state.assert_called_once_with(there)
+        module.return_value.set_rng_state.assert_called_once_with(state.return_value, there)
+        Snapshot(m, []), state.assert_called_once()          # without parameters: the CPU's alone
+        with patch.object(Snapshot, '__init__', lambda self, kind: setattr(self, 'device', SimpleNamespace(type=kind))):
+            assert [len(Snapshot(kind)._place()) for kind in ('mps', 'cuda')]==[0, 1]

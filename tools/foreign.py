@@ -11,7 +11,8 @@ REPO,FLAGS = 'https://github.com/fastai/fastai','slow cpp cuda multicuda'.split(
 TIMEOUT = 1800 # Seconds a notebook
 # Notebook, a part of the cell's source, and why the cell differs
 EXPLAINED = (
-    ('18a_callback.training', 'ShortEpochCallback(', 'it ends the epoch before the Recorder sees the last batch; with ours the row of that step is there'),
+    ('18a_callback.training', 'ShortEpochCallback(',
+     'it ends the epoch before the Recorder sees the last batch; with ours the row of that step is there'),
     ('18a_callback.training', 'GradientAccumulation(n_acc', "fastai's accumulation beside ours is an error"),
 )
 
@@ -61,7 +62,8 @@ def run_notebook(fn, kind): # Cell -> its source, its error, and (weights, losse
 # -- In the process that compares --------------------------------------------------------------------------------
 def result(fastai, fn, kind):
     "Run one notebook in a process of its own"
-    env = os.environ | dict(PYTHONPATH=str(Path(__file__).resolve().parent.parent), OMP_NUM_THREADS='1', MPLBACKEND='Agg', WANDB_MODE='offline', IN_TEST='1')
+    env = os.environ | dict(PYTHONPATH=str(Path(__file__).resolve().parent.parent), OMP_NUM_THREADS='1', MPLBACKEND='Agg',
+                            WANDB_MODE='offline', IN_TEST='1')
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp)/'out'
         subprocess.run([sys.executable, __file__, '--run', fn, kind, out], cwd=fn.parent, env=env, timeout=TIMEOUT, check=True,
@@ -87,7 +89,8 @@ def compare(name, plain, ours): # How many cells differ for no known reason
     "Print what a notebook's two runs say"
     failed = Counter(e.split(':')[0] for _,e,_ in plain.values() if e)
     n = sum(len(fits) for *_,fits in plain.values())
-    print(f'{name}: {len(plain)-failed.total()} cells and {n} fits', *(f'{n} fail in fastai too ({e})' for e,n in failed.items()), sep=', ', flush=True)
+    print(f'{name}: {len(plain)-failed.total()} cells and {n} fits', *(f'{n} fail in fastai too ({e})' for e,n in failed.items()),
+          sep=', ', flush=True)
     differ = {i: d for i in plain if (d := difference(plain[i], ours[i]))}
     for i,d in differ.items():
         source = plain[i][0]

@@ -1,0 +1,189 @@
+"The table of who listens, without a fit: what stands in it, who is called, and what happens when somebody raises"
+from types import SimpleNamespace
+import pytest
+from fastai.basics import Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException, L, Recorder, \
+    noop, store_attr
+from fastai.callback.mixup import MixHandler
+from fastai.callback.schedule import LRFinder
+from fastaccum.events import Events, EventTable, _may_read_pred, is_a, with_context
+
+class Hears(Callback):
+    "Writes down which of its methods were called"
+    def __init__(self, log=None, who='', order=0, **kwargs):
+        store_attr('log,who,order')
+        for k,v in kwargs.items(): setattr(self, k, v)
+    def hear(self, event): self.log.append(f'{self.who} {event}'.strip())
+    def before_step(self): self.hear('before_step')
+    def after_step(self): self.hear('after_step')
+    def after_cancel_step(self): self.hear('after_cancel_step')
+
+class Own(Hears):
+    "Decides for itself"
+    def __call__(self, event): self.hear(f'__call__ {event}')
+
+class Learn:
+    "What the table wants of a Learner: callbacks, and, in validation, a call"
+    def __init__(self, *cbs, training=True):
+        self.cbs,self.training,self.sent = L(cbs),training,[]
+        for cb in cbs: cb.learn = self
+    def __call__(self, event): self.sent.append(event)
+
+def new(name, **kwargs): return type(name, (Callback,), kwargs)()
+def who(table, event): return [cb for cb,*_ in table.current()[event]]
+
+def test_is_a():
+    class Mine(Recorder): pass
+    assert is_a(Mine, 'Other', 'Recorder') and not is_a(Mine, 'Other') and not is_a(Callback, 'Recorder')
+
+def test_with_context():
+    e = with_context(ValueError('bad', 'more'), Hears(), 'after_step')
+    assert e.args==('Exception occured in `Hears` when calling event `after_step`:\n\tbad',)
+    assert with_context(e := ValueError(), Hears(), 'after_step') is e and e.args==()
+
+def test_order():
+    "By `order`; those of one order as they stand in the list"
+    log = []
+    a,b,c = (Hears(log, w, o) for w,o in (('a', 5), ('b', 5), ('c', -1)))
+    table = EventTable(Learn(a, b, c))
+    table('after_step')
+    assert log==['c after_step', 'a after_step', 'b after_step']
+    assert who(table, 'after_step')==[c, a, b] and who(table, 'after_batch')==who(table, 'after_loss')==[]
+
+def test_methods_of_objects():
+    "Also what an object alone has; what is in `unused_events`, of the class or of the object, is left out"
+    calls = []
+    cb = Hears(calls, after_loss=lambda: calls.append('mine'))
+    class Less(Hears): unused_events = 'before_step','after_step'
+    less,least = Less(calls),Less(calls, unused_events=('after_cancel_step',))
+    table = EventTable(Learn(cb, less, least))
+    table('after_loss')
+    assert calls==['mine'] and who(table, 'after_step')==[cb, least] and who(table, 'after_cancel_step')==[cb, less]
+
+def test_run():
+    "`run`, `run_train`, and who decides for itself; `after_cancel_step` is for all that run, as in fastai"
+    log = []
+    cbs = [cls(log, f'{cls.__name__} {run} {train}', run=run, run_train=train)
+           for cls in (Hears, Own) for run in (True, False) for train in (True, False)]
+    table = EventTable(Learn(*cbs))
+    own = [f'Own {run} {train} __call__ ' for run in (True, False) for train in (True, False)]
+    for event,expected in (('after_step', ['Hears True True']), ('after_cancel_step', ['Hears True True', 'Hears True False'])):
+        table(event)
+        assert log==[f'{w} {event}' for w in expected]+[o+event for o in own]
+        log.clear()
+
+def test_condition():
+    "Asked for once for each callback and event, and then each time"
+    log,asked,answers = [],[],[True, False, True]
+    cb = Hears(log)
+    table = EventTable(Learn(cb), lambda *args: (asked.append(args), (lambda: answers.pop()) if args[1]=='after_step' else None)[1])
+    for _ in range(3): table('after_step')
+    table('before_step')
+    assert log==['after_step', 'after_step', 'before_step'] and not answers
+    assert sorted(ev for _,ev in asked)==['after_cancel_step', 'after_step', 'before_step'] and {c for c,_ in asked}=={cb}
+
+def test_slots():
+    "By the class; not while it does not run"
+    a,p = new('A', slot='accumulation'),new('P', slot='precision', after_pred=noop)
+    other = Hears(slot='accumulation')           # of an object it says nothing
+    finder,mix = LRFinder(),type('Mine', (MixHandler,), {})()
+    learn = Learn(other, a, p, finder, mix)
+    table = EventTable(learn)
+    assert (table.slot('accumulation'), table.slot('precision'), table.slot('LRFinder'))==(a, p, finder)
+    assert table.current()['mixers']==[mix]
+    a.run = False
+    assert table.slot('accumulation') is None and table.slot('precision') is p
+    learn.cbs = L(other)
+    assert table.slot('accumulation') is table.slot('precision') is table.slot('LRFinder') is None and table.current()['mixers']==[]
+
+def test_after_pred():
+    "Where only the precision listens, nobody needs to be called"
+    p,other = new('P', slot='precision', after_pred=noop),new('O', after_pred=noop)
+    for cbs,expected in (([p], []), ([p, other], [p, other]), ([other], [other]), ([Hears()], [])):
+        assert who(EventTable(Learn(*cbs)), 'after_pred')==expected
+
+def test_backward():
+    "All that listen around the backward pass"
+    cbs = [new(ev, **{ev: noop}) for ev in ('after_backward', 'before_backward', 'after_cancel_backward', 'after_loss')]
+    assert {*who(EventTable(Learn(*cbs)), 'backward')}=={*cbs[:3]}
+
+def test_reads_pred():
+    "Whoever listens to `after_batch`, but for those that are known not to read it"
+    class Quiet(Recorder): pass
+    class Loud(Recorder):
+        def after_batch(self): pass
+    quiet = Recorder()
+    assert not _may_read_pred(quiet) and not _may_read_pred(Quiet()) and _may_read_pred(Loud())
+    quiet.after_batch = noop
+    assert _may_read_pred(quiet)
+    says_no = new('N', after_batch=noop, reads_pred=False)
+    for cb,expected in ((Recorder(), False), (quiet, True), (Loud(), True), (says_no, False), (Hears(), False), (Own(), True)):
+        assert EventTable(Learn(cb)).current()['reads_pred'] is expected
+    assert EventTable(Learn(Loud(), says_no)).current()['reads_pred'] is True
+
+def test_up_to_date():
+    "The table follows the list: at the next event, and after one that changed it. What is not changed stays"
+    learn = Learn(a := Hears([], 'a'))
+    table = EventTable(learn)
+    first = table.current()['after_step']
+    assert table.current()['after_step'] is first
+    learn.cbs.append(b := Hears(a.log, 'b', 1, before_step=lambda: learn.cbs.remove(b)))
+    table('after_step')
+    assert a.log==['a after_step', 'b after_step'] and len(first)==1       # another event may be going through the old list
+    table('before_step')
+    assert [cb for cb,*_ in table.table['after_step']]==[a]
+
+@pytest.mark.parametrize('cls', (Hears, Own))
+def test_errors(cls):
+    "A cancel passes; an error says where it comes from, but for one of a callback that decides for itself"
+    def fail(e):
+        def f(*_): raise e
+        cb = type('Fails', (cls,), {'__call__' if cls is Own else 'after_step': f})(log := [])
+        table = EventTable(Learn(cb, Hears(log, order=1)))
+        with pytest.raises(type(e)) as info: table('after_step')
+        assert not log
+        return info.value.args
+    assert fail(CancelBatchException('why'))==('why',)
+    assert fail(ValueError('bad'))==(('bad',) if cls is Own else ('Exception occured in `Fails` when calling event `after_step`:\n\tbad',))
+
+def test_fire():
+    "In training through the table, in validation as fastai does; TensorBoard does not write the last row again"
+    log = []
+    cbs = Hears(log),type('TensorBoardCallback', (Hears,), dict(after_batch=lambda self: self.hear('after_batch')))(log, 'board')
+    events = Events(learn := Learn(*cbs))
+    events.fire('before_step')
+    assert log==['before_step', 'board before_step'] and not learn.sent
+    learn.training = False
+    for ev in ('before_step', 'after_batch'): events.fire(ev)
+    assert learn.sent==['before_step', 'after_batch'] and len(log)==2
+    a = type('A', (Hears,), dict(slot='accumulation', after_batch=lambda self: self.hear('after_batch')))(log, 'a', -1)
+    b = type('B', (Hears,), dict(after_batch=lambda self: (self.hear('after_batch'), learn.cbs.remove(self))))(log, 'b', -2)
+    a.learn = b.learn = learn
+    learn.cbs += [a, b]
+    events.fire('before_step'), events.fire('after_batch')
+    assert learn.sent==['before_step', 'after_batch', 'before_step'] and log[2:]==['b after_batch', 'a after_batch']
+    assert len(events.cbs)==3                    # up to date
+
+def test_around():
+    "Before, the work, what cancels it, and after in any case; another exception ends it. Nobody is called where nobody listens"
+    log = []
+    events = Events(Learn(Hears(log)))
+    def work(e=None):
+        def f():
+            log.append('work')
+            if e: raise e
+        return f
+    events.around(work(), 'step', CancelStepException)
+    assert log==['before_step', 'work', 'after_step']
+    log.clear()
+    events.around(work(CancelStepException()), 'step', CancelStepException)
+    assert log==['before_step', 'work', 'after_cancel_step', 'after_step']
+    log.clear()
+    with pytest.raises(CancelFitException): events.around(work(CancelFitException()), 'step', CancelStepException)
+    assert log==['before_step', 'work']
+    sent = []
+    events.fire = sent.append
+    events.around(noop, 'batch', CancelBatchException), events.around(noop, 'backward', CancelBackwardException)
+    assert not sent
+    events.learn.cbs.append(type('Both', (Callback,), dict.fromkeys(('after_batch', 'before_backward'), noop))())
+    events.around(noop, 'batch', CancelBatchException), events.around(noop, 'backward', CancelBackwardException)
+    assert sent==['after_batch', 'before_backward']
