@@ -199,7 +199,6 @@ def base(learn):
     torch_device.empty_cache()
     return torch_device.memory_reserved()
 
-@pytest.mark.xfail(reason='seen to pass for the MLP with one loader batch a step only', strict=False)
 @pytest.mark.parametrize('accum_bs', [n_items, 2*n_items])
 @pytest.mark.parametrize('name', nets)
 def test_auto(name, accum_bs):
@@ -253,7 +252,6 @@ def test_half_precision(name, amp, tol):
     assert torch.cosine_similarity(a, b, 0) > .9
     if amp == 'to_fp16': assert half.mixed_precision.scaler.n_overflows==0
 
-@pytest.mark.xfail(reason='seen to pass in fp32 only', strict=False)
 @pytest.mark.parametrize('amp', amps)
 def test_resume(amp):
     "Stopped in an epoch and started again: the run that nobody stopped, to the bit, dropout and loss scale included"
@@ -308,7 +306,7 @@ def test_order_of_copies():
     assert len(copies)==8==plain.count('copy to the device')               # x and y of 4 loader batches
     assert not {'read', 'copy to the host', 'blocking copy to the device'} & set(acc[copies[0]:copies[-1]])
     assert 'addmm' in ''.join(acc[copies[3]:copies[4]])                    # the third is asked for while the first is computed
-    assert acc.count('copy to the host')==1 and plain.count('copy to the host')==4
+    assert acc.count('read') + acc.count('copy to the host')==1 and plain.count('copy to the host')==4
 
 # --- what only CUDA has
 
