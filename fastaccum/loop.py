@@ -273,7 +273,12 @@ def as_a_fit(
     finally: fire('after_epoch', 'after_fit')
 
 # %% ../nbs/api/09_loop.ipynb #10b607cb
-fastai_do_fit,fastai_validation_context,fastai_do_epoch_validate = Learner._do_fit,Learner.validation_context,Learner._do_epoch_validate
+def _of_fastai(name):
+    "The method of `Learner` before it was patched here, also if this code runs again in one process"
+    f = getattr(Learner, name)
+    return getattr(f, 'of_fastai', f)
+
+fastai_do_fit,fastai_validation_context,fastai_do_epoch_validate = map(_of_fastai, ('_do_fit','validation_context','_do_epoch_validate'))
 
 @patch
 def _do_fit(self:Learner):
@@ -300,6 +305,9 @@ def _do_epoch_validate(self:Learner, ds_idx=1, dl=None):
     "fastai's; likewise, if it is called inside a batch"
     loop = loop_of(self)
     with undisturbed(loop) if loop is not None and loop.busy else nullcontext(): fastai_do_epoch_validate(self, ds_idx, dl)
+
+Learner._do_fit.of_fastai,Learner.validation_context.of_fastai = fastai_do_fit,fastai_validation_context
+Learner._do_epoch_validate.of_fastai = fastai_do_epoch_validate
 
 # %% ../nbs/api/09_loop.ipynb #55c2234d
 @patch(as_prop=True)
