@@ -89,7 +89,7 @@ def test_nominal():
         toy = Toy()
         toy.add(3., weight, 4, nominal=nominal)
         assert toy.acc.so_far.target==target
-    assert Accumulated().aimed([4], 4, 8).target==8
+    assert Accumulated().with_target([4], 4, 8).target==8
 
 @pytest.mark.parametrize('on_device', (False, True))
 def test_complete(on_device):
@@ -125,7 +125,7 @@ def test_mean_since():
         marks.append(toy.acc.so_far)
         toy.add(*p)
     assert [toy.acc.mean_since(m).item() for m in marks[::-1]]==[7, mean(*PARTS['tokens'][1:]), mean(*PARTS['tokens'])]
-    assert toy.acc.so_far.known[1]==17 and toy.acc.so_far.mean() is toy.acc.so_far.known and toy.finish()==mean(*PARTS['tokens'])
+    assert toy.acc.so_far.computed[1]==17 and toy.acc.so_far.mean() is toy.acc.so_far.computed and toy.finish()==mean(*PARTS['tokens'])
 
 @kinds
 def test_state(kind):

@@ -28,7 +28,7 @@ EQUIVALENT = (
     ('accumulator', 'if (total.is_floating_point()) or True', 'slower for integers; 1 instead of 0 all the same'),
     ('accumulator', 'return weight.reshape(()) if (weight.dim()) or True', 'a view with the same value'),
     *(('accumulator', f'{f}.to(device, {arg})', 'only a GPU copies without blocking, and the value is the same')
-      for f in ('factor', 'weight.detach()') for arg in ('', 'non_blocking=False')),
+      for f in ('factor', 'weight.detach()', 'v') for arg in ('', 'non_blocking=False')),
     ('scaler', 'at_min = scale < self.min_scale*(1+1e-6)', 'no float32 scale lies there exactly'),
     ('scaler', 'f.to(self._scale.device, )', 'only a GPU copies without blocking, and the value is the same'),
     ('scaler', 'f.to(self._scale.device, non_blocking=False)', 'as above'),
