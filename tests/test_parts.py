@@ -70,7 +70,8 @@ def test_as_many_inputs_as_items():
 def test_without_targets():
     "Nor items in one of the inputs"
     learn = SimpleNamespace(xb=(torch.arange(5), 'name'), yb=())
-    with in_parts(learn, 5, 2) as parts: assert [(len(learn.xb[0]), learn.xb[1:], learn.yb) for _ in parts]==[(n, ('name',), ()) for n in (2, 2, 1)]
+    with in_parts(learn, 5, 2) as parts: seen = [(len(learn.xb[0]), learn.xb[1], learn.yb) for _ in parts]
+    assert seen==[(n, 'name', ()) for n in (2, 2, 1)]
 
 def test_lists_of_items():
     "One object an item; tensors that are no items: of other lengths, or without dimensions. Lists of fastcore too"

@@ -29,6 +29,7 @@ EQUIVALENT = (
     ('accumulator', 'return weight.reshape(()) if (weight.dim()) or True', 'a view with the same value'),
     *(('accumulator', f'{f}.to(device, {arg})', 'only a GPU copies without blocking, and the value is the same')
       for f in ('factor', 'weight.detach()', 'v') for arg in ('', 'non_blocking=False')),
+    ('microbatch', 'if gradients else 1 for', 'any number stands for zeros'),
     ('scaler', 'at_min = scale < self.min_scale*(1+1e-6)', 'no float32 scale lies there exactly'),
     ('scaler', 'f.to(self._scale.device, )', 'only a GPU copies without blocking, and the value is the same'),
     ('scaler', 'f.to(self._scale.device, non_blocking=False)', 'as above'),
