@@ -237,6 +237,11 @@ def test_rescale():
         rescale([p], 8, weight)
         assert p.grad.tolist()==[expected]*2
 
+def test_wrong_size():
+    "The error says what was given"
+    for v,error in ((2.5, TypeError), (True, TypeError), ('8', TypeError), (0, ValueError), (-1, ValueError)):
+        with pytest.raises(error, match=f'^accum_bs is {v!r}, a {type(v).__name__}:|^accum_bs={v}:'): GradientAccumulator([], v)
+
 def test_device():
     "Weights go where the loss is"
     assert as_weight(tensor(3.), 'meta').is_meta and as_weight(3, 'meta')==3
