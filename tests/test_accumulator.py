@@ -97,7 +97,8 @@ def test_complete(on_device):
     toy,parts = Toy(),PARTS['tokens']
     weights = [w for _,w,_ in parts]
     shares = toy.acc.shares(tensor(weights) if on_device else weights, 11, complete=True)
-    assert [float(s) for s in shares]==pytest.approx([9/17, 2/17, 6/17])
+    assert [float(s) for s in shares]==pytest.approx([9/17, 2/17, 6/17]) and isinstance(shares, torch.Tensor)==on_device
+    assert Toy(8, torch.float64).acc.shares(tensor(weights), 11).dtype==torch.float64
     for (slope,w,n),share in zip(parts, shares):
         back_propagate(slope*(toy.x+1), share)
         toy.acc.count(tensor(slope), tensor(w) if on_device else w, n)
