@@ -89,7 +89,7 @@ def test_nominal():
         toy = Toy()
         toy.add(3., weight, 4, nominal=nominal)
         assert toy.acc.so_far.target==target
-    assert Accumulated().aimed([4], 4, 8).target==8
+    assert Accumulated().with_target([4], 4, 8).target==8
 
 @pytest.mark.parametrize('on_device', (False, True))
 def test_complete(on_device):
@@ -97,7 +97,8 @@ def test_complete(on_device):
     toy,parts = Toy(),PARTS['tokens']
     weights = [w for _,w,_ in parts]
     shares = toy.acc.shares(tensor(weights) if on_device else weights, 11, complete=True)
-    assert [float(s) for s in shares]==pytest.approx([9/17, 2/17, 6/17])
+    assert [float(s) for s in shares]==pytest.approx([9/17, 2/17, 6/17]) and isinstance(shares, torch.Tensor)==on_device
+    assert Toy(8, torch.float64).acc.shares(tensor(weights), 11).dtype==torch.float64
     for (slope,w,n),share in zip(parts, shares):
         back_propagate(slope*(toy.x+1), share)
         toy.acc.count(tensor(slope), tensor(w) if on_device else w, n)
@@ -125,7 +126,7 @@ def test_mean_since():
         marks.append(toy.acc.so_far)
         toy.add(*p)
     assert [toy.acc.mean_since(m).item() for m in marks[::-1]]==[7, mean(*PARTS['tokens'][1:]), mean(*PARTS['tokens'])]
-    assert toy.acc.so_far.known[1]==17 and toy.acc.so_far.mean() is toy.acc.so_far.known and toy.finish()==mean(*PARTS['tokens'])
+    assert toy.acc.so_far.computed[1]==17 and toy.acc.so_far.mean() is toy.acc.so_far.computed and toy.finish()==mean(*PARTS['tokens'])
 
 @kinds
 def test_state(kind):
@@ -236,6 +237,11 @@ def test_rescale():
         p.grad = torch.ones(2)
         rescale([p], 8, weight)
         assert p.grad.tolist()==[expected]*2
+
+def test_wrong_size():
+    "The error says what was given"
+    for v,error in ((2.5, TypeError), (True, TypeError), ('8', TypeError), (0, ValueError), (-1, ValueError)):
+        with pytest.raises(error, match=f'^accum_bs is {v!r}, a {type(v).__name__}:|^accum_bs={v}:'): GradientAccumulator([], v)
 
 def test_device():
     "Weights go where the loss is"

@@ -23,6 +23,7 @@ def test_join():
     parts = [{'a': tensor([i, i]), 'b': (tensor(float(i)), 'name', i)} for i in range(3)]
     joined = join_items(parts)
     assert joined['a'].tolist()==[0, 0, 1, 1, 2, 2] and joined['b'][0].tolist()==[0, 1, 2] and joined['b'][1:]==('name', 0)
+    assert join_items([tensor([1, 2])]).tolist()==[1, 2] and join_items([tensor(1)]).tolist()==[1]
     pair = namedtuple('Pair', 'a b')
     assert map_tensors(torch.neg, pair(tensor(1), [tensor(2)]))==pair(tensor(-1), [tensor(-2)])
     assert map_tensors(torch.add, [tensor(1), 'x'], [tensor(2), 'y'])==[tensor(3), 'x']
@@ -55,7 +56,8 @@ def test_whole():
     learn,o = SimpleNamespace(xb=(torch.arange(5),), yb=()),mixer(tensor(.5))
     for size in (5, 6):
         with in_parts(learn, 5, size, [o]) as parts:
-            assert list(parts)==[0]
+            whole = learn.xb
+            assert [(i, learn.xb is whole) for i in parts]==[(0, True)]
             learn.xb,o.lam = 'changed',1
         assert learn.xb=='changed' and o.lam==.5
         learn.xb = (torch.arange(5),)
@@ -66,8 +68,10 @@ def test_as_many_inputs_as_items():
     with in_parts(learn, 2, 1) as parts: assert [[t.tolist() for t in learn.xb] for _ in parts]==[[[0], [1]], [[1], [2]]]
 
 def test_without_targets():
-    learn = SimpleNamespace(xb=(torch.arange(5),), yb=())
-    with in_parts(learn, 5, 2) as parts: assert [(len(*learn.xb), learn.yb) for _ in parts]==[(2, ()), (2, ()), (1, ())]
+    "Nor items in one of the inputs"
+    learn = SimpleNamespace(xb=(torch.arange(5), 'name'), yb=())
+    with in_parts(learn, 5, 2) as parts: seen = [(len(learn.xb[0]), learn.xb[1], learn.yb) for _ in parts]
+    assert seen==[(n, 'name', ()) for n in (2, 2, 1)]
 
 def test_lists_of_items():
     "One object an item; tensors that are no items: of other lengths, or without dimensions. Lists of fastcore too"

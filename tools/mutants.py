@@ -27,8 +27,11 @@ EQUIVALENT = (
     ('accumulator', 'planned=n_items if complete else -2', 'no number of items either'),
     ('accumulator', 'if (total.is_floating_point()) or True', 'slower for integers; 1 instead of 0 all the same'),
     ('accumulator', 'return weight.reshape(()) if (weight.dim()) or True', 'a view with the same value'),
-    *(('accumulator', f'{f}.to(device, {arg})', 'only a GPU copies without blocking, and the value is the same')
-      for f in ('factor', 'weight.detach()') for arg in ('', 'non_blocking=False')),
+    *(('accumulator', f'.to({device}, {arg})', 'only a GPU copies without blocking, and the value is the same')
+      for device in ('device', 'loss.device') for arg in ('', 'non_blocking=False')),
+    *(('microbatch', f'if {never} else b.tensor_split(m)', '`tensor_split` gives the same, and is slower')
+      for never in ('(n%m == 0) and False', 'n / m == 0')),
+    ('microbatch', 'if gradients else 1 for', 'any number stands for zeros'),
     ('scaler', 'at_min = scale < self.min_scale*(1+1e-6)', 'no float32 scale lies there exactly'),
     ('scaler', 'f.to(self._scale.device, )', 'only a GPU copies without blocking, and the value is the same'),
     ('scaler', 'f.to(self._scale.device, non_blocking=False)', 'as above'),
