@@ -108,7 +108,9 @@ def patched(mod):
 def contents(mod):
     "Table of the public names of the module `mod`, then what else it has"
     address = lambda o: NbdevLookup().doc(full_name(getattr(o, 'fget', o)))
-    link = lambda n, o=None: f'[`{n}`]({address(o or getattr(mod, n))})'
+    def link(n, o=None):
+        where = address(o or getattr(mod, n))
+        return f'[`{n}`]({where})' if where else f'`{n}`'     # nbdev knows functions and classes, but no namedtuples made by a call
     main,rest = public(mod)
     rows = [[link(n), linkify(first_line(getattr(mod, n)))] for n in main] + [[link(n, o), linkify(first_line(o))] for n,o in patched(mod).items()]
     return '\n\n'.join(filter(None, [table(['Name', 'What for'], rows), 'It is made of ' + ', '.join(map(link, rest)) + '.' if rest else '']))
