@@ -25,8 +25,8 @@ from .plan import accum_batches, batch_sizes, epochs_for
 
 # %% auto #0
 __all__ = ['Accumulation', 'GradientAccumulation', 'GradientAccumulationSchedule', 'check_args', 'check_learner', 'check_sizes',
-           'keeps_state', 'items_in_batch', 'warn_of_items', 'OptimizerParams', 'begin_fit', 'sum_wide', 'learn_dtype',
-           'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder']
+           'keeps_state', 'items_in_batch', 'warn_of_items', 'OptimizerParams', 'begin_accumulating', 'sum_wide',
+           'learn_dtype', 'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder']
 
 # %% ../nbs/api/10_accumulation.ipynb #608e9118
 class Accumulation(LoopCallback):
@@ -58,12 +58,13 @@ class Accumulation(LoopCallback):
             yield
 
     def before_fit(self):
-        if self.learn.opt is not None: begin_fit(self)   # a loaded Learner that only predicts has none
+        if self.learn.opt is not None: begin_accumulating(self)   # a loaded Learner that only predicts has none
 
     def before_batch(self):
         learn,st = self.learn,self.state
         if not st.running: self.before_fit()             # it was added in the middle of a fit
-        n,n_iter,i = items_in_batch(self) if self.ranks is None else self.ranks.n_items,learn.__dict__.get('n_iter', 0),learn.__dict__.get('iter', 0)
+        n = items_in_batch(self) if self.ranks is None else self.ranks.n_items
+        n_iter,i = learn.__dict__.get('n_iter', 0),learn.__dict__.get('iter', 0)
         st.opens,st.last = self.acc.n_items == 0,i == n_iter-1
         if st.opens:
             self.acc.accum_bs = n if self.per_loader_batch else self.size_at(learn.epoch*n_iter + i, n_iter, learn.n_epoch)
@@ -286,8 +287,10 @@ def check_learner(
     "Raise an error for what cannot work with `acc`, warn of what is doubtful"
     learn = acc.learn
     check_own_loop(learn)
-    if acc.ranks is None and torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise ValueError(f"{torch.distributed.get_world_size()} processes train together, and {type(acc).__name__} alone would accumulate in each of them by itself: add "
+    dist = torch.distributed
+    if acc.ranks is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(f"{dist.get_world_size()} processes train together, and {type(acc).__name__} alone would accumulate in each "
+                         "of them by itself: add "
                          "DataParallel(), LocalSGD() or FullyShard() to the Learner's callbacks, or train inside `learn.distrib_ctx()`.")
     same = [type(cb) for cb in learn.cbs if cb.name == acc.name]
     if len(same) > 1:
@@ -358,7 +361,7 @@ class OptimizerParams:
     def __init__(self, learn): self.learn = learn
     def __iter__(self): return iter(dict.fromkeys(p for ps in self.learn.opt.param_lists for p in ps))
 
-def begin_fit(
+def begin_accumulating(
     acc # A `GradientAccumulation` that is attached to a `Learner` with an optimizer
 ):
     "Check everything, and start from zero gradients and counts, whatever ended the last fit"

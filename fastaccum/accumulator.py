@@ -238,7 +238,7 @@ class GradientAccumulator(Tally):
     ):
         check_accum_bs(accum_bs)
         super().__init__(int(accum_bs), normalize)
-        self.params,self.reduce = list(params),None  # `reduce(loss, weight, n_items, target)`: of several ranks; it leaves the mean gradient
+        self.params,self.reduce = list(params),None  # `reduce(loss, weight, n_items, target)` of several ranks leaves the mean gradient
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32  # of shares
 
     def add(self,

@@ -28,7 +28,7 @@ from .precision import MixedPrecision, _dtypes, _in_fp32
 
 # %% auto #0
 __all__ = ['MemoryAdvice', 'Plan', 'present_plan', 'Costs', 'NoValues', 'no_subclasses', 'one_pass', 'gone', 'Forecast',
-           'example_batch', 'some_items', 'Measured', 'forecast']
+           'example_batch', 'some_items', 'Measured', 'forecast_of']
 
 # %% ../nbs/api/16b_advice.ipynb #2fcde7d4
 @patch
@@ -46,7 +46,7 @@ class MemoryAdvice:
         learn:Learner,       # It stays as it is
         gib:float|None=None  # GiB that are to be enough
     ):
-        f = forecast(learn)
+        f = forecast_of(learn)
         self.gib,self.forecast,self.now,self._costs = gib,f,present_plan(learn, f.bs),{}
         self.params,self.grads,self.state,self.bs = f.params,f.grads,f.state,f.bs
         self.peak = self.peak_at(self.now.size)
@@ -308,7 +308,7 @@ class Measured(Forecast):
             for m,mode in modes.items(): m.training = mode
         return costs.peak,costs.flops
 
-def forecast(
+def forecast_of(
     learn # A `Learner`
 ) -> Forecast: # On fake tensors, if the model runs on them
     "Foretell the steps of `learn`"

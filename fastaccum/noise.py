@@ -215,9 +215,16 @@ def measure(
     return noise_and_signal(q, weight, k, to(sq_mean), n)
 
 # %% ../nbs/api/14_noise.ipynb #6f3fcbba
-def so_far(learn): return learn.gradient_accumulation.acc.so_far   # what the accumulated batch under way has
+def so_far(
+    learn # A `Learner` with an accumulation callback
+): # An `Accumulated`
+    "What the accumulated batch under way has"
+    return learn.gradient_accumulation.acc.so_far
 
-def loss_scale(learn) -> float|Tensor:
+def loss_scale(
+    learn # A `Learner`
+) -> float|Tensor:
+    "What its losses are multiplied by before `backward`: 1 without fp16"
     mp = getattr(learn, 'mixed_precision', None)
     return mp.scaler._scale if mp is not None and mp.scaler.is_enabled() and mp.scaler._scale is not None else 1.
 

@@ -88,9 +88,9 @@ if __name__ == '__main__':
     else: job()
 '''
 
-def script(*args):
-    Path('script.py').write_text(endings)
-    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
+def script(*args, code=endings):
+    Path('script.py').write_text(code)
+    env = {**os.environ, 'DEVICE': 'cpu', 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}   # no simulated device: it cannot fork
     return subprocess.run([sys.executable, '-W', 'ignore', 'script.py', *args], env=env, capture_output=True, text=True)
 
 @pytest.mark.parametrize('how', ['normal', 'error', 'Ctrl-C', 'kill', 'SIGTERM', 'fork', 'spawn'])
@@ -104,16 +104,24 @@ def test_endings(how):
         text = script('normal').stdout
         assert ('goes on' in text) == (not complete) and 'was finished' not in text and check_tree(Path('models/run1').resolve(), before) == []
 
+failed_child = '''
+import multiprocessing, sys
+from pathlib import Path
+from test_checkpoint_files import train
+def job(end):
+    train('run1')
+    if end == 'error': raise ValueError('x')
+    sys.exit(end)
+for end,complete in (('error', False), (1, False), (0, True)):
+    p = multiprocessing.get_context('fork').Process(target=job, args=(end,))
+    p.start(); p.join()
+    assert Path('models/run1-finished').exists() == complete and Path('models/run1').exists() != complete, end
+'''
+
 def test_failed_child():
     "A child process that ends with an error, or `sys.exit(1)`, is to go on"
-    def job(end):
-        train('run1')
-        if end == 'error': raise ValueError('x')
-        sys.exit(end)
-    for end,complete in (('error', False), (1, False), (0, True)):
-        p = multiprocessing.get_context('fork').Process(target=job, args=(end,))
-        p.start(); p.join()
-        assert Path('models/run1-finished').exists() == complete and Path('models/run1').exists() != complete
+    run = script(code=failed_child)
+    assert run.returncode==0, run.stderr
 
 def test_message_at_exit():
     assert 'Did it end too early? To go on, move 1-end.pt back from run1-finished to' in script('normal').stdout

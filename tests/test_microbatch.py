@@ -679,7 +679,7 @@ class ScarceCallback(Callback):
 
 def auto_with(where=('middle','back'), first=None, limit='ever less', **kwargs): return L(where), first, limit, kwargs
 
-limits['ever less, of 16'] = limits['ever less'][0],[16, 8, 8, 4, 4, 2, 2, 1]   # 13 items fit in parts of 7 and 6
+limits_with = {**limits, 'ever less, of 16': (limits['ever less'][0], [16, 8, 8, 4, 4, 2, 2, 1])}   # 13 items fit in parts of 7 and 6
 
 cases_auto = {
     'one cycle':        dict(fit=lambda l: l.fit_one_cycle(2, .1)),
@@ -697,7 +697,7 @@ cases_auto = {
 @pytest.mark.parametrize('name', cases_auto)
 def test_auto_with(name):
     where,first,limit,kwargs = auto_with(**cases_auto[name])
-    f,sizes = limits[limit]
+    f,sizes = limits_with[limit]
     for w in where:
         a,b = check_auto(sizes, Scarce(f, w, first=first), **kwargs)
         assert [list(v) for v in a.recorder.values]==[list(v) for v in b.recorder.values]

@@ -7,9 +7,15 @@ from typing_extensions import assert_type
 import torch
 from fastai.learner import Learner
 from torch import Tensor, nn
+from fastai.callback.schedule import SchedCos
 from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, Compile, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
                            GradientAccumulator, MemoryAdvice, MixedPrecision, PeakMemory, StepLogger, TrainingCheckpoint, loss_weight,
-                           DataParallel, FullyShard, LocalSGD, launch)
+                           DataParallel, FullyShard, LocalSGD, launch,
+                           AdaptiveGradientAccumulation,
+                           GradientNoiseScale,
+                           ScaleLR,
+                           batch_ramp,
+                           critical_batch)
 from fastaccum.wandb import WandbCallback
 
 def own_loop(model:nn.Module, opt:torch.optim.Optimizer, batches:Iterable[tuple[Tensor,Tensor]]) -> None:
@@ -85,3 +91,8 @@ def wrong(model:nn.Module, loss:Tensor) -> None:
     FullyShard(sync=True)                                          # type: ignore[arg-type]
     launch(len)                                                    # type: ignore[call-arg]
     AMPMode.FP32                                                   # type: ignore[attr-defined]
+
+def batch_size(learn:Learner) -> None:
+    learn.add_cbs([GradientNoiseScale(beta=.9, every=4), ScaleLR('sqrt', bs=64, half_life=True), AdaptiveGradientAccumulation(64, 512)])
+    GradientAccumulationSchedule(64, 512, schedule=batch_ramp(SchedCos(1., .1)))
+    critical_batch(learn, [64, 256], n_items=1000, n_seeds=2)
