@@ -124,8 +124,8 @@ def check_scale_lr(
 
 # %% ../nbs/api/14b_rates.ipynb #db8255b4
 def batch_ramp(
-    decay # Function of the position from 0 to 1, such as `SchedCos(1, .1)` or what `combine_scheds` makes: the learning rate, in any unit
-): # An annealer, for `GradientAccumulationSchedule(schedule=..., start=0., finish=1.)`
+    decay:Callable # Function of the position from 0 to 1, such as `SchedCos(1, .1)` or what `combine_scheds` makes: the learning rate, in any unit
+) -> Callable: # An annealer, for `GradientAccumulationSchedule(schedule=..., start=0., finish=1.)`
     "A batch size that grows as the learning rate would have decayed: `min(final, start*decay(0)/decay(pos))`"
     if not callable(decay): raise TypeError(f"decay={decay!r}: pass a function of the position from 0 to 1, such as SchedCos(1, .1).")
     if not decay(0.) > 0: raise ValueError(f"decay begins with {decay(0.)}: a learning rate is above 0 there.")
