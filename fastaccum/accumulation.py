@@ -24,13 +24,14 @@ from .passes import end_measuring, fit_memory, forward_backward, learn_device, l
 from .plan import accum_batches, batch_sizes, epochs_for
 
 # %% auto #0
-__all__ = ['Accumulation', 'GradientAccumulation', 'GradientAccumulationSchedule', 'check_args', 'check_learner', 'check_sizes',
-           'keeps_state', 'items_in_batch', 'warn_of_items', 'OptimizerParams', 'begin_accumulating', 'sum_wide',
-           'learn_dtype', 'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder']
+__all__ = ['AccumulationState', 'Accumulation', 'GradientAccumulation', 'GradientAccumulationSchedule', 'check_args',
+           'check_learner', 'check_sizes', 'keeps_state', 'items_in_batch', 'warn_of_items', 'OptimizerParams',
+           'begin_accumulating', 'sum_wide', 'learn_dtype', 'end_fit', 'fit_graph', 'note_inexact', 'end_epoch',
+           'drop_remainder']
 
 # %% ../nbs/api/10_accumulation.ipynb #608e9118
-class Accumulation(LoopCallback):
-    "What all accumulation callbacks do in the loop; how large an accumulated batch is, is up to `size_at`"
+class AccumulationState(LoopCallback):
+    "What an accumulation callback tells of itself"
     order,run_valid,name,slot = 6,False,'gradient_accumulation','accumulation'
     ranks = None  # what cuts the loader batches over several processes, if something does
     n_items = property(lambda self: self.acc.n_items, doc="Accumulated so far")
@@ -50,6 +51,10 @@ class Accumulation(LoopCallback):
         res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
         return res if self.micro_batch_size is None else {**res, 'micro_bs': self.state.micro_bs}
 
+    def clear(self): self.acc.reset(self.learn.opt)
+
+class Accumulation(AccumulationState):
+    "What all accumulation callbacks do in the loop; how large an accumulated batch is, is up to `size_at`"
     @contextmanager
     def during_fit(self):
         "Sums in `grad_dtype` within"
@@ -108,8 +113,6 @@ class Accumulation(LoopCallback):
     def after_fit(self): end_fit(self)
     def detach(self):
         if self.state.running: self.clear()              # an exception ended the fit
-
-    def clear(self): self.acc.reset(self.learn.opt)
 
 class GradientAccumulation(Accumulation):
     "Step the optimizer once every `accum_bs` items, with the exact gradient of the mean loss over all of them"

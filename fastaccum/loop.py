@@ -88,7 +88,8 @@ class LoopParts:
     @property
     def accumulation(self):
         acc = self.call.slot('accumulation')
-        return self.every_batch if acc is None or self.learn.training and not acc.running else acc  # added in mid-batch: it begins with the next
+        late = acc is not None and self.learn.training and not acc.running   # added in mid-batch: it begins with the next
+        return self.every_batch if acc is None or late else acc
     precision    = property(lambda self: self.call.slot('precision') or self.as_it_is)
     lr_finder    = property(lambda self: self.call.slot('LRFinder'))
     closed       = property(lambda self: self.now.closed, doc="Did the last batch end an accumulated batch?")
