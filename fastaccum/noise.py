@@ -8,8 +8,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/noise.html.md"""
 from __future__ import annotations
 import math
 import matplotlib.pyplot as plt, pandas as pd
-from collections import namedtuple
 from numbers import Integral, Real
+from typing import NamedTuple
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from .accumulation import GradientAccumulation
@@ -19,8 +19,8 @@ from .losses import LossInfo
 from .steps import StepTable, grad_norm
 
 # %% auto #0
-__all__ = ['NoiseEstimate', 'Change', 'noise_and_signal', 'RunningRatio', 'fieller', 'GradientNoiseScale', 'MicroNorms',
-           'measure', 'so_far', 'loss_scale', 'check_noise', 'next_size', 'AdaptiveGradientAccumulation']
+__all__ = ['noise_and_signal', 'RunningRatio', 'fieller', 'NoiseEstimate', 'GradientNoiseScale', 'MicroNorms', 'measure',
+           'so_far', 'loss_scale', 'check_noise', 'next_size', 'Change', 'AdaptiveGradientAccumulation']
 
 # %% ../nbs/api/14_noise.ipynb #54ce9f5b
 def noise_and_signal(
@@ -70,7 +70,14 @@ def fieller(
     return torch.stack([torch.where(y > 0, x/y, math.inf), low, high, x, y], -1)
 
 # %% ../nbs/api/14_noise.ipynb #79b9c67e
-NoiseEstimate = namedtuple('NoiseEstimate', 'b_simple low high trace sq_norm n_steps')
+class NoiseEstimate(NamedTuple):
+    "The gradient noise scale, in items"
+    b_simple:float # trace/sq_norm; NaN before the first measured step
+    low:float      # Lower end of the 90% interval
+    high:float     # Upper end; may be infinite
+    trace:float    # Of the covariance of one item's gradient
+    sq_norm:float  # Squared norm of the true gradient
+    n_steps:int    # Measured steps
 
 class GradientNoiseScale(LoopCallback):
     "Measure the gradient noise scale from the micro-batches of each step, with its 90% interval"
@@ -285,7 +292,14 @@ def next_size(
     return min(size, max(smallest, math.ceil(max(size/2, high)/multiple)*multiple))
 
 # %% ../nbs/api/14_noise.ipynb #68fd2fcb
-Change = namedtuple('Change', 'step before after noise_scale low high')
+class Change(NamedTuple):
+    "Why `accum_bs` was changed"
+    step:int          # Measured steps so far
+    before:int        # `accum_bs` until then
+    after:int         # and from then on
+    noise_scale:float # The estimate, in items
+    low:float         # Lower end of its 90% interval
+    high:float        # Upper end
 
 @delegates(GradientAccumulation, but='accum_bs,n_acc')
 class AdaptiveGradientAccumulation(GradientAccumulation):
