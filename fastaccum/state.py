@@ -174,7 +174,8 @@ def remember_given(
     given:dict  # Is changed: what is in it already was given earlier
 ):
     "Note what the script gave to the constructors of callbacks, the `Learner` and the model, to tell it from what training has changed"
-    known = known_objects(learn)
+    known,here = known_objects(learn),{id(o) for o in (*cbs, learn, learn.model)}
+    for i in [i for i in given if i not in here]: del given[i]   # of earlier fits: they would be kept for ever
     for o in (*cbs, learn):
         if id(o) not in given: given[id(o)] = o,{k: _digest(vars(o)[k], known) for k in inspect.signature(type(o).__init__).parameters if k in vars(o)}
     if id(learn.model) not in given: given[id(learn.model)] = learn.model,_plain_attrs_of(learn.model)

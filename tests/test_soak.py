@@ -26,7 +26,7 @@ def test_soak():
     "Over 500 steps and several fits: no more objects and tensors, no warning twice"
     res = summary(*run(STEPS, Path.cwd(), n_fits=5))
     assert res['steps'] >= STEPS and res['last_loss'] < res['first_loss']
-    assert res['tensors_per_step'] < .05 and res['blocks_per_step'] < 4   # to mend: 2.7 blocks a step are seen, MAX_BLOCKS was held before
+    assert res['tensors_per_step']==0 and res['blocks_per_step'] < 1.2*MAX_BLOCKS   # .705 is seen
     assert res['mib'][-1] < res['mib'][1] + 20
     assert all(n==1 for n in res['warnings'].values()), res['warnings']
 
