@@ -132,8 +132,9 @@ class BatchLoop(LoopParts):
     def batch(self):
         "Forward, and in training backward, and the step where the accumulated batch closes"
         if not self.learn.training or not len(self.learn.yb): return self.forward()
-        self.accumulation.train_batch()
-        if self.accumulation.closes: self.step()
+        acc = self.accumulation
+        acc.train_batch()
+        if acc.closes: self.step()
 
     def forward(self):
         "Prediction and loss of `learn.xb` and `learn.yb`"

@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/passes.html.md"""
 
 # %% ../nbs/api/09b_passes.ipynb #39dc0bd8
 from __future__ import annotations
+from contextlib import nullcontext
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from torch.utils._pytree import tree_leaves
@@ -108,7 +109,8 @@ class Weights:
         weights,on_device = loss_weights(cb.state.info, self.learn.yb, sizes),False
         if isinstance(weights, Tensor): on_device = self.learn.yb[0].numel()
         shares = self.acc.shares(weights, n, on_device or None, complete=cb.complete)
-        self.early = list(zip(weights.unbind(), shares.unbind()) if on_device else zip(weights, shares))
+        if len(sizes) == 1 and on_device: self.early = [(weights.view(()), shares.view(()))]
+        else: self.early = list(zip(weights.unbind(), shares.unbind()) if on_device else zip(weights, shares))
 
     def begin(self):
         "A micro-batch is in place"
@@ -159,12 +161,13 @@ def forward_backward(
         if split: learn.pred = join_items(preds) if len(preds) == len(sizes) else None
         if acc.so_far.losses != before.losses: learn.loss = acc.mean_since(before)
     try:
-        with in_parts(learn, n, size, mixers) as parts:
+        with in_parts(learn, n, size, mixers) if split else nullcontext(range(1)) as parts:
             for i in parts:
                 weights.begin()
                 loop.forward()
                 if is_measuring(cb): measure_loss(cb, sizes[i])
-                loop.call.around(backward, 'backward', CancelBackwardException)
+                if table['backward']: loop.call.around(backward, 'backward', CancelBackwardException)
+                else: backward()
                 if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
     except cancels: leave(); raise
     leave()
