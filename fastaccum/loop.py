@@ -139,7 +139,7 @@ class BatchLoop(LoopParts):
     def forward(self):
         "Prediction and loss of `learn.xb` and `learn.yb`"
         learn,table = self.learn,self.call.current()
-        learn.pred = self.precision.predict() if learn.training else self.accumulation.predict(self.precision.predict)
+        learn.pred = self.accumulation.predict(self.precision.predict)
         self.now.predicted = True
         if table['after_pred']: self.call.fire('after_pred')
         if len(learn.yb):
