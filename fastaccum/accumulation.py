@@ -94,13 +94,12 @@ class Accumulation(AccumulationState):
     def predict(self, whole):
         "Forward pass; `whole()` calls the model with the inputs that are in `learn.xb`"
         if self.learn.training: return predict_coupled(self, whole, items_in_batch(self)) if self.coupled else whole()
-        together = self.ranks and self.ranks.one_target  # sharded: all ranks go through the model as often
-        if together or self.micro_batch_size is None or keeps_state(self.learn): return whole()
+        sharded = self.ranks and self.ranks.one_target  # all ranks go through the model as often
+        if sharded or self.micro_batch_size is None or keeps_state(self.learn): return whole()
         return predict_in_parts(self, whole, items_in_batch(self))
 
     def close(self):
-        loss = self.acc.finish()
-        self.state.items = self.acc.closed.n_items
+        loss,self.state.items = self.acc.finish(),self.acc.closed.n_items
         return loss
     def reopen(self): self.acc.reopen()
 

@@ -6,11 +6,10 @@ Docs: https://fastaccum.github.io/fastaccum/api/coupled.html.md"""
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d003
 from __future__ import annotations
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from fastai.basics import *
-from fastcore.foundation import L
 from torch.autograd.function import once_differentiable
 from .microbatch import RandomState, Replay, map_tensors, part_sizes, split_items
 
