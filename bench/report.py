@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
+from fastaccum.conformance import Result
 
 FILE = Path(__file__).parent/'results.json'
 
@@ -52,9 +53,8 @@ def syncs(rows):
     return _table(rows, column, lambda r: f"{r['micro_batch']:g} and {r['step']:g}")
 
 def exact(rows):
-    "How far the gradient of a step is off that of one big batch"
-    def shown(e): return 'no step' if e is None else 'exact' if e < 1e-6 else f'{e:.0%}'
-    return pd.DataFrame([{k: v if k == 'peer' else shown(v) for k,v in r.items()} for r in rows]).set_index('peer').rename_axis(None)
+    "How far the weights are off those of training in big batches"
+    return _table(rows, lambda r: r['case'], lambda r: str(Result(**{k: v for k,v in r.items() if k != 'peer'})))
 
 def comm(rows):
     "What two ranks send for a step, in multiples of the gradients' size, and what each keeps, in bytes a weight"
