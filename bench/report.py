@@ -54,7 +54,9 @@ def syncs(rows):
 
 def exact(rows):
     "How far the weights are off those of training in big batches"
-    return _table(rows, lambda r: r['case'], lambda r: str(Result(**{k: v for k,v in r.items() if k != 'peer'})))
+    return _table(rows, lambda r: r['case'], lambda r: str(result(r)))
+
+def result(row): return Result(**{k: v for k,v in row.items() if k != 'peer'})
 
 def comm(rows):
     "What two ranks send for a step, in multiples of the gradients' size, and what each keeps, in bytes a weight"
