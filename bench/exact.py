@@ -10,7 +10,7 @@ def runs() -> dict: # Name -> what trains
     "The peers, the Trainer once more as its own language models use it, and Composer"
     there = peers.installed()
     res = {p.label: p.run for p in there.values()}
-    if 'trainer' in there: res['... whose loss divides by num_items_in_batch'] = partial(peers.trainer, by_items=True)
+    if 'trainer' in there: res['... with num_items_in_batch'] = partial(peers.trainer, by_items=True)
     if peers.find_spec('composer'): res['Composer'] = peers.composer
     return res
 

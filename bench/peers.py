@@ -52,7 +52,7 @@ def fastai(job):
     fit(job, FastaiAccumulation(job.accum_bs), *([FastaiPrecision(job.precision)] if job.dtype else []))
 
 def needs_gpu(job, wrong):
-    if wrong and job.device == 'cpu': raise NotImplementedError(f'no {job.precision} on a CPU')
+    if wrong and job.device == 'cpu': raise NotImplementedError(f'no {job.precision}')
 
 def split(job, micro_batch_size=None):
     "Loader batches of `n_acc` micro-batches, which `micro_batch_size` splits again"

@@ -48,7 +48,7 @@ class Job:
     "What a trainer has to do: train `model` in place, one step for each accumulated batch"
     model:nn.Module            # Train this object, not a copy
     batches:list               # Micro-batches `(x, y)` of one epoch; `loader()` gives the same
-    loss_func:Callable=F.cross_entropy # Loss of `(model(x), y)`, a mean
+    loss_func:Callable|None=None # Loss of `(model(x), y)`, a mean; default cross entropy
     n_acc:int=4                # Micro-batches of an accumulated batch
     accum_bs:int|None=None     # The same in items, default those of `n_acc` micro-batches
     epochs:int=1               # Each one ends with a step on the items that are left
@@ -60,7 +60,7 @@ class Job:
     on_step:Callable=field(default=nothing, repr=False) # Called after each step of the optimizer
 
     def __post_init__(self):
-        self.micro_bs = len(self.batches[0][0])
+        self.micro_bs,self.loss_func = len(self.batches[0][0]),self.loss_func or F.cross_entropy
         self.accum_bs = self.accum_bs or self.n_acc*self.micro_bs
 
     def loader(self, batches=None):
@@ -189,7 +189,7 @@ CASES = {
     'tokens': Case('Does each token count alike, however the sentences are padded?', lambda: Job(net(ClassesFirst()), [sentences(most) for most in (20, 4, 8, 2)]),
         'A mean over tokens has to be weighted by the tokens that are not ignored.'),
     'class weights': Case('Does each item count with the weight of its class?', lambda: Job(net(), micro_batches(8, 8, 8, 8), weighted()),
-        'Cross entropy with class weights divides by the sum of the weights, so weigh each micro-batch by that.'),
+        'Cross entropy divides by the sum of the class weights: weigh each micro-batch by that.'),
     'two epochs': Case('Does what an epoch leaves over stay out of the next one?', lambda: Job(net(), micro_batches(8, 8, 8), n_acc=2, epochs=2),
         'Step at the end of each epoch, and count from zero in the next.'),
     'remainder': Case('Is a step on 3 micro-batches of 4, all that is left, their mean?', lambda: Job(net(), micro_batches(8, 8, 8)),
