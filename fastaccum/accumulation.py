@@ -27,8 +27,8 @@ from .plan import accum_batches, batch_sizes, epochs_for
 # %% auto #0
 __all__ = ['AccumulationState', 'Accumulation', 'GradientAccumulation', 'GradientAccumulationSchedule', 'check_args',
            'check_learner', 'check_coupled', 'check_sizes', 'has_batchnorm', 'advise_head', 'keeps_state',
-           'items_in_batch', 'warn_of_items', 'OptimizerParams', 'begin_accumulating', 'sum_wide', 'learn_dtype',
-           'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder']
+           'items_in_batch', 'warn_of_items', 'removed_in_batch', 'OptimizerParams', 'begin_accumulating', 'sum_wide',
+           'learn_dtype', 'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder']
 
 # %% ../nbs/api/10_accumulation.ipynb #608e9118
 class AccumulationState(LoopCallback):
@@ -81,12 +81,13 @@ class Accumulation(AccumulationState):
 
     def train_batch(self):
         "Forward and backward of the loader batch"
-        st,n = self.state,items_in_batch(self)
+        learn,st,n = self.learn,self.state,items_in_batch(self)
         look_up_loss(self)
         if st.opens: self.acc.normalize = self.normalize and (self.weight is not None or st.info.reduction != 'sum')
         if self.ranks is not None and self.ranks.passes(): pass        # this rank has no items in the batch
         elif self.micro_batch_size == 'auto': fit_memory(self, n)
         else: forward_backward(self, self.micro_batch_size or n, n)   # `micro_batch_size` may be more than `n`
+        if self.learn is not learn: raise removed_in_batch(self)
         if self.ranks is not None: self.ranks.counted()
         st.closes = self._ends(self.acc.n_items)                       # not, if a micro-batch was cancelled
         note_inexact(self)
@@ -403,6 +404,13 @@ def warn_of_items(
     shapes = [' and '.join(str(tuple(t.shape)) for t in tree_leaves(b) if isinstance(t, Tensor)) for b in (acc.learn.xb, acc.learn.yb)]
     warn_once(acc, f"Inputs of shape {shapes[0]} and targets of shape {shapes[1]} do not have the same number of items: the inputs' {n} "
               "are counted. If that is wrong, pass n_items=, a function of the Learner that returns the number of items in its batch.")
+
+def removed_in_batch(
+    acc # A `GradientAccumulation` that has left its `Learner`
+) -> Exception:
+    "The error for a loader batch that lost its accumulation on the way: some of its gradients are weighed, others not"
+    return RuntimeError(f"{type(acc).__name__} was removed while a loader batch was on its way through the model, and the step would not be that "
+                        "batch's: remove it between batches, at `before_batch` or `after_batch`.")
 
 class OptimizerParams:
     "The parameters that the Learner's optimizer has at the time, tied ones once"

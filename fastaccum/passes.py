@@ -122,7 +122,9 @@ class Weights:
         i:int # Number of the micro-batch
     ) -> tuple: # Its weight and its share
         "After its prediction, with which a callback may have changed the targets"
-        if not self.acc.normalize: return 1,1
+        if not self.acc.normalize:
+            if self.over_ranks: raise ValueError("coupled with several ranks: the loss must be a mean, not a sum, as each rank computes that of all items.")
+            return 1,1
         if self.learn.yb is not self.yb or _version(self.yb) != self.version: self.early = None
         if self.early is not None: weight,share = self.early[i]
         else:
