@@ -3,7 +3,6 @@ import json
 from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
-from fastaccum.conformance import CASES, Result
 
 FILE = Path(__file__).parent/'results.json'
 
@@ -54,11 +53,14 @@ def syncs(rows):
 
 def exact(rows, cases=None):
     "How far the weights are off those of training in big batches; in all `cases`, or in the first half or the second half of them: a page has no room for ten"
+    from fastaccum.conformance import CASES   # here, as `--against` starts processes that import this file first
     names = list(CASES)
     wanted = dict(first=names[:5], second=names[5:]).get(cases, names)
     return _table([r for r in rows if r['case'] in wanted], lambda r: r['case'], lambda r: str(result(r)))
 
-def result(row): return Result(**{k: v for k,v in row.items() if k != 'peer'})
+def result(row):
+    from fastaccum.conformance import Result
+    return Result(**{k: v for k,v in row.items() if k != 'peer'})
 
 def comm(rows):
     "What two ranks send for a step, in multiples of the gradients' size, and what each keeps, in bytes a weight"

@@ -83,8 +83,9 @@ def test_verdict():
         'overlap', 'overlap', 'overlap', 'slower', 'faster']
 
 def test_against(tmp_path, monkeypatch):
-    "Each process has its own code"
+    "Each process has its own code, which may be older than what the jobs are made with"
     shutil.copytree(against.HERE/'fastaccum', tmp_path/'fastaccum')
+    (tmp_path/'fastaccum/conformance.py').unlink()
     with open(tmp_path/'fastaccum/accumulation.py', 'a') as f: f.write("open('loaded', 'a').write('once ')")
     rows = against.run(tmp_path, [speed.Case('MLP, squared error', 2, 3, 3, peers=('hand', 'split', 'whole'))])
     assert rows.peer.tolist()==['split', 'whole'] and (tmp_path/'loaded').read_text()=='once '
