@@ -18,9 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 # %% auto #0
-__all__ = ['CASES', 'Interrupted', 'Batches', 'mapped', 'nothing', 'Job', 'accumulated', 'big_batch', 'ClassesFirst', 'net',
-           'micro_batches', 'sentences', 'weighted', 'overflowing', 'Case', 'to_device', 'Result', 'flat_weights',
-           'run_fits', 'ProtocolError', 'check_case', 'check', 'load', 'table', 'main']
+__all__ = ['Job', 'accumulated', 'big_batch', 'Result', 'check', 'load', 'table', 'main']
 
 # %% ../nbs/api/91_conformance.ipynb #bfe3a307
 class Interrupted(RuntimeError):
@@ -63,17 +61,24 @@ class Job:
         self.micro_bs,self.loss_func = len(self.batches[0][0]),self.loss_func or F.cross_entropy
         self.accum_bs = self.accum_bs or self.n_acc*self.micro_bs
 
-    def loader(self, batches=None):
+    def loader(self,
+        batches=None # Default those of the job
+    ):
         "A PyTorch `DataLoader` of the micro-batches, or of other `batches`"
         return DataLoader(self.batches if batches is None else batches, batch_size=None)
 
-    def optimizer(self, params, **kwargs) -> torch.optim.Optimizer:
+    def optimizer(self,
+        params,  # Parameters of the model
+        **kwargs # Of `torch.optim.SGD`
+    ) -> torch.optim.Optimizer:
         "The optimizer to use: its steps are counted"
         opt = torch.optim.SGD(params, lr=self.lr, **kwargs)
         opt.register_step_post_hook(lambda *_: self.on_step())
         return opt
 
-    def scheduler(self, opt):
+    def scheduler(self,
+        opt # From `optimizer`
+    ):
         "The schedule to use: call its `step` after each step of the optimizer"
         return torch.optim.lr_scheduler.LambdaLR(opt, lambda i: self.lr_at(i/self.n_steps) if self.lr_at else 1.)
 
@@ -93,7 +98,9 @@ class Job:
         "Steps of the whole training, one that is skipped included"
         return self.epochs*len(accumulated(self))
 
-    def fresh(self, **kwargs) -> Job:
+    def fresh(self,
+        **kwargs # What is to be different
+    ) -> Job:
         "The same with a new copy of the model"
         return replace(self, model=deepcopy(self.model), **kwargs)
 
@@ -209,7 +216,7 @@ class Result(NamedTuple):
     case:str
     off:float|None    # Distance of its weights to the big batch's, in units of how far these moved; `None` if it did not finish
     steps:int=0       # Of the optimizer
-    expected:int=0
+    expected:int=0    # Steps of training in big batches
     note:str=''       # Why it did not finish
     error:str=''      # Its traceback, if that was an exception
 
@@ -222,6 +229,7 @@ class Result(NamedTuple):
         if not self.steps: return 'no step'
         return 'not finite' if self.off == float('inf') else f'{self.off:.1e}' if self.off < .01 else f'{self.off:.0%}'
 
+# %% ../nbs/api/91_conformance.ipynb #316bebfw
 def flat_weights(model): return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 def run_fits(train, case, job): # The weights afterwards, and the number of steps
@@ -252,6 +260,7 @@ def check_case(train, name, device='cpu') -> Result:
     off = ((found-exact).norm()/(exact-before).norm()).item()
     return Result(name, off if off == off else float('inf'), steps, expected)
 
+# %% ../nbs/api/91_conformance.ipynb #d45a9bck
 def check(
     train,        # `train(job)`: trains `job.model`. It may raise NotImplementedError, with a reason, for a case it leaves out
     cases=None,   # Names of cases, default all
