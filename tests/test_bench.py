@@ -154,7 +154,7 @@ def test_toolbox():
     assert set(rows)=={(), *(p for p in toolbox.pairs() if 'fp16' not in p)}, 'run `python -m bench.toolbox` again'
     for k in ('split', 'checkpointing', '... selective', 'bf16'): assert rows[k,k]['peak'] < .8*rows[()]['peak']
     assert rows['split','checkpointing']['peak'] < .1*rows[()]['peak']
-    plain,both = (toolbox.measure(names, toolbox.transformer, partial(toolbox.sequences, length=12), 4, n_steps=1) for names in ((), ('split', 'checkpointing')))
+    plain,both = (toolbox.measure(names, toolbox.transformer, partial(toolbox.sequences, length=48), 8, n_steps=1) for names in ((), ('split', 'checkpointing')))
     assert both['s'] > 0 and both['peak'] < .8*plain['peak']
 
 def test_tables():
