@@ -105,10 +105,6 @@ def run(bs=16) -> list: # One dict for the plain fit, and for each of `pairs`
     "fp16 is left out: few processors have instructions for it"
     return [row(names, transformer, sequences, bs) for names in [(), *(p for p in pairs() if 'fp16' not in p)]]
 
-def recomputed(bs=64) -> list: # One dict each
-    "What recomputing takes where a batch is large, as overhead by Python counts less there"
-    return [row((name,), transformer, sequences, bs, n_steps=4) for name in ('checkpointing', '... selective')]
-
 def compiled() -> list: # One dict a model
     "The time of a step with `Compile`, of a large model and a tiny one"
     models = {'transformer, 12 blocks': (transformer, sequences, 16, 8), 'MLP 32-64-10': (mlp, vectors, 32, 200)}
@@ -118,7 +114,7 @@ def main():
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
     from .__main__ import machine, versions
-    res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), compiled=compiled(), recomputed=recomputed(), rows=run())
+    res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), compiled=compiled(), rows=run())
     FILE.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
 
 # -- What is shown -----------------------------------------------------------------------------------------------
@@ -130,10 +126,6 @@ def table(rows) -> pd.DataFrame: # Each tool with each other one; a tool alone i
     cells = {tuple(r['names']): cell(r) for r in rows}
     names = list(dict.fromkeys(n for r in rows for n in r['names']))
     return pd.DataFrame([[cells.get((b, a), '') for b in names] for a in names], index=names, columns=names)
-
-def recomputed_table(rows) -> pd.DataFrame:
-    "Peak in MiB, and time relative to the plain fit"
-    return pd.DataFrame([{'': r['names'][0], 'peak, MiB': f"{r['peak']/2**20:.1f}", 'times': f"{r['s']/r['plain_s']:.2f}"} for r in rows]).set_index('')
 
 def compiled_table(rows) -> pd.DataFrame:
     "Milliseconds of a step"
