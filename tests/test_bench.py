@@ -1,10 +1,11 @@
 "The benchmarks: everybody trains the same, the arithmetic, and the promises that the results file must keep"
 import json, re, shutil
+from functools import partial
 from pathlib import Path
 import pytest
 from reference import rel_err, weights
 import torch
-from bench import against, exact, gpu, memory, peers, report, saves, speed, syncs
+from bench import against, exact, gpu, memory, peers, report, saves, speed, syncs, toolbox
 from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
 from bench.jobs import job
 from bench.peers import PEERS, installed
@@ -156,8 +157,19 @@ def test_page_is_of_the_results():
     def shown(kind): return '\n'.join(''.join(data.get(kind, '')) for data in outputs)
     assert report.about(results) in shown('text/markdown') and shown('image/png').strip()
     tables = [report.speed(results['speed'], *models) for models in (('MLP 32-64-10',), ('conv net', 'transformer'), ('MLP, squared error', 'transformer, padded'))]
-    tables += [report.memory(results['memory']), report.syncs(results['syncs']), *(report.exact(results['exact'], half) for half in ('first', 'second')), report.comm(results['comm'])]
+    tools = toolbox.results()
+    tables += [report.memory(results['memory']), toolbox.table(tools['rows']), toolbox.compiled_table(tools['compiled'])]
+    tables += [report.syncs(results['syncs']), *(report.exact(results['exact'], half) for half in ('first', 'second')), report.comm(results['comm'])]
     assert re.findall('<td>(.*?)</td>', shown('text/html'))==[v for t in tables for v in t.values.flatten()]
+
+def test_toolbox():
+    "The file has all tools; they are measured, and what saves memory does"
+    rows = {tuple(r['names']): r for r in toolbox.results()['rows']}
+    assert set(rows)=={(), *(p for p in toolbox.pairs() if 'fp16' not in p)}, 'run `python -m bench.toolbox` again'
+    for k in ('split', 'checkpointing', '... selective', 'bf16'): assert rows[k,k]['peak'] < .8*rows[()]['peak']
+    assert rows['split','checkpointing']['peak'] < .1*rows[()]['peak']
+    plain,both = (toolbox.measure(names, toolbox.transformer, partial(toolbox.sequences, length=48), 8, n_steps=1) for names in ((), ('split', 'checkpointing')))
+    assert both['s'] > 0 and both['peak'] < .8*plain['peak']
 
 def test_tables():
     def row(peer, case, off, steps=1, note=''): return dict(peer=peer, case=case, off=off, steps=steps, expected=1, note=note)
