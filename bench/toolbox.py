@@ -32,6 +32,7 @@ class Tool(NamedTuple):
 TOOLS = {'bf16':            Tool(lambda: MixedPrecision('bf16')),
          'fp16':            Tool(lambda: MixedPrecision('fp16', init_scale=2.**8)),
          'split':           Tool(acc=dict(micro_batch_size=2)),
+         'coupled':         Tool(acc=dict(micro_batch_size=2, coupled=True)),
          'checkpointing':   Tool(ActivationCheckpointing),
          '... selective':   Tool(lambda: ActivationCheckpointing(selective=True)),
          'offload':         Tool(ActivationOffload),

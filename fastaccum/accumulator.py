@@ -264,13 +264,11 @@ class GradientAccumulator(Tally):
     ) -> list|Tensor: # weight/target, one each
         "What each micro-batch's loss is multiplied by. The first call for an accumulated batch sets the target"
         if not self.normalize: return [1]*len(weights)
-        on_device = isinstance(weights, Tensor)
+        s,on_device = self.so_far,isinstance(weights, Tensor)
         weights = _as(weights, self.dtype) if on_device else [_as(w, self.dtype) for w in weights]
-        s = self.so_far
         if s.target is None or complete or s.planned >= 0:
             s = self.so_far = s.with_target(weights, n_items, self.accum_bs, nominal, complete)
-        target = s.target
-        return weights/target if on_device else [w/target for w in weights]
+        return weights/s.target if on_device else [w/s.target for w in weights]
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
         "Make the gradients the accumulated batch's, return its loss on the device, and count anew from the next `add` on"

@@ -86,15 +86,16 @@ def in_place_of(
 def predict_coupled(
     cb,   # A `GradientAccumulation` with `coupled`
     whole,# Calls the model with `learn.xb`
-    n:int # Items of the loader batch
+    n:int,# Items of the loader batch
+    size:int # Most items of a micro-batch
 ): # What the model says of the loader batch; with several ranks, of the ranks' loader batches
     "Predict in micro-batches whose outputs have one loss"
     learn,st,ranks,model = cb.learn,cb.state,cb.ranks,cb.learn.model
-    if n <= st.micro_bs and ranks is None: return whole()
+    if n <= size and ranks is None: return whole()
     head = find_head(model, cb.coupled) if isinstance(cb.coupled, str) else None
     def call(*xb):
         with in_place_of(learn, model=model, xb=xb): return whole() if head is None else up_to(head, whole)
-    st.batch = CoupledBatch(call, learn.xb, n, st.micro_bs, model, None if ranks is None else ranks.gather_items)
+    st.batch = CoupledBatch(call, learn.xb, n, size, model, None if ranks is None else ranks.gather_items)
     out = st.batch.outputs()
     note_unlike(st, st.batch.differs)
     if head is None: return out

@@ -151,12 +151,12 @@ def forward_backward(
     n:int    # Items of the loader batch
 ):
     "Send the loader batch through the model in micro-batches of at most `size` items, and count those that went"
-    if cb.coupled: size = n                                              # one loss; `predict_coupled` splits
+    part,size = size,n if cb.coupled else size                           # one loss; `predict_coupled` splits
     learn,loop,acc,before,sizes,preds,yb = cb.learn,cb.loop,cb.acc,cb.acc.so_far,part_sizes(n, size),[],cb.learn.yb
     split,table,weights = n > size,loop.call.current(),Weights(cb, n, sizes)
     keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
     mixers = [o for o in table['mixers'] if o.run and hasattr(o, 'yb1')] if split else ()
-    predict = partial(predict_coupled, cb, loop.precision.predict, n) if cb.coupled else loop.precision.predict
+    predict = partial(predict_coupled, cb, loop.precision.predict, n, part) if cb.coupled else loop.precision.predict
     stock,measuring = is_stock(learn, '_backward'),is_measuring(cb)
     def backward():
         if learn.loss_grad.dim(): as_scalar(learn)

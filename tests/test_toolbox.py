@@ -49,10 +49,17 @@ def by_hand(names):
     learn = learner(**make(names))
     model,opt = learn.model,learn.opt_func(learn.splitter(learn.model), lr=.05)
     ps = list(model.parameters())
-    def backward(x, y, share):
+    def predict(x):
         with torch.autocast(devices.now.name, dtype, enabled=dtype is not None): pred = model(x)
-        loss = learn.loss_func(pred.float() if dtype else pred, y)
-        grads = torch.autograd.grad(loss*share*scale, ps)
+        return pred.float() if dtype else pred
+    def backward(x, y, share): add(torch.autograd.grad(learn.loss_func(predict(x), y)*share*scale, ps))
+    def coupled(parts, y, share):
+        "One loss; then each part from the gradient of its predictions"
+        preds = [predict(x) for x in parts]
+        joined = torch.cat([p.detach() for p in preds]).requires_grad_()
+        up, = torch.autograd.grad(learn.loss_func(joined, y)*share*scale, joined)
+        for p,g in zip(preds, up.split([len(p) for p in preds])): add(torch.autograd.grad(p, ps, g))
+    def add(grads):
         if cbs[0].grad_dtype is not None: grads = [g.float() for g in grads]
         for p,g in zip(ps, grads): sums[p] = sums[p]+g if p in sums else g
     def step():
@@ -66,7 +73,9 @@ def by_hand(names):
     set_seed(1)
     for i,(x,y) in enumerate(learn.dls.train):
         n = accum_bs if i < 2 else bs
-        for x,y in zip(x.split(sizes), y.split(sizes)): backward(x, y, len(x)/n)
+        if cbs[0].coupled: coupled(x.split(sizes), y, len(x)/n)
+        else:
+            for x,y in zip(x.split(sizes), y.split(sizes)): backward(x, y, len(x)/n)
         if i: step()
     return state(model)
 
