@@ -15,7 +15,7 @@ from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import SchedCos
 from torch.utils._pytree import tree_leaves
 from .accumulator import GradientAccumulator, check_accum_bs
-from .coupled import check_alike, find_head, predict_coupled
+from .coupled import check_alike, find_head
 from .events import is_a
 from .grads import rounded_at_step, summed_in, takes_wide
 from .losses import count_items
@@ -92,8 +92,7 @@ class Accumulation(AccumulationState):
         note_inexact(self)
 
     def predict(self, whole):
-        "Forward pass; `whole()` calls the model with the inputs that are in `learn.xb`"
-        if self.learn.training: return predict_coupled(self, whole, items_in_batch(self)) if self.coupled else whole()
+        "Validation's forward pass; `whole()` calls the model with the loader batch"
         sharded = self.ranks and self.ranks.one_target  # all ranks go through the model as often
         if sharded or self.micro_batch_size is None or keeps_state(self.learn): return whole()
         return predict_in_parts(self, whole, items_in_batch(self))

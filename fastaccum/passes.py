@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from torch.utils._pytree import tree_leaves
 from .accumulator import as_tensor, as_weight, back_propagate, check_scalar, correct, weighted
-from .coupled import own_items
+from .coupled import own_items, predict_coupled
 from .events import cancels
 from .losses import LossInfo, ignore_empty, loss_weight, loss_weights
 from .loop import is_stock
@@ -106,7 +106,7 @@ class Weights:
         n:int,# Items of the loader batch
         sizes # Items of each micro-batch
     ):
-        self.cb,self.learn,self.acc,self.sizes,self.early,self.over_ranks = cb,cb.learn,cb.acc,sizes,None,cb.coupled and cb.ranks
+        self.cb,self.learn,self.acc,self.sizes,self.early,self.yb,self.over_ranks = cb,cb.learn,cb.acc,sizes,None,None,cb.coupled and cb.ranks
         if self.over_ranks: self.sizes = [cb.ranks.n_items]   # the loss is that of all ranks' items
         if cb.weight is not None or not self.acc.normalize or is_measuring(cb) or self.over_ranks: return
         weights,on_device = loss_weights(cb.state.info, self.learn.yb, sizes),False
@@ -116,7 +116,7 @@ class Weights:
         else: self.early = list(zip(weights.unbind(), shares.unbind()) if on_device else zip(weights, shares))
 
     def begin(self):
-        "A micro-batch is in place"
+        "A micro-batch is in place, whose targets a callback may change"
         self.yb,self.version = self.learn.yb,_version(self.learn.yb)
 
     def of(self,
@@ -126,7 +126,7 @@ class Weights:
         if not self.acc.normalize:
             if self.over_ranks: raise ValueError("coupled with several ranks: the loss must be a mean, as each computes that of all items.")
             return 1,1
-        if self.learn.yb is not self.yb or _version(self.yb) != self.version: self.early = None
+        if self.yb is not None and (self.learn.yb is not self.yb or _version(self.yb) != self.version): self.early = None
         if self.early is not None: weight,share = self.early[i]
         else:
             weight = loss_weight(self.cb.state.info, self.learn.yb, self.sizes[i]) if self.cb.weight is None else self.cb.weight(self.learn)
@@ -156,15 +156,17 @@ def forward_backward(
     split,table,weights = n > size,loop.call.current(),Weights(cb, n, sizes)
     keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
     mixers = [o for o in table['mixers'] if o.run and hasattr(o, 'yb1')] if split else ()
+    predict = partial(predict_coupled, cb, loop.precision.predict, n) if cb.coupled else loop.precision.predict
+    stock,measuring = is_stock(learn, '_backward'),is_measuring(cb)
     def backward():
-        as_scalar(learn)
+        if learn.loss_grad.dim(): as_scalar(learn)
         weight,share = weights.of(i)
-        if is_stock(learn, '_backward'): back_propagate(learn.loss_grad, share)
+        if stock: back_propagate(learn.loss_grad, share)
         else:                                                            # accelerate's, for instance
             learn.loss_grad = weighted(learn.loss_grad, share)
             learn._backward()
         if cb.state.batch is not None: cb.state.batch.backward()
-        acc.count(learn.loss.detach(), weight, sizes[i])
+        acc.count(learn.loss.detach() if learn.loss.requires_grad else learn.loss, weight, sizes[i])
     def leave():
         cb.state.batch = None
         if weights.over_ranks: own_items(learn, yb, cb.ranks.first_item, n, cb.ranks.n_items)
@@ -174,9 +176,9 @@ def forward_backward(
     try:
         with in_parts(learn, n, size, mixers) if split else nullcontext(range(1)) as parts:
             for i in parts:
-                weights.begin()
-                loop.forward()
-                if is_measuring(cb): measure_loss(cb, sizes[i])
+                if table['after_pred'] or table['after_loss'] or table['before_backward']: weights.begin()
+                loop.forward(predict)
+                if measuring and is_measuring(cb): measure_loss(cb, sizes[i])
                 if table['backward']: loop.call.around(backward, 'backward', CancelBackwardException)
                 else: backward()
                 if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
@@ -194,7 +196,6 @@ def as_scalar(
     learn # After a prediction; its loss may have dimensions of length 1
 ):
     "The loss without dimensions, or an error if it is not one number"
-    if not learn.loss_grad.dim(): return
     check_scalar(learn.loss_grad)
     learn.loss_grad,learn.loss = learn.loss_grad.view(()),learn.loss.view(())
 
