@@ -3,13 +3,14 @@ import html, importlib, inspect, json, os, re, shutil, subprocess, sys, threadin
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 import pytest
 pytest.importorskip('zensical', reason='The site needs Zensical, and that Python 3.11')
 from fastcore.docments import docments
 from fastcore.nbio import read_nb
 from nbdev.config import get_config
-import apidoc, docs, pages
+import apidoc, docs, pages, snippets
 
 root = Path(__file__).resolve().parent.parent
 
@@ -170,6 +171,12 @@ def test_callouts(text, expected): assert pages.callouts(text)==expected
     ('x = f()\ntest_eq(x, 1)\nassert x', ('x = f()', 'test_eq(x, 1)\nassert x')), ('x = f()\nx', ('x = f()\nx', '')), ('assert x', ('', 'assert x')),
     ('f(); assert x', ('f(); assert x', '')), ('x = 1\n# because\nassert x', ('x = 1', '# because\nassert x')), ('!ls', ('!ls', ''))])
 def test_checks_are_split_off(src, expected): assert pages.split_checks(src)==expected
+
+def test_snippets():
+    "A page that needs what it does not show is named, with the snippet that fails"
+    def wrong(*src): return snippets.run(SimpleNamespace(snippets=lambda: src), root)[1]
+    assert re.search(r'(?s)snippet 1.*NameError', wrong('x = 1', 'y'))
+    assert wrong('x = 1', '!ls', '%matplotlib inline\nassert x==1')==''
 
 def folded_ids(text):
     "Anchors within blocks that are closed at first"

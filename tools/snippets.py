@@ -36,8 +36,7 @@ def main():
     cfg = get_config()
     proc,root = apidoc.proc_nbs(),cfg.config_path
     wrong,wanted = [],sys.argv[1:]
-    for f in sorted(proc.rglob('*.ipynb')):
-        page = pages.Page(f, proc, Path(tempfile.gettempdir()), cfg)
+    for page in [pages.Page(f, proc, Path(tempfile.gettempdir()), cfg) for f in sorted(proc.rglob('*.ipynb'))]:
         if wanted and not any(w in page.path for w in wanted) or not page.snippets(): continue
         used,trouble = run(page, root)
         print(f'{page.path:40} {used:5.1f} s  {"FAILS" if trouble else ""}', flush=True)
