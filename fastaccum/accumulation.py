@@ -221,7 +221,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         start_accum_bs:int,          # Items of an accumulated batch until `start`
         final_accum_bs:int,          # Items of an accumulated batch from `finish` on
         start:float|int=0,           # Where the schedule begins: a float is a fraction of the fit, an int an epoch (from 0)
-        finish:float|int=.3,         # Where it ends, likewise
+        finish:float|int=.3,         # Where it ends, likewise: `1.` is the end of the fit, `1` that of its first epoch
         schedule=SchedCos,           # fastai annealer of (start, end), or a function of the position from 0 to 1, as `combine_scheds` makes
         log_accum_batch:bool=True,   # One log row a step, with the accumulated loss? If False one a loader batch, as fastai
         micro_batch_size:int|str|None=None, # Most items of a micro-batch: loader batches are split; 'auto': as many as fit memory
@@ -244,6 +244,13 @@ class GradientAccumulationSchedule(GradientAccumulation):
             raise TypeError(f"schedule={schedule!r}: pass a fastai annealer such as SchedCos, or a function of the position from 0 to 1.")
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule')
         self.size = schedule(start_accum_bs, final_accum_bs) if _is_factory(schedule) else schedule
+
+    def before_fit(self):
+        super().before_fit()
+        n = self.learn.__dict__.get('n_epoch', 1)
+        if isinstance(self.finish, Integral) and self.finish == 1 < n and not self.loop.lr_finder:
+            warn_once(self, f"finish=1 is an epoch: the schedule ends with the first of {n} epochs. For the end of the fit write finish=1. "
+                            f"with a point; if you mean the first epoch, finish=1/{n} says so without this warning.")
 
     def size_at(self,
         done:int,   # Loader batches of the fit so far

@@ -153,7 +153,7 @@ class Accumulated(NamedTuple):
     def with_target(self, weights, n_items, accum_bs, nominal=None, complete=False):
         "With a target, if there is none yet: `accum_bs` items that weigh what these do; or their own sum, if they are `complete`"
         target = self.target
-        if complete: target = nonzero(weights.sum() if isinstance(weights, Tensor) else sum(weights))
+        if complete: target = nonzero(weights.sum() if isinstance(weights, Tensor) else weights[0] if len(weights) == 1 else sum(weights))
         elif target is None:
             if nominal is None: nominal = n_items if any(isinstance(w, Tensor) for w in weights) else sum(weights) or n_items
             target = accum_bs*nominal/n_items
@@ -266,8 +266,10 @@ class GradientAccumulator(Tally):
         if not self.normalize: return [1]*len(weights)
         on_device = isinstance(weights, Tensor)
         weights = _as(weights, self.dtype) if on_device else [_as(w, self.dtype) for w in weights]
-        self.so_far = self.so_far.with_target(weights, n_items, self.accum_bs, nominal, complete)
-        target = self.so_far.target
+        s = self.so_far
+        if s.target is None or complete or s.planned >= 0:
+            s = self.so_far = s.with_target(weights, n_items, self.accum_bs, nominal, complete)
+        target = s.target
         return weights/target if on_device else [w/target for w in weights]
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`

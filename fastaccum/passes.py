@@ -6,7 +6,6 @@ Docs: https://fastaccum.github.io/fastaccum/api/passes.html.md"""
 
 # %% ../nbs/api/09b_passes.ipynb #39dc0bd8
 from __future__ import annotations
-from contextlib import nullcontext
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from torch.utils._pytree import tree_leaves
@@ -49,6 +48,7 @@ def look_up_loss(
 ):
     "The loss as it is now, with its options and class weights: a callback may have changed them"
     st,loss_func = acc.state,acc.learn.loss_func
+    if st.probe is not None and st.probe.known and st.info.holds_for(loss_func): return
     st.info = loss_info(loss_func)
     mixed = isinstance(getattr(loss_func, '__self__', None), MixHandler)
     if mixed or acc.coupled or not (acc.check_loss and acc.normalize and acc.weight is None): st.probe = None; return
@@ -106,14 +106,14 @@ class Weights:
         n:int,# Items of the loader batch
         sizes # Items of each micro-batch
     ):
-        self.cb,self.learn,self.acc,self.sizes,self.early,self.yb,self.over_ranks = cb,cb.learn,cb.acc,sizes,None,None,cb.coupled and cb.ranks
+        self.cb,self.learn,self.acc,self.sizes,self.early,self.yb = cb,cb.learn,cb.acc,sizes,None,None
+        self.over_ranks = cb.coupled and cb.ranks
         if self.over_ranks: self.sizes = [cb.ranks.n_items]   # the loss is that of all ranks' items
         if cb.weight is not None or not self.acc.normalize or is_measuring(cb) or self.over_ranks: return
-        weights,on_device = loss_weights(cb.state.info, self.learn.yb, sizes),False
-        if isinstance(weights, Tensor): on_device = self.learn.yb[0].numel()
-        shares = self.acc.shares(weights, n, on_device or None, complete=cb.complete)
-        if len(sizes) == 1 and on_device: self.early = [(weights.view(()), shares.view(()))]
-        else: self.early = list(zip(weights.unbind(), shares.unbind()) if on_device else zip(weights, shares))
+        weights = loss_weights(cb.state.info, self.learn.yb, sizes)
+        nominal = self.learn.yb[0].numel() if isinstance(weights, Tensor) or isinstance(weights[0], Tensor) else None
+        shares = self.acc.shares(weights, n, nominal, complete=cb.complete)
+        self.early = list(zip(weights.unbind(), shares.unbind()) if isinstance(weights, Tensor) else zip(weights, shares))
 
     def begin(self):
         "A micro-batch is in place, whose targets a callback may change"
@@ -171,17 +171,22 @@ def forward_backward(
         cb.state.batch = None
         if weights.over_ranks: own_items(learn, yb, cb.ranks.first_item, n, cb.ranks.n_items)
         if split: learn.pred = join_items(preds) if len(preds) == len(sizes) else None
-        if acc.so_far.losses != before.losses: learn.loss = acc.mean_since(before)
+        if len(acc.so_far.losses) > len(before.losses): learn.loss = acc.mean_since(before)
         if cb.learn is not learn: raise removed_in_batch(cb)
+    def both():
+        if table['after_pred'] or table['after_loss'] or table['before_backward']: weights.begin()
+        loop.forward(predict)
+        if measuring and is_measuring(cb): measure_loss(cb, sizes[i])
+        if table['backward']: loop.call.around(backward, 'backward', CancelBackwardException)
+        else: backward()
+    i = 0
     try:
-        with in_parts(learn, n, size, mixers) if split else nullcontext(range(1)) as parts:
-            for i in parts:
-                if table['after_pred'] or table['after_loss'] or table['before_backward']: weights.begin()
-                loop.forward(predict)
-                if measuring and is_measuring(cb): measure_loss(cb, sizes[i])
-                if table['backward']: loop.call.around(backward, 'backward', CancelBackwardException)
-                else: backward()
-                if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
+        if not split: both()
+        else:
+            with in_parts(learn, n, size, mixers) as parts:
+                for i in parts:
+                    both()
+                    if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
     except cancels: leave(); raise
     leave()
 
