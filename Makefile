@@ -8,10 +8,10 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int
 # One thread is fastest for models as small as the tests', and they never log to a server
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
 
-.PHONY: help demo test bench mutants foreign docs export readme clean bump
+.PHONY: help demo test bench snippets mutants foreign docs export readme clean bump
 
 help: ## list what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED) ## see what fastaccum does, in a short run on this machine
 	$(BIN)/fastaccum-demo
@@ -37,6 +37,9 @@ bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs
 	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb nbs/coming_from.ipynb nbs/tutorials/how_exact.ipynb nbs/tutorials/find_batch_size.ipynb
 	$(BIN)/python tools/export.py
 endif
+
+snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a reader would (some ten minutes)
+	$(BIN)/python tools/snippets.py $(PAGES)
 
 mutants: $(INSTALLED) .venv/.mutants ## do the tests notice a change of the code? Of all modules (an hour), or MODULES="scaler events"
 	$(TEST_ENV) $(BIN)/python tools/mutants.py $(MODULES)

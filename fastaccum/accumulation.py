@@ -287,7 +287,7 @@ def check_args(
     if coupled and k is None:
         raise ValueError(f"coupled={coupled!r} puts the micro-batches of a loader batch together, and micro_batch_size, which makes them, "
                          "is missing: GradientAccumulation(micro_batch_size=..., coupled=True).")
-    if remainder not in _remainders: raise ValueError(f"remainder={remainder!r}: it must be one of {', '.join(map(repr, _remainders))}.")
+    if remainder not in _remainders: raise ValueError(f"remainder={remainder!r} is not one of {', '.join(map(repr, _remainders))}.")
     if drop_last is not None:
         raise TypeError(f"drop_last={drop_last!r} is fastxtend's: use remainder='drop' to leave out what is left at the end of an epoch, "
                         "'step' (the default) to step on it.")

@@ -28,7 +28,7 @@ def as_tensor(
     v:float|Tensor, # A number, or a tensor
     device          # Where the tensor is to be
 ) -> Tensor:
-    "`v` on `device`. A number is filled in there: to copy it, the host would wait"
+    "`v` on `device`. A number is filled in on the device, because copying it would make the host wait"
     return v.to(device, non_blocking=True) if isinstance(v, Tensor) else torch.full((), v, device=device)
 
 def _as(w, dtype): return w.to(dtype) if isinstance(w, Tensor) and dtype is torch.float64 else w  # int/int would be float32
@@ -40,7 +40,7 @@ def mean_loss(
     normalize:bool=True, # The weighted mean? If False the sum
     total=None           # The sum of the weights, made `nonzero`, where it is known
 ) -> tuple: # The loss, and the sum of the weights: a number if all of them are
-    "The loss of several micro-batches together; one without weight, whose loss is NaN, does not count"
+    "The loss of several micro-batches together. One with weight 0, whose loss may be NaN, does not count"
     if not losses: return torch.zeros(()),0
     if len(losses) == 1:
         loss,w = losses[0],weights[0]
@@ -76,7 +76,7 @@ def rescale(
     target:float|Tensor,# What it was divided by
     weight:float|Tensor # What it should have been divided by: the sum of the weights
 ):
-    "Make the gradients the mean. Nothing is multiplied where numbers are equal; without weight they become zero"
+    "Turn the summed gradients into the mean. Equal numbers need no multiplication; if the weight is 0, the gradients become zero"
     if isinstance(weight, Tensor): factor = torch.where(weight > 0, target/weight, 0.)
     else: factor = target/weight if weight else 0.
     if isinstance(factor, Tensor) or factor != 1: scale_grads(params, factor)
@@ -94,7 +94,7 @@ def as_weight(
     weight, # A number, or a tensor with one element on any device
     device  # Where a tensor is to be
 ) -> float|Tensor: # A number, or a tensor without dimensions
-    "The weight of a micro-batch in the form that is kept"
+    "The weight of a micro-batch in the form in which it is stored"
     if not isinstance(weight, Tensor): return weight
     weight = weight.detach().to(device, non_blocking=True)
     return weight.reshape(()) if weight.dim() else weight
@@ -103,7 +103,7 @@ def weighted(
     loss:Tensor,       # Loss of a micro-batch
     share:float|Tensor # From `GradientAccumulator.shares`
 ) -> Tensor: # What to call `backward` on
-    "`loss` times `share`; 0, whatever the loss is, where the share is 0"
+    "`loss` times `share`; 0 where the share is 0, even if the loss is NaN"
     if not isinstance(share, Tensor) and share: return loss if share == 1 else loss*share
     share = as_tensor(share, loss.device)
     return torch.where(share > 0, loss*share, 0.)
@@ -132,7 +132,7 @@ def scalar(
 
 # %% ../nbs/api/00_accumulator.ipynb #c55c41a2
 class Accumulated(NamedTuple):
-    "What an accumulated batch has so far. Keep one to come back to it: for a retry, a cancelled step, a checkpoint"
+    "What an accumulated batch contains so far. Keep one to return to it after a retry, a cancelled step or a checkpoint"
     n_items:int=0
     losses:tuple=()                # of its micro-batches, detached, on their device
     weights:tuple=()               # what each loss averaged over: a number, or a tensor without dimensions on the device
@@ -165,7 +165,7 @@ class Accumulated(NamedTuple):
         return self.planned == self.n_items
 
     def reopened(self, normalize=True):
-        "The gradients are a mean over the sum of the weights now; without weight they are zero, and keep their target"
+        "The gradients are now a mean over the sum of the weights; if that is 0 they are zero and keep their target"
         weight = self.computed[1]
         target = torch.where(weight > 0, weight, self.target) if isinstance(weight, Tensor) and normalize else weight or self.target
         return self._replace(target=target, planned=-1, computed=None)
@@ -174,7 +174,7 @@ class Accumulated(NamedTuple):
 def check_accum_bs(
     accum_bs # What was given as the items of an accumulated batch
 ):
-    "Raise an error for what cannot be a number of items"
+    "Raise an error if this cannot be a number of items"
     if not isinstance(accum_bs, Integral) or isinstance(accum_bs, bool):
         raise TypeError(f"accum_bs is {accum_bs!r}, a {type(accum_bs).__name__}: pass the number of items of an accumulated batch, an int.")
     if accum_bs < 1: raise ValueError(f"accum_bs={accum_bs}: an accumulated batch has at least 1 item.")
@@ -211,11 +211,11 @@ class Tally:
         return mean[0]
 
     def reopen(self) -> None:
-        "Take back the last `finish`: the accumulated batch goes on, its gradients stand"
+        "Undo the last `finish`: the accumulated batch continues, and its gradients stay"
         self.so_far = self.closed.reopened(self.normalize)
 
     def state_dict(self) -> dict: # Plain numbers
-        "What is counted so far. The gradients are the parameters', so save it where an accumulated batch has ended"
+        "What has been counted so far. The gradients belong to the parameters, so save this where an accumulated batch has ended"
         s = self.so_far
         loss,weight,target = (v.item() if isinstance(v, Tensor) else v for v in (*s.mean(self.normalize), s.target))
         return dict(accum_bs=self.accum_bs, n_items=s.n_items, loss=loss, weight=weight, target=target)
@@ -223,7 +223,7 @@ class Tally:
     def load_state_dict(self,
         state:dict # From `state_dict`
     ):
-        "Take over what `state_dict` returned"
+        "Restore what `state_dict` returned"
         s = self.so_far = Accumulated(target=state['target'])
         self.accum_bs = state['accum_bs']
         if state['n_items']: self.so_far = s.plus(torch.tensor(state['loss']), state['weight'], state['n_items'])
@@ -271,7 +271,7 @@ class GradientAccumulator(Tally):
         return weights/s.target if on_device else [w/s.target for w in weights]
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
-        "Make the gradients the accumulated batch's, return its loss on the device, and count anew from the next `add` on"
+        "Make the gradients those of the accumulated batch and return its loss on the device. The next `add` starts a new one"
         s = self.so_far
         loss,weight = s.mean(self.normalize)
         if self.reduce is not None:
@@ -284,7 +284,7 @@ class GradientAccumulator(Tally):
     def reset(self,
         opt=None # An optimizer with `zero_grad`, which may leave zeros (as fastai's do) or nothing. Default: nothing
     ) -> None:
-        "Forget all that was added, gradients too"
+        "Discard everything that was added, gradients included"
         if opt is not None: opt.zero_grad()
         else:
             for p in self.params: p.grad = None
@@ -295,7 +295,7 @@ def correct(
     acc,   # A `GradientAccumulator` that has one micro-batch so far
     weight # What its weight should have been; `None` for a loss that is a sum
 ):
-    "Change the weight of what was back-propagated already: the target changes with it, the gradients stand"
+    "Change the weight of a micro-batch that was already back-propagated: the target changes with it, the gradients stay"
     s,(old,) = acc.so_far,acc.so_far.weights
     if weight is None:
         scale_grads(acc.params, s.target/old)

@@ -1,4 +1,4 @@
-"""All public names at once: `from fastaccum.all import *`, after the imports from fastai
+"""All public names: `from fastaccum.all import *`, after the imports from fastai
 
 Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 

@@ -74,7 +74,7 @@ def train(
     epochs:int=15, # Epochs to train
     watch=()       # More callbacks, for these epochs only
 ) -> SimpleNamespace: # steps (a `Steps`), accuracy, seconds, peak (a `PeakMemory`)
-    "One run; and one more epoch to measure its memory, which slows it down and so does not count in `seconds`"
+    "One run, and one more epoch that measures its memory. Measuring is slow, so this epoch does not count in `seconds`"
     learn = Learner(digits_dls(bs), conv_net(), CrossEntropyLossFlat(), opt_func=partial(SGD, mom=.9), metrics=accuracy, cbs=cbs)
     res = SimpleNamespace(steps=Steps())
     with learn.no_bar(), learn.no_logging():
@@ -89,7 +89,7 @@ def difference(
     run,  # What `train` returned
     whole # The same, for another run
 ) -> float: # The largest difference of two weights
-    "How far the runs' final weights are apart"
+    "The largest difference between the runs' final weights"
     return (run.steps.weights[-1] - whole.steps.weights[-1]).abs().max().item()
 
 _line = '{:<34} {:>8}  {:>5}  {:>14}  {:>15}  {:>11}  {:>7}'.format
@@ -155,7 +155,7 @@ def figure(
 def wandb_offline(
     out:Path # Folder for it. W&B's service, which writes there, may have started elsewhere: it gets the absolute path
 ):
-    "An offline run of Weights & Biases; gives the callbacks that log to it, none if it is not installed"
+    "An offline run of Weights & Biases. Yields the callbacks that log to it: none if W&B is not installed"
     try:
         import wandb
         from fastaccum.wandb import WandbCallback

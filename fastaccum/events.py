@@ -29,7 +29,7 @@ def is_a(
     cls,   # Class of a callback
     *names # Names of classes
 ) -> bool:
-    "Does `cls`, or a base of it, have one of these names? W&B and TensorBoard, which may be missing, need not be imported"
+    "Does `cls` or one of its bases have one of these names? This needs no import of W&B or TensorBoard, which may be missing"
     return any(c.__name__ in names for c in cls.__mro__)
 
 # %% ../nbs/api/07_events.ipynb #f6c2bcc1
@@ -48,7 +48,7 @@ def _may_read_pred(cb):
     return 'after_batch' in cb.__dict__ or next(c for c in type(cb).__mro__ if 'after_batch' in vars(c)).__name__ not in _never_read_pred
 
 class EventTable:
-    "The methods that the callbacks of `learn` have for the events of a batch, in order"
+    "The methods of the callbacks of `learn` for the events of a batch, in order"
     def __init__(self,
         learn,                    # Its callbacks, whatever they are at the time
         condition=lambda *_: None # `condition(cb, event)`: None, or a function that says each time whether to call it
@@ -63,7 +63,7 @@ class EventTable:
     def slot(self,
         name:str # 'accumulation', 'precision' or 'LRFinder'
     ):
-        "The callback that has this slot, if it is to run"
+        "The callback that fills this slot, if it should run"
         cb = self.current()[name]
         return cb if cb is not None and cb.run else None
 
@@ -104,7 +104,7 @@ class Events(EventTable):
     def fire(self,
         event:str # Such as 'after_pred'
     ):
-        "`learn(event)`. Where nobody is in the table it can be left out"
+        "`learn(event)`. It can be omitted where the table is empty"
         if self.learn.training: return self(event)
         if event != 'after_batch' or self.current()['accumulation'] is None: self.learn(event)
         else:   # without TensorBoard, which in validation would repeat the last row, or fail if there is none

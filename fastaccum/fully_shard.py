@@ -31,7 +31,7 @@ class FullyShard(DataParallel):
         offload:bool=False,# Keep the parts in the CPU's memory?
         **kwargs           # `timeout` of `DataParallel`
     ):
-        if sync not in ('every','last','keep'): raise ValueError(f"sync={sync!r}: it must be one of 'every', 'last', 'keep'.")
+        if sync not in ('every','last','keep'): raise ValueError(f"sync={sync!r} is not one of 'every', 'last', 'keep'.")
         if kwargs.get('overlap'): raise ValueError("overlap=True is an option of DataParallel; FSDP always sends while it computes: leave it out.")
         super().__init__(**kwargs)
         store_attr('sync,units,offload')

@@ -20,7 +20,7 @@ def summed_in(
     params,             # An iterable of `nn.Parameter`; those that are not in half precision stay as they are
     dtype=torch.float32 # What their gradients are summed in
 ):
-    "Within, gradients are summed in `dtype`. There are none at its end"
+    "Inside this context gradients are summed in `dtype`. When it ends, there are none"
     params = list(params)
     with ExitStack() as stack:
         for p in params:
@@ -47,14 +47,14 @@ def _wide_grad(p, dtype):
 def takes_wide(
     opt # A PyTorch optimizer
 ) -> bool:
-    "Does it step with gradients that are wider than the parameters?"
+    "Can this optimizer step with gradients that are wider than the parameters?"
     return type(opt) is torch.optim.SGD and not opt.defaults.get('fused')
 
 @contextmanager
 def rounded_at_step(
     opt # A PyTorch optimizer
 ):
-    "Within, gradients have the type of their parameters while `opt` steps; afterwards they are gone, for the next sum"
+    "Inside this context gradients have the type of their parameters while `opt` steps. Afterwards they are removed, for the next sum"
     rounded = []
     def before(opt, *_):
         for p in (p for g in opt.param_groups for p in g['params'] if p.grad is not None and p.grad.dtype != p.dtype):

@@ -33,7 +33,7 @@ def _options(module):
     return d.get('reduction'),d.get('ignore_index'),d.get('label_smoothing'),id(d['_buffers'].get('weight')),id(d.get('weight'))
 
 class LossInfo:
-    "What is known about `loss_func`: `over` what its mean goes, and its options"
+    "What is known about `loss_func`: what its mean is `over`, and its options"
     # over: 'classes' (valid class targets, by class weight), 'valid' (targets other than `ignore_index`), 'mask' (the sum of a
     # target), 'elements', 'items'; target: of which target, if there are several; channel: in which of its columns
     target,channel,measured = None,None,False
@@ -159,7 +159,7 @@ def ignore_empty(
     pred,         # Model output(s) of a micro-batch
     weight:Tensor # Its weight
 ):
-    "Zero gradients for `pred` if `weight` is 0: NaN times 0 is NaN, so they are chosen, not multiplied"
+    "Zero gradients for `pred` if `weight` is 0. NaN times 0 is NaN, so they are selected, not multiplied"
     for t in tree_leaves(pred):
         if isinstance(t, Tensor) and t.requires_grad: t.register_hook(lambda g: torch.where(weight > 0, g, 0))
 
@@ -183,7 +183,7 @@ def _agree(xb, yb):
     return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[:1] == y.shape[:1] != ()
 
 def _counts(b, is_batch=False):
-    "What may be the number of items in `b`, likeliest first: the rows of its tensors, the length of a list"
+    "Candidates for the number of items in `b`, likeliest first: the rows of its tensors, the length of a list"
     if isinstance(b, PackedSequence): return [int(b.batch_sizes[0])]
     if isinstance(b, Tensor): return [b.size(0)] if b.dim() else []
     if b is None or isinstance(b, (str,bytes,Number)) or not hasattr(b, '__len__'): return []

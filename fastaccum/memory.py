@@ -56,8 +56,8 @@ def backend(
 class PeakMemory:
     """Context manager that measures the most memory that was taken at once inside it, beyond what was taken before.
 
-    On devices whose allocator counts (CUDA, XPU) this is its count; a second one inside the block would start it anew.
-    Elsewhere storages are followed, and what an operator takes and gives back within itself is not seen."""
+    On devices whose allocator counts (CUDA, XPU) this is its count; a second one inside the block would restart the count.
+    Elsewhere it follows storages, and does not see what an operator allocates and frees internally."""
     def __init__(self,
         device:str|torch.device='cpu' # Device whose allocator is asked, if it counts
     ):
@@ -89,7 +89,7 @@ _messages = ('out of memory', "DefaultCPUAllocator: can't allocate memory", 'Def
 def is_out_of_memory(
     exception:BaseException # As raised by PyTorch, or by a fastai callback, which keeps the type and puts its name before the message
 ) -> bool:
-    "Did memory run out?"
+    "Did this exception come from a lack of memory?"
     if isinstance(exception, (MemoryError, torch.cuda.OutOfMemoryError)): return True  # `torch.OutOfMemoryError` is the same class
     return isinstance(exception, RuntimeError) and any(m in str(exception) for m in _messages)
 
@@ -97,7 +97,7 @@ def is_out_of_memory(
 def step_too_big(
     why:str # Message of the error
 ) -> Exception:
-    "The error for an optimizer's step that does not fit"
+    "The error for an optimizer step that does not fit"
     return torch.OutOfMemoryError("Memory ran out in the optimizer's step, which takes the same however small the micro-batches are: mostly its state, such as Adam's two "
                                   "averages of every weight, which the first step makes. Try an optimizer with less state (SGD, or one of 8 bits), freeze a part of "
                                   f"the model, or use a smaller one. ({why})")
@@ -106,7 +106,7 @@ def step_too_big(
 def free_memory(
     device='cpu' # Device whose cache is given back
 ):
-    "Give back what nothing refers to: collect cycles, then empty the cache of the device's allocator"
+    "Free what nothing refers to: collect cycles, then empty the cache of the device's allocator"
     gc.collect()
     mod = backend(device)
     if not hasattr(mod, 'empty_cache'): return

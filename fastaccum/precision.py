@@ -36,7 +36,7 @@ def can_compute_in(
     device:str, # 'cuda', 'cpu', 'mps', 'xpu'
     mode:AMPMode
 ) -> bool:
-    "Does autocast to `mode` really compute in it there, and can its gradients be unscaled? Found out with a product of 2x2 matrices"
+    "Does autocast to `mode` work on this device, and can its gradients be unscaled? Tried with a product of 2x2 matrices"
     try:
         x = torch.ones(2, 2, device=device, requires_grad=True)
         with warnings.catch_warnings():
@@ -56,7 +56,7 @@ def warn_if_slow(
     device:str, # Type of a device
     mode:AMPMode
 ):
-    "Warn of fp16 on a processor without instructions for it, where it is far slower than fp32"
+    "Warn about fp16 on a processor without instructions for it, where it is far slower than fp32"
     if device != 'cpu' or mode is not AMPMode.FP16 or has_fast_fp16(): return
     warn("This processor has no instructions for fp16: training may take many times as long as in fp32. "
          "Use `learn.to_bf16()`, or `to_fp32()`.")
@@ -68,13 +68,13 @@ def parse_amp_mode(
     "The `AMPMode` of that name"
     try: return AMPMode(getattr(amp_mode, 'value', amp_mode))
     except ValueError: names = ', '.join(repr(m.value) for m in AMPMode)
-    raise ValueError(f"amp_mode={amp_mode!r}: it must be one of {names}. For fp32 use no precision callback, or `learn.to_fp32()`.")
+    raise ValueError(f"amp_mode={amp_mode!r} is not one of {names}. For fp32 use no precision callback, or `learn.to_fp32()`.")
 
 # %% ../nbs/api/11_precision.ipynb #9daa2b11
 def check_precision(
     cb # A `MixedPrecision` that is attached to a `Learner`
 ) -> str: # Type of the device that the model is on
-    "Raise an error if `cb` cannot work there"
+    "Raise an error if `cb` cannot work on the Learner's device"
     learn = cb.learn
     check_own_loop(learn)
     same = [type(o) for o in learn.cbs if o.name in (cb.name, 'non_native_mixed_precision')]
@@ -121,7 +121,7 @@ class ScaledSteps(LoopCallback):
     "The optimizer's step under a loss scale; the base of `MixedPrecision`"
     @property
     def opt(self):
-        "What the scaler steps: the fused torch optimizer in an `OptimWrapper`, which skips steps by itself; else this callback"
+        "What the scaler steps: a fused PyTorch optimizer in an `OptimWrapper`, which skips steps itself, or else this callback"
         opt = self.learn.opt
         return opt.opt if isinstance(opt, OptimWrapper) and getattr(opt.opt, '_step_supports_amp_scaling', False) else self
     param_groups = property(lambda self: self.learn.opt.param_groups)
@@ -147,7 +147,7 @@ class ScaledSteps(LoopCallback):
         return True if scaler.last_skipped is False else scaler.found_inf == 0
 
     def undo_step(self):
-        "Another callback cancelled the step after `before_step`: its gradients go on accumulating, scaled"
+        "Another callback cancelled the step after `before_step`: its gradients continue to accumulate, scaled"
         if self.scaler._pending_inf() is not None: scale_grads([p for ps in self.learn.opt.param_lists for p in ps], self.scaler._scale)
         self.scaler.reset_step()
 
@@ -161,7 +161,7 @@ class ScaledSteps(LoopCallback):
     def load_state_dict(self,
         state:dict # From `state_dict`, of a callback with the same `amp_mode`
     ):
-        "Go on with a saved loss scale"
+        "Continue with a saved loss scale"
         if state['amp_mode'] != self.amp_mode.value:
             raise ValueError(f"This state is of {state['amp_mode']!r}, the callback of {self.amp_mode.value!r}.")
         if state['scaler']: self.scaler.load_state_dict(state['scaler'])
@@ -206,11 +206,11 @@ class MixedPrecision(ScaledSteps):
 
     @property
     def scaler(self) -> DynamicLossScaler:
-        "The loss scale; a copy of it while `lr_find` runs, whatever ends that"
+        "The loss scale; while `lr_find` runs, a copy of it"
         return self._trial if self._trial is not None and self.loop.lr_finder else self._scaler
 
     def predict(self):
-        "Call the model in half precision; what it says is in fp32"
+        "Call the model in half precision; its output is in fp32"
         learn,free = self.learn,self._contexts  # taken while in use: should the model come here again, it needs another
         context = free.pop() if free else self._autocast()
         with context: pred = learn.model(*learn.xb)

@@ -36,7 +36,7 @@ class ScaleLR(LoopCallback):
         bs:int|None=None,     # Items that the learning rate was chosen for, default the loader's batch, or the size that a schedule starts with
         half_life:bool=False  # Keep the half-life of Adam's averages in items? (`mom` and `sqr_mom` to the power of `accum_bs/bs`)
     ):
-        if rule not in _rules: raise ValueError(f"rule={rule!r}: it must be one of {', '.join(map(repr, _rules))}.")
+        if rule not in _rules: raise ValueError(f"rule={rule!r} is not one of {', '.join(map(repr, _rules))}.")
         if bs is not None and (not isinstance(bs, Integral) or isinstance(bs, bool) or bs < 1):
             raise ValueError(f"bs={bs!r}: pass the number of items of a step that the learning rate was chosen for (an int, at least 1).")
         store_attr()

@@ -17,7 +17,7 @@ __all__ = ['takes_rows', 'is_recorder', 'current_lr', 'row_loss', 'on_host', 're
 def takes_rows(
     cb # Any `Callback`
 ) -> bool:
-    "Does `cb` log or schedule, so that `after_batch` means a step to it?"
+    "Does `cb` log or schedule, so that it expects one `after_batch` per step?"
     return is_a(type(cb), 'ParamScheduler', 'WandbCallback', 'TensorBoardCallback', 'StepLogger') or isinstance(cb, Recorder)
 
 def is_recorder(
@@ -43,7 +43,7 @@ def on_host(
     learn,      # A `Learner`
     loss:Tensor # The loss of a row
 ) -> float:
-    "Its value on the host; it may be there already, by `BatchLoop.read`"
+    "Its value on the host, where `BatchLoop.read` may have put it already"
     copied = getattr(getattr(learn.__dict__.get('one_batch'), 'now', None), 'on_host', None)
     if copied is not None and copied[0] is loss and copied[1] == loss._version: return copied[2]
     return row_loss(loss).float().item()
@@ -75,7 +75,7 @@ class Rows:
         cb,   # A callback of the Learner
         event # An event of a batch
     ): # For `EventTable`
-        "Callbacks that take rows hear of the first batch of an accumulated batch, and of the last"
+        "Callbacks that take rows are told of the first batch of an accumulated batch and of the last"
         if event == 'before_batch' and type(cb) is CastToTensor: return self._has_subclasses
         if event == 'before_batch' and is_a(type(cb), 'ParamScheduler', 'WandbCallback'): return lambda: self.loop.accumulation.opens
         if event == 'after_batch' and is_recorder(cb): return partial(self.record, cb)
@@ -115,7 +115,7 @@ class Rows:
         learn.loss = loss
 
     def give(self):
-        "The row of a step that no batch gave, to those who take rows"
+        "Give callbacks that take rows the row of a step for which there was no batch"
         loop,learn = self.loop,self.loop.learn
         loop.now.row_due = False
         if self.one_a_step(): learn.loss = loop.step_loss

@@ -69,7 +69,7 @@ class _StepRecord:
     def out_of_patience(self,
         skipped:bool|None, # Whether the last step was, None if the host does not know
     ) -> int: # The overflows in a row at `min_scale` if they are too many, else 0
-        "Reads only when so many steps may have overflowed since the host last knew better that an error is possible"
+        "Read the device only when enough steps may have overflowed since the last look for an error to be possible"
         self._until_read = self.patience if skipped is False else self._until_read-1
         if self._until_read > 0: return 0
         n = self.read().at_min
@@ -86,7 +86,7 @@ _counters = 'n_steps','n_overflows','_overflows_at_min'  # in `state_dict`
 
 # %% ../nbs/api/01_scaler.ipynb #58fca911
 class DynamicLossScaler(torch.amp.GradScaler):
-    "A `torch.amp.GradScaler` whose scale is bounded, ignores single overflows if told to, keeps its history and ends a hopeless run"
+    "A `torch.amp.GradScaler` with bounds and a history, which can ignore single overflows and stops a run that cannot recover"
     def __init__(self,
         device:str='cuda', # Type of the device that holds the gradients
         init_scale:float=2.**16, # The first loss scale
@@ -132,7 +132,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     @property
     def last_skipped(self) -> bool|None:
-        "Did an optimizer skip the last step? No sync. None if only the device knows (fused optimizers), and before the first"
+        "Did an optimizer skip the last step? No sync. None before the first step, and where only the device knows (fused optimizers)"
         if not self._enabled: return False
         known = [s.get('skipped') for s in self._per_optimizer_states.values()] or [self._last_skipped]
         return True if True in known else None if None in known else False
@@ -176,11 +176,11 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return self._enabled and self._record._until_read <= 1
 
     def reset_step(self) -> None:
-        "Forget a step that an exception broke off between `unscale_` and `update`"
+        "Discard a step that an exception interrupted between `unscale_` and `update`"
         if self._enabled: self._per_optimizer_states.clear()
 
     def state_dict(self) -> dict:
-        "torch's entries, and the counters: plain Python numbers. The history is not part of it"
+        "PyTorch's entries and the counters, as plain Python numbers. The history is not included"
         if not self._enabled: return {}
         record = self._record.read()
         counts = dict(zip(_counters, (record.n_steps, record.n_overflows, record.at_min)))
@@ -189,7 +189,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
     def load_state_dict(self,
         state_dict:dict, # From `state_dict`, or from a `torch.amp.GradScaler`
     ):
-        "Go on from a saved state; a new history starts. Bounds, `hysteresis` and `patience` stay this scaler's own"
+        "Continue from a saved state, with a new history. Bounds, `hysteresis` and `patience` remain this scaler's own"
         super().load_state_dict(state_dict)
         if not self._enabled: return
         self._init_scale = min(max(self._init_scale, self.min_scale), self.max_scale)

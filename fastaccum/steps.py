@@ -23,7 +23,7 @@ __all__ = ['step_row', 'DeviceSeconds', 'to_host', 'EpochAxis', 'StepTable', 'St
 def step_row(
     learn # A `Learner` whose optimizer was just called, with one of fastaccum's callbacks
 ) -> dict: # Name -> number, or tensor on the device
-    "What is known of the step: `items`, `accum_bs`, `loss`, `lr`, what callbacks offer as `step_values`, and whether it was `skipped`"
+    "What is known about the step: `items`, `accum_bs`, `loss`, `lr`, the `step_values` of callbacks, and whether it was `skipped`"
     loop,n = learn.one_batch,find_bs(learn.yb)
     row = dict(items=n, accum_bs=n, loss=loop.step_loss, lr=current_lr(learn.opt))
     for cb in learn.cbs:
@@ -56,7 +56,7 @@ def _wide(device): return torch.float32 if device.type == 'mps' else torch.float
 
 # %% ../nbs/api/12_steps.ipynb #a37bf726
 class EpochAxis:
-    "Epochs trained so far: grows smoothly within an epoch, goes on over several fits, and counts an epoch that was cut short as one"
+    "Epochs trained so far. Grows smoothly within an epoch, continues over several fits, and counts a shortened epoch as one"
     def __init__(self,
         done:float=0 # Epochs trained before
     ): self.done,self.start = done,None
@@ -84,7 +84,7 @@ class StepTable:
         self.n += 1
 
     def _settle(self, wait=True):
-        "Enter the times that the device knows by now; or wait for all of them"
+        "Enter the times that the device knows by now, or wait for all of them"
         while self.late and (wait or self.late[0][2].ready()):
             name,i,v = self.late.pop(0)
             self.cols[name][None][i] = v.seconds()
@@ -134,7 +134,7 @@ class StepClock:
     def check(self):
         self.device = next((p.device for p in self.logger.learn.model.parameters()), torch.device('cpu'))
         if self.logger.memory and not hasattr(backend(self.device), 'reset_peak_memory_stats'):
-            raise ValueError(f"StepLogger(memory=True): nobody counts the memory of a {self.device.type!r} device as it is taken. Leave `memory` out, and put "
+            raise ValueError(f"StepLogger(memory=True): PyTorch does not count the memory of a {self.device.type!r} device. Leave `memory` out, and put "
                              "`PeakMemory` around a short fit instead.")
         if self.logger.times and self.device.type != 'cpu': check_events(self.device)
 
@@ -171,7 +171,7 @@ class StepClock:
 def check_events(
     device # Device, not a CPU
 ):
-    "Raise an error if it cannot time itself"
+    "Raise an error if the device cannot time itself"
     try: _event(device).synchronize()
     except RuntimeError as e:
         raise ValueError(f"StepLogger(times=True): a {device.type!r} device cannot time itself with this PyTorch ({e}). Leave `times` out.") from None
@@ -183,7 +183,7 @@ def _event(device):
 
 # %% ../nbs/api/12_steps.ipynb #4962a2ae
 class StepLogger(LoopCallback):
-    "One row per accumulated batch that closed, in training; skipped steps are marked. Its rows go on over several fits"
+    "One row per accumulated batch in training, with skipped steps marked. The rows continue over several fits"
     order,run_valid,name = 10.5,False,'step_logger'  # the gradient's norm: after unscaling (10), before clipping (11)
     def __init__(self,
         grad_norm:bool=False,   # Also the norm of the accumulated gradient, unscaled and before clipping?
@@ -262,7 +262,7 @@ def to_tensorboard(
     learn,   # Its `TensorBoardCallback`, if there is one, gets the row on its axis, the loader batches
     row:dict # What `step_row` returns
 ):
-    "Write the row next to what TensorBoard has already (`train_loss`, hyper-parameters). Reads the device only then"
+    "Write the row next to what TensorBoard already has (`train_loss`, hyper-parameters). The device is read only then"
     for cb in learn.cbs:
         if not (is_a(type(cb), 'TensorBoardCallback') and cb.run): continue
         for k,v in to_host(row).items():
@@ -299,7 +299,7 @@ _advice = dict(data='the loader: more workers (`num_workers`), or files that are
 def plot_times(self:StepLogger,
     ax=None # Matplotlib axes, default new ones
 ): # Matplotlib axes
-    "Draw where the time of each step went, and say which part to mend"
+    "Draw where the time of each step went, and say which part to improve"
     if not len(self.rows) or 'forward_s' not in self.rows.cols: raise ValueError("There are no times: train with StepLogger(times=True).")
     df = self.to_df()
     times = df[[f'{k}_s' for k in _parts]].fillna(0.)

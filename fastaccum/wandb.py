@@ -50,7 +50,7 @@ def plain(
 def fit_config(
     learn # A `Learner` in a fit
 ) -> dict: # Name -> number, string, list or dict of them
-    "What is known of `learn` and its data: fastai's `gather_args` as plain values, without using up random numbers"
+    "The settings of `learn` and its data: fastai's `gather_args` as plain values, without drawing random numbers"
     with no_random(reproducible=False), redirect_stdout(None): args = learn.gather_args()
     args = {**args, 'Learner': settings(learn), **{str(cb): settings(cb) or True for cb in learn.cbs}}
     return {k: plain(v) for k,v in args.items()}
@@ -59,7 +59,7 @@ def fit_config(
 def epoch_values(
     rec:Recorder # At the end of an epoch
 ) -> dict: # Name -> number
-    "Losses and metrics of the epoch, but for the training loss, which has rows of its own"
+    "Losses and metrics of the epoch, except the training loss, which has its own rows"
     names,n_train = list(rec.metric_names[1:]),1 + (len(rec.metrics) if rec.train_metrics else 0)
     if getattr(rec, 'cancel_valid', False): names = names[:n_train]
     if getattr(rec, 'cancel_train', False): names = names[n_train:]
@@ -92,10 +92,10 @@ def log_dataset(
     metadata:dict|None=None, # Name -> anything; W&B gets `str` of it
     description:str='raw dataset' # Shown with the artifact
 ):
-    "Log a folder, but for its `models`, as an artifact that the run uses. (Offline, where W&B cannot record its use, as one it makes)"
+    "Log a folder, except its `models`, as an artifact that the run uses. (Offline W&B cannot record use, so as one that the run makes)"
     if wandb.run is None: raise ValueError('You must call wandb.init() before log_dataset()')
     path = Path(path)
-    if not path.is_dir(): raise ValueError(f'log_dataset={str(path)!r}: it must be a folder.')
+    if not path.is_dir(): raise ValueError(f'log_dataset={str(path)!r} is not a folder.')
     art = wandb.Artifact(name or path.name, type='dataset', metadata={k: str(v) for k,v in (metadata or {}).items()}, description=description)
     for p in path.ls():
         if p.is_file(): art.add_file(str(p.resolve()))
@@ -111,7 +111,7 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
     _run_id,_fitting,_ahead = None,False,0 # `_ahead`: step up to which the run had rows when a checkpoint was loaded
 
     def before_fit(self):       # the beginning of `validate` and `get_preds` too, which log nothing
-        if self.log not in _logs: raise ValueError(f"log={self.log!r}: it must be one of {', '.join(map(repr, _logs))}.")
+        if self.log not in _logs: raise ValueError(f"log={self.log!r} is not one of {', '.join(map(repr, _logs))}.")
         self._fitting = False
 
     def before_train(self):
@@ -147,14 +147,14 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         wandb.log({})           # the last row is complete
 
     def state_dict(self) -> dict: # Strings, numbers, and lists of them; empty before the first fit
-        "Where the run is, for checkpoints, and its last rows"
+        "The run's position and its last rows, for checkpoints"
         if not self._run_id: return {}
         return dict(run_id=self._run_id, step=self._wandb_step, n_steps=self._n_steps, axis=dict(vars(self.axis)), rows=[(step, row) for _,step,row in self._recent])
 
     def load_state_dict(self,
         state:dict # From `state_dict`
     ):
-        "Go on after this step. Rows that the run has already come again, with the same step and the same values"
+        "Continue after this step. Rows that the run already has are logged again, with the same step and values"
         if not state: return
         if wandb.run is not None and wandb.run.id != state['run_id']:
             print(f"WandbCallback: the checkpoint logged to the run {state['run_id']!r}, this is {wandb.run.id!r}. Begin with "
@@ -192,13 +192,13 @@ def at_step(
     cb,      # A `WandbCallback`
     step:int # Step of W&B that its next row would have if nobody else logged
 ) -> int:
-    "Where the row goes: behind what others have logged, but onto rows that were there before a restart"
+    "The step of the row: after what others have logged, but over rows from before a restart"
     return step if step < cb._ahead else max(step, wandb.run.step)
 
 def begin_fit(
     cb # A `WandbCallback`
 ):
-    "Find out where the run is, and log what a fit begins with"
+    "Find the run's position, and log the start of a fit"
     run,learn = wandb.run,cb.learn
     if run is None: raise ValueError('You must call wandb.init() before WandbCallback()')
     cb._fitting,cb._hists,new = True,{},run.id != cb._run_id
@@ -216,7 +216,7 @@ def begin_fit(
 def train_row(
     cb # A `WandbCallback`
 ) -> dict: # Name -> number, or tensor on the device
-    "The row of a step; of a loader batch that is none, if `log_accum_batch=False`"
+    "The row of a step, or with `log_accum_batch=False` of a loader batch without one"
     learn,loop = cb.learn,cb.loop
     known = step_row(learn) if loop.closed else dict(items=loop.accumulation.n_items)
     known = {k: v for k,v in known.items() if k not in ('loss','lr')}
@@ -261,7 +261,7 @@ def offline_records(
     path,            # `wandb.run.settings.sync_file`, or the `run-*.wandb` file in the folder of an offline run
     timeout:float=10 # Seconds to wait for the end of the run: another process writes it, a little after `wandb.finish()`
 ) -> list: # Protocol buffers (`wandb_internal_pb2.Record`)
-    "All that an offline run has logged, in order"
+    "Everything that an offline run has logged, in order"
     path,until = Path(path),time.time() + timeout
     while True:
         late = time.time() > until

@@ -1,15 +1,16 @@
 "The site, built once and driven in headless Chromium: from the disk, and from below a path of a server"
-import importlib, inspect, json, os, re, shutil, subprocess, sys, threading
+import html, importlib, inspect, json, os, re, shutil, subprocess, sys, threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 import pytest
 pytest.importorskip('zensical', reason='The site needs Zensical, and that Python 3.11')
 from fastcore.docments import docments
 from fastcore.nbio import read_nb
 from nbdev.config import get_config
-import apidoc, docs, pages
+import apidoc, docs, pages, snippets
 
 root = Path(__file__).resolve().parent.parent
 
@@ -166,6 +167,68 @@ def test_menu():
     (':::{.callout-note}\n## Head\n\nText\n:::', '!!! note "Head"\n\n    Text'), (':::{.callout-tip}\nText\n\nmore\n:::', '!!! tip\n\n    Text\n\n    more')])
 def test_callouts(text, expected): assert pages.callouts(text)==expected
 
+@pytest.mark.parametrize('src,expected', [
+    ('x = f()\ntest_eq(x, 1)\nassert x', ('x = f()', 'test_eq(x, 1)\nassert x')), ('x = f()\nx', ('x = f()\nx', '')), ('assert x', ('', 'assert x')),
+    ('f(); assert x', ('f(); assert x', '')), ('x = 1\n# because\nassert x', ('x = 1', '# because\nassert x')), ('!ls', ('!ls', ''))])
+def test_checks_are_split_off(src, expected): assert pages.split_checks(src)==expected
+
+def test_snippets():
+    "A page that needs what it does not show is named, with the snippet that fails"
+    def wrong(*src): return snippets.run(SimpleNamespace(snippets=lambda: src), root)[1]
+    assert re.search(r'(?s)snippet 1.*NameError', wrong('x = 1', 'y'))
+    assert wrong('x = 1', '!ls', '%matplotlib inline\nassert x==1')==''
+
+def folded_ids(text):
+    "Anchors within blocks that are closed at first"
+    class Folded(docs.HTMLParser):
+        depth,found = 0,set()
+        def handle_starttag(self, tag, attrs):
+            self.depth += tag=='details'
+            if self.depth: self.found = self.found | {dict(attrs).get('id')}
+        def handle_endtag(self, tag): self.depth -= tag=='details'
+    f = Folded()
+    f.feed(text)
+    return f.found
+
+@pytest.mark.parametrize('name', modules)
+def test_helpers_are_folded(site, name):
+    "What is for users is open, helpers are not; sections that have helpers only come last"
+    mod,text = importlib.import_module(f'fastaccum.{name}'),(site/f'api/{name}.html').read_text()
+    folded = folded_ids(re.search(r'(?s)<article.*?</article>', text)[0])
+    users,helpers = apidoc.public(mod)
+    own = lambda names: {n.lower() for n in names if getattr(mod, n).__module__==mod.__name__}
+    assert not own(users) & folded
+    assert own(helpers) <= folded, own(helpers)-folded
+
+def test_checks_on_tutorials_are_folded(site):
+    for f in (site/'tutorials').glob('*.html'):
+        article = re.search(r'(?s)<article.*?</article>', f.read_text())[0]
+        shown = re.sub(r'(?s)<details.*?</details>', '', article)
+        cells = [html.unescape(re.sub('<.*?>', '', c)).strip() for c in re.findall(r'(?s)<pre>.*?</pre>', shown)]
+        assert not [c for c in cells if pages.split_checks(c)[1] and not pages.split_checks(c)[0]], f.name
+
+def test_notebook_links(site):
+    "Every page of a notebook leads to it: at GitHub, as a file, in Colab"
+    for p in paths(site):
+        if p in ('changelog.html', 'contributing.html'): continue
+        links = docs.Links((site/p).read_text()).links
+        nb, = [l for l in links if l.startswith('https://github.com/') and l.endswith('.ipynb') and f'/{Path(l).name}' in ''.join(o for o in links if 'colab' in o)]
+        assert (root/nb.partition('/main/')[2]).exists() and ((site/p).parent/Path(nb).name).exists(), p
+
+# What a user types, and where it should lead, as one of the first three
+searches = {'resume': 'tutorials/stop_and_resume', 'out of memory': 'troubleshooting', 'remainder': 'troubleshooting', 'distributed': 'tutorials/many_devices',
+            'clip': 'tutorials/bigger_batch', 'segmentation': 'recipes', 'overflow': 'tutorials/mixed_precision', 'GradientAccumulation': 'api/accumulation'}
+
+def test_search_index(site):
+    "Helpers do not stand in titles, guides come before the API, and the server's index is the disk's"
+    items = json.loads((site/'search.json').read_text())['items']
+    assert json.loads((site/'search.js').read_text().partition('= ')[2].rstrip(';'))['items']==items
+    api = [o['location'].startswith('api/') for o in items]
+    guides = [i for i,o in enumerate(items) if o['location'].startswith(('tutorials/', 'recipes', 'troubleshooting'))]
+    assert guides and max(guides) < api.index(True)
+    helpers = {f'api/{m}.html#{n.lower()}' for m,names in apidoc.helpers().items() for n in names}
+    assert all(o['title'].startswith('Helpers of') for o in items if o['location'] in helpers)
+
 # -- In a browser ------------------------------------------------------------------------------------------------
 flags = ('--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking '
          '--disable-component-update --disable-sync --window-size=1400,1000 --allow-file-access-from-files=false')
@@ -243,6 +306,45 @@ def test_search(browser, base):
     hit.click()
     wait(browser, 'location.href.includes("api/accumulation.html") && location.hash=="#gradientaccumulationschedule"')
     assert browser.current_url.startswith(base)
+
+@pytest.mark.parametrize('query', searches)
+def test_search_finds(browser, site, query):
+    browser.get(f'{site.as_uri()}/index.html')
+    wait(browser, 'document.querySelector(".md-search__button")').click()
+    frame = '[...document.querySelectorAll("*")].find(e => e.shadowRoot).shadowRoot'
+    wait(browser, f'{frame}.querySelector("input")').send_keys(query)
+    wait(browser, f'{frame}.querySelector("a[role=option]")')
+    from selenium.webdriver.support.ui import WebDriverWait
+    hits = lambda b: [h for h in b.execute_script(f'return [...{frame}.querySelectorAll("a[role=option]")].map(a => a.href)')[:3] if f'{searches[query]}.html' in h]
+    WebDriverWait(browser, 10).until(hits, f'{query}: {searches[query]} is not among the first three')
+
+def at_width(browser, width, height=900):
+    browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', dict(width=width, height=height, deviceScaleFactor=1, mobile=width<600))
+
+def test_first_screen(browser, site):
+    "Who opens the site sees the call, the picture and the proof without scrolling"
+    at_width(browser, 1300)
+    try:
+        browser.get(f'{site.as_uri()}/index.html')
+        wait(browser, 'document.querySelector("article img").complete')
+        ends = browser.execute_script('return ["pre", "img", "table"].map(s => document.querySelector(`article ${s}`).getBoundingClientRect().bottom)')
+        assert max(ends) <= 900, ends
+        assert browser.execute_script('return document.querySelectorAll("article table")[0].rows.length')==6
+    finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
+
+@pytest.mark.parametrize('width', [400, 1300])
+def test_not_cut_off(browser, site, width):
+    "At 1300 pixels everything is as wide as its place; on a phone code is, while columns and figures scroll"
+    at_width(browser, width)
+    which = 'pre, table, .out-html, math, img, p' if width > 1000 else '.highlight:not(.out) pre'
+    try:
+        for p in paths(site):
+            browser.get(f'{site.as_uri()}/{p}')
+            browser.execute_script('document.querySelectorAll("article details").forEach(d => d.open = true)')
+            cut = browser.execute_script(f"""const wide = e => e.scrollWidth > e.clientWidth+1 && getComputedStyle(e).display != 'inline'
+                return [...document.querySelectorAll('article :is({which})')].flatMap(e => [e, ...e.querySelectorAll('code')]).filter(e => wide(e) && getComputedStyle(e).overflowX != 'visible').map(e => e.outerHTML.slice(0, 200))""")
+            assert cut==[], (p, cut)
+    finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 def test_parameters(browser, base):
     browser.get(f'{base}/api/accumulation.html#gradientaccumulationschedule')

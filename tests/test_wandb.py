@@ -286,12 +286,12 @@ def test_dataset(capsys):
         learn.dls.path,learn.wandb._run_id = Path('set').resolve(),None
         learn.fit(1)
     assert list(run.artifacts())==['set']
-    with Run(), pytest.raises(ValueError, match="log_dataset='nowhere': it must be a folder"): learner(data, 16, wb(log_dataset='nowhere')).fit(1)
+    with Run(), pytest.raises(ValueError, match="log_dataset='nowhere' is not a folder"): learner(data, 16, wb(log_dataset='nowhere')).fit(1)
 
 # --- errors and copies
 def test_errors(monkeypatch):
     with pytest.raises(ValueError, match='wandb.init'): learner(data, 16, wb()).fit(1)
-    with pytest.raises(ValueError, match="log='weights': it must be one of None, 'gradients'"): learner(data, 16, wb(log='weights')).fit(1)
+    with pytest.raises(ValueError, match="log='weights' is not one of None, 'gradients'"): learner(data, 16, wb(log='weights')).fit(1)
     learner(data, 16, wb()).validate()  # needs no run
     monkeypatch.setitem(sys.modules, 'wandb', None)
     monkeypatch.delitem(sys.modules, 'fastaccum.wandb')

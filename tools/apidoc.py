@@ -86,6 +86,12 @@ def public(mod):
     main = [n for n in names if n in users] or callbacks or names
     return main,[n for n in names if n not in main]
 
+def helpers():
+    "Module -> names that have a place on its page, and are not for users"
+    package = get_config().lib_path
+    mods = {f.stem: importlib.import_module(f'{package.name}.{f.stem}') for f in package.glob('*.py') if f.stem[0] != '_' and f.stem != 'all'}
+    return {m: public(mod)[1] for m,mod in mods.items()}
+
 def describe(sym, name, level=3, methods=True, skip=()):
     "All about `sym`, with its methods but those in `skip`, which have a place of their own"
     called = signature

@@ -12,8 +12,8 @@ import apidoc, pages
 
 # -- The menu ----------------------------------------------------------------------------------------------------
 # A page in each place, all of a folder, or all that is left
-menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Tutorials': 'tutorials/', 'Coming from': 'coming_from',
-        'API reference': 'api/', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks', '': '',
+menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipes': 'recipes', 'Troubleshooting': 'troubleshooting',
+        'Migrating from other libraries': 'coming_from', 'Tutorials': 'tutorials/', 'API reference': 'api/', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks', '': '',
         'Changelog': 'changelog', 'Contributing': 'contributing'}
 # In the order in which a user needs them; those that are not named follow
 first = ['tutorials/' + o for o in ('bigger_batch', 'anneal', 'find_batch_size', 'mixed_precision', 'any_gpu', 'token_losses', 'many_devices', 'scaling', 'wandb', 'stop_and_resume',
@@ -48,7 +48,9 @@ def write_markdown(cfg, md):
     proc = apidoc.proc_nbs()
     nbs = [pages.Page(f, proc, out, cfg) for f in sorted(proc.rglob('*.ipynb'))]
     titles = {p.path: p.title for p in nbs}
-    for p in nbs: p.write()
+    for p in nbs:
+        p.write()
+        shutil.copy(cfg.nbs_path/p.name, (out/p.path).parent)     # to download
     for f in filter(lambda f: pages.is_page(f.name), root.iterdir()):
         titles[f.name.lower()] = f.stem.capitalize()
         (out/f.name.lower()).write_text(pages.linked(f.read_text(encoding='utf-8'), f'../{f.name}', cfg), encoding='utf-8')
@@ -74,8 +76,31 @@ def build(md):
     subprocess.run([zensical, 'build', '--clean', '--strict'], cwd=md, check=True)
     site = md/'site'
     for f in site.rglob('*.html'): f.write_text(_formula.sub(formula, f.read_text(encoding='utf-8')), encoding='utf-8')
+    rank(site)
     for f in (md/'docs').rglob('*.md'): shutil.copy(f, (site/f.relative_to(md/'docs')).with_suffix('.html.md'))  # `Docs:` in a module's docstring
     return site
+
+# -- Search ------------------------------------------------------------------------------------------------------
+def ranked(items):
+    """Entries of the search's index, in the order in which equals are listed: guides first, then what is public. An entry about a
+    helper has its name in its text, not in its title, as a match in a title comes before all others"""
+    helpers = {f'api/{m}.html#{n.partition(".")[0].lower()}': m for m,names in apidoc.helpers().items() for n in names}
+    def place(o): return o['location'].startswith(('api/', 'changelog', 'contributing', 'benchmarks')),'helper' in o
+    res = []
+    for o in items:
+        mod = helpers.get(o['location'].partition('.html#')[0] + '.html#' + o['location'].partition('#')[2].partition('.')[0])
+        res.append({**o, 'title': f'Helpers of {mod}', 'text': f"<code>{o['title']}</code> {o['text']}", 'helper': True} if mod else o)
+    return [{k: v for k,v in o.items() if k != 'helper'} for o in sorted(res, key=place)]
+
+def rank(site):
+    "Put the search's index in order, for the server and for the disk"
+    js,index = site/'search.js',json.loads((site/'search.json').read_text(encoding='utf-8'))
+    before = js.read_text(encoding='utf-8')
+    head = before[:before.index('{')]
+    index['items'] = ranked(index['items'])
+    text = json.dumps(index, ensure_ascii=False, separators=(',', ':'))
+    (site/'search.json').write_text(text, encoding='utf-8')
+    js.write_text(head + text + before[before.rindex('}')+1:], encoding='utf-8')
 
 # -- Links -------------------------------------------------------------------------------------------------------
 class Links(HTMLParser):

@@ -1,11 +1,11 @@
 "A processed notebook as a page in markdown"
-import base64, importlib, posixpath, re, textwrap, yaml
+import ast, base64, importlib, posixpath, re, textwrap, yaml
 from pathlib import Path
-from fastcore.nbio import cell_frontmatter, read_nb
+from fastcore.nbio import cell_frontmatter, mk_cell, read_nb
 from nbdev.config import nbpath2html
 from nbdev.processors import _default_exp
 from readme import fence, terminal
-from apidoc import contents, described
+from apidoc import calls, contents, described, public
 
 pictures = {'image/svg+xml': 'svg', 'image/png': 'png', 'image/jpeg': 'jpg'}
 
@@ -84,6 +84,33 @@ def html(text):
     if not re.search(r'<(table|img|svg|details|pre)\b', text): return ''
     return '<div class="out-html" markdown="0">\n' + re.sub(r'\n\s*\n', '\n', text).strip() + '\n</div>'
 
+def is_typed(cell):
+    "Does a reader see this code, and may run it?"
+    d = cell.directives
+    return bool(cell.source.strip()) and not (d.get('echo') == 'false' or d.get('eval') == 'false' or d.get('include') == 'false')
+
+# -- What is folded ----------------------------------------------------------------------------------------------
+def fold(summary, text, kind='info'):
+    "`text` below a line that opens it"
+    return f'??? {kind} "{summary}"\n\n' + re.sub(r'(?m)^(?=.)', ' '*4, text)
+
+def _checks(node):
+    "Does a statement only check something?"
+    call = getattr(getattr(node, 'value', None), 'func', None)
+    return isinstance(node, ast.Assert) or isinstance(node, ast.Expr) and getattr(call, 'id', '').startswith('test_')
+
+def split_checks(src):
+    "`src` without the checks at its end, and these"
+    try: nodes = ast.parse(src).body
+    except SyntaxError: return src,''                     # a shell command, a magic
+    n = next((i for i,node in enumerate(reversed(nodes)) if not _checks(node)), len(nodes))
+    if not n: return src,''
+    lines = src.split('\n')
+    first = nodes[-n].lineno-1
+    if n < len(nodes) and nodes[-n-1].end_lineno > first: return src,''   # on the line of what it checks
+    while first and lines[first-1].lstrip().startswith('#'): first -= 1
+    return '\n'.join(lines[:first]).rstrip(),'\n'.join(lines[first:])
+
 class Page:
     "The page of a processed notebook; `write` puts it, and the pictures in it, below `out`"
     def __init__(self, nb_path, proc, out, cfg):
@@ -92,6 +119,8 @@ class Page:
         self.source = read_nb(cfg.nbs_path/self.name)
         self.title,self.description = title(self.nb)
         self.section = self.title                       # the last heading, which says what a picture shows
+        exp = _default_exp(self.source)
+        self.mod = importlib.import_module(f'{cfg.lib_path.name}.{exp}') if exp else None
 
     def write(self):
         dst = self.out/self.path
@@ -100,13 +129,76 @@ class Page:
 
     def markdown(self):
         exp = _default_exp(self.source)
-        parts = ['---\n' + yaml.safe_dump(dict(title=self.title, description=self.description or self.title)) + '---', f'# {self.title}']
+        head = dict(title=self.title, description=self.description or self.title)
+        if self.path == 'index.md': head['hide'] = ['toc']    # room for a picture and a table
+        parts = ['---\n' + yaml.safe_dump(head) + '---', f'# {self.title}']
         if self.description: parts.append(f'{self.description}\n{{ .subtitle }}')
         if exp:
             lib = self.cfg.lib_path.name
-            parts += [f'`from {lib}.{exp} import *`', linked(contents(importlib.import_module(f'{lib}.{exp}')), self.name, self.cfg)]
-        for i,cell in enumerate(self.nb.cells): parts += [linked(p, self.name, self.cfg) for p in self.cell(cell, i)]
+            parts += [f'`from {lib}.{exp} import *`', linked(contents(self.mod), self.name, self.cfg)]
+        parts.append(self.notebook())
+        if self.mod and any(c.cell_type == 'code' and not calls(c) and is_typed(c) for c in self.nb.cells):
+            parts.append(fold('Imports of the examples', fence(self.imports(), 'python'), 'quote'))
+        for summary,cells in self.blocks():
+            text = '\n\n'.join(filter(None, (linked(p, self.name, self.cfg) for cell,i in cells for p in self.cell(cell, i))))
+            parts.append(fold(summary, text) if summary and text else text)
         return '\n\n'.join(filter(None, parts)) + '\n'
+
+    def notebook(self):
+        "Where the notebook of this page is, for those who want to run it"
+        at = f'nbs/{self.name}'
+        colab = self.cfg.git_url.replace('https://github.com', 'https://colab.research.google.com/github')
+        links = [f'[notebook at GitHub]({self.cfg.git_url}/blob/{self.cfg.branch}/{at})', f'[download]({Path(self.name).name}){{ download }}',
+                 f'[open in Colab]({colab}/blob/{self.cfg.branch}/{at}) (there, first `!pip install git+{self.cfg.git_url}`)']
+        return ' · '.join(links) + '\n{ .notebook data-search-exclude }'
+
+    def helpers(self, cell):
+        "Names of the helpers that a cell describes; nothing where one of them is for users"
+        names = [ast.unparse(c.args[0]) for c in calls(cell)]
+        return names if self.mod and names and set(names) <= set(public(self.mod)[1]) else []
+
+    def blocks(self):
+        """The cells with their numbers, in the order of the page, as (summary, cells). What has a summary is folded: a helper with the code
+        that shows it; a section of helpers only, below *Internals* at the end"""
+        sections = [[]]
+        for o in zip(self.nb.cells, range(len(self.nb.cells))):
+            if o[0].cell_type == 'markdown' and re.match(r'## ', o[0].source): sections.append([])
+            sections[-1].append(o)
+        head = lambda cells: re.match(r'## *(.*)', cells[0][0].source)[1] if cells else ''
+        inner = [s for s in sections[1:] if not head(s).startswith('Internals') and any(self.helpers(c) for c,_ in s)
+                 and all(self.helpers(c) for c,_ in s if calls(c))]
+        front = [s for s in sections if not any(s is o for o in inner)]
+        for cells in front: yield from self.folded(cells)
+        if inner and not any(head(s).startswith('Internals') for s in front[1:]): yield '',[(mk_cell('## Internals', 'markdown'), -1)]
+        for cells in inner: yield f'{head(cells)}: {", ".join(n for c,_ in cells for n in self.helpers(c))}',cells
+
+    def folded(self, cells):
+        "The cells of a section, helpers and what shows them folded"
+        names,group = [],[]
+        for cell,i in cells:
+            mine = self.helpers(cell)
+            if group and (cell.cell_type == 'markdown' or calls(cell) and not mine):
+                yield ', '.join(names),group
+                names,group = [],[]
+            if mine or group: names += mine; group.append((cell, i))
+            else: yield '',[(cell, i)]
+        if group: yield ', '.join(names),group
+
+    def imports(self):
+        "What the module and the notebook import, and the module's names that the examples use: for one who types an API page's examples"
+        nodes,src = [],'\n'.join(c.source for c in self.nb.cells if c.cell_type == 'code' and not calls(c))
+        for c in self.source.cells:
+            if c.cell_type != 'code' or not {'export', 'hide'} & set(c.directives): continue
+            nodes += [n for n in ast.parse(re.sub(r'(?m)^\s*[%!].*', '', c.source)).body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        lines = dict.fromkeys(ast.unparse(n) for n in nodes)
+        own = sorted(n for n in set(re.findall(r'\b_\w+', src)) if not n.startswith('__') and hasattr(self.mod, n))
+        lines = [l for l in lines if not re.search('__future__|showdoc|import nbdev', l)] + [f'from {self.mod.__name__} import *']
+        return '\n'.join(lines + [f'from {self.mod.__name__} import {", ".join(own)}']*bool(own))
+
+    def snippets(self):
+        "What a reader types, from the top of the page to its end"
+        cells = [c.source for _,cells in self.blocks() for c,_ in cells if c.cell_type == 'code' and not calls(c) and is_typed(c)]
+        return [self.imports(), *cells] if self.mod and cells else cells
 
     def cell(self, cell, i):
         "Markdown of a cell, in parts"
@@ -121,11 +213,14 @@ class Page:
         d = cell.directives
         if d.get('include')=='false': return []
         cell.remove_directives()
-        src = fence(cell.source.strip('\n'), cell.metadata.get('language') or 'python')
+        src,checks = cell.source.strip('\n'),''
+        if not self.mod and 'code-fold' not in d: src,checks = split_checks(src)
+        src = fence(src, cell.metadata.get('language') or 'python')
         if 'code-fold' in d:
-            src = f'???{"+" if d["code-fold"]=="show" else ""} quote "{d.get("code-summary", "Code").strip(chr(34))}"\n\n' + re.sub(r'(?m)^(?=.)', ' '*4, src)
+            src = fold(d.get('code-summary', 'Code').strip('"'), src, 'quote')
         res = [] if d.get('echo')=='false' else [src]
         if d.get('output')!='false': res += [self.output(o, f'{i}_{j}', d.get('output')=='asis') for j,o in enumerate(streams(cell.get('outputs', [])))]
+        if checks and d.get('echo') != 'false': res.append(fold('Checked', fence(checks, 'python'), 'quote'))
         return res
 
     def output(self, o, name, asis):
