@@ -195,7 +195,8 @@ class Joined:
         "Copy the output of part `i` to its place"
         ts = tensors_in(out)
         if not i:     # without its graph, which would keep the part's activations
-            self.template,self.whole,self.has_grad = map_tensors(Tensor.detach, out),[self._room(t) for t in ts],[t.requires_grad for t in ts]
+            self.template = map_tensors(Tensor.detach, out)
+            self.whole,self.has_grad = [self._room(t) for t in ts],[t.requires_grad for t in ts]
         for t,w in zip(ts, self.whole, strict=True): self._put(t.detach(), w, i)
 
     def _room(self, t):
