@@ -76,9 +76,10 @@ def weights_state(
     vs:Values # As for `training_state`
 ) -> dict: # For `load_weights`
     "Model, optimizer and loss"
-    model,*more = take_module(vs, get_model(learn.model), 'model')
+    whole,_,_ = sharding_of(learn)
+    model,*more = take_module(vs, get_model(learn.model), 'model', whole)
     params = [p for ps in learn.opt.param_lists for p in ps]
-    return dict(model=model, model_more=more, opt=vs.strict(learn.opt.state_dict(), 'opt.state_dict()'), has_grad=[p.grad is not None for p in params],
+    return dict(model=model, model_more=more, opt=vs.strict(whole(learn.opt.state_dict()), 'opt.state_dict()'), has_grad=[p.grad is not None for p in params],
                 frozen_idx=_inner(learn.opt).frozen_idx, loss_func=vs.strict(_held(own_loss(learn)), 'loss_func', code=True))
 
 def load_weights(
@@ -88,10 +89,11 @@ def load_weights(
 ):
     "Put them back"
     vs = vs or Values(known_objects(learn))
-    put_module(vs, get_model(learn.model), [state['model'], *state['model_more']], 'model')
+    _,parts,load_opt = sharding_of(learn)
+    put_module(vs, get_model(learn.model), [parts(state['model']), *state['model_more']], 'model')
     vs.decode(state['loss_func'], _held(own_loss(learn)), 'loss_func')
     opt = learn.opt
-    opt.load_state_dict(vs.decode(state['opt'], None, 'opt.state_dict()'))
+    load_opt(vs.decode(state['opt'], None, 'opt.state_dict()'))
     if isinstance(opt, Optimizer):
         opt = _inner(opt)
         opt.hypers,opt.state = L(opt.hypers),defaultdict(dict, opt.state)
@@ -99,6 +101,13 @@ def load_weights(
     for p,has in zip((p for ps in learn.opt.param_lists for p in ps), state['has_grad']): p.grad = torch.zeros_like(p) if has else None
 
 # %% ../nbs/api/14g_state.ipynb #9d83124d
+def sharding_of(
+    learn # A `Learner` with an optimizer
+) -> tuple: # Of functions: the whole of sharded tensors, this rank's parts of whole ones, and the optimizer's `load_state_dict`
+    "How the weights are spread over several ranks, if they are: `FullyShard` knows"
+    cb = first(cb for cb in learn.cbs if hasattr(type(cb), 'sharding') and cb.many)
+    return cb.sharding() if cb is not None else (noop, noop, learn.opt.load_state_dict)
+
 def _inner(opt): return getattr(opt, 'opt', opt) if isinstance(opt, Lookahead) else opt
 
 def _held(f):
@@ -223,7 +232,7 @@ def known_objects(
 def generator_places(learn) -> dict: # Name -> object, for `rng_state`
     "Where generators of random numbers may be, besides the loaders"
     model = {f'model.{n}.{k}': v for n,m in get_model(learn.model).named_modules() for k,v in vars(m).items() if isinstance(v, (torch.Generator,random.Random,np.random.Generator))}
-    return {**model, 'loss_func': own_loss(learn), **{cb.name: {**{k: v for k,v in vars(cb).items() if k != 'learn'}, 'methods': _methods(cb)} for cb in learn.cbs}}
+    return {**model, 'loss_func': own_loss(learn), **{cb.name: {**{k: v for k,v in vars(cb).items() if k != 'learn'}, 'methods': _methods(cb)} for cb in learn.cbs if cb.name != 'data_parallel'}}
 
 def _methods(cb):
     return {k: f for c in type(cb).__mro__ if not c.__module__.startswith(('fastai.','fastcore.','fastaccum.','builtins')) for k,f in vars(c).items() if isinstance(f, types.FunctionType)}
