@@ -60,8 +60,8 @@ def tell_failure(
 # %% ../nbs/api/16b_processes.ipynb #e4d1a7c2
 def all_ended(
     timeout:float=600 # Seconds that rank 0 waits
-) -> bool: # Not known on other ranks: False
-    "Say that this rank has come to its end without an error, also when its group is closed. On rank 0: have all of them?"
+) -> bool: # Have all? The others do not wait
+    "Say that this rank has come to its end without an error, also when its group is closed already. Rank 0 waits until all have"
     try: return not _roll_call('end', 0 if _group['rank'] else timeout, **_group)
     except RuntimeError: return False          # the store is gone, with the process or the agent that had it
 

@@ -301,6 +301,41 @@ def distrib_ctx_exception():
     except KeyError: pass
     return dict(model=type(learn.model).__name__, cbs=[type(cb).__name__ for cb in learn.cbs], loaders=[type(dl).__name__ for dl in learn.dls.loaders])
 
+# --- failures
+def fork(f, r, port, timeout):
+    "A rank that runs `f`: its process, and the file with its error"
+    errors = folder/f'errors_{port}_{r}'
+    pid = os.fork()
+    if pid: return pid,errors
+    global many,rank,world
+    os.environ.update(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE='True')
+    os.dup2(os.open(errors, os.O_CREAT|os.O_WRONLY), 2)
+    try:
+        many,rank,world = start_group(timeout),r,2
+        f()
+    except Exception: sys.excepthook(*sys.exc_info()); stop_group(); os._exit(1)   # as Python does at its end
+    os._exit(0)
+
+def without_agent(f, stops=(), timeout=60):
+    "Exit code and error of two ranks, neither of which is ended when the other fails. This process has their store, as torchrun's agent does"
+    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    ranks = [fork(f, r, store.port, timeout) for r in range(2)]
+    res = []
+    for r,(pid,errors) in enumerate(ranks):        # those that stop come last
+        if r in stops: os.kill(pid, signal.SIGKILL)
+        res.append((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), errors.read_text()))
+    return res
+
+def failures():
+    def at_5(f, only):
+        def do(learn):
+            if learn.train_iter == 5: f()
+        return lambda: run(*data(97), cbs=[On('after_batch', do, only=only)])
+    def boom(): raise ValueError('boom')
+    def me(s): return lambda: os.kill(os.getpid(), s)
+    return dict(rank_0_fails=without_agent(at_5(boom, 0)), rank_1_fails=without_agent(at_5(boom, 1)),
+                rank_1_freezes=without_agent(at_5(me(signal.SIGSTOP), 1), stops=[1], timeout=3), rank_1_is_killed=without_agent(at_5(me(signal.SIGKILL), 1)))
+
 # --- Local SGD
 @case
 def local_traffic():
@@ -346,18 +381,19 @@ def trained(learn, fit):
     with learn.no_logging():
         try: fit(learn)
         except OSError as e: assert 'the power is out' in str(e)
+    learn.random = torch.get_rng_state(),tensor(random.getstate()[1]),tensor(np.random.get_state()[1].astype(int))
     return learn
 
-def interrupted(make, fname, fit=lambda l: l.fit(3), end=lambda: PowerCut(9), every_steps=2):
-    "The whole training, what an interrupted one has, and what it has in the end"
+def interrupted(make, fname, fit=lambda l: l.fit(3), end=lambda: PowerCut(9), every_steps=2, **kwargs):
+    "A whole training, one that goes on where another was interrupted, and where that was"
+    checkpoint = lambda: TrainingCheckpoint(fname, every_steps, **kwargs)
     whole = trained(make(), fit)
     restart()
-    first = trained(make(TrainingCheckpoint(fname, every_steps), end()), fit)
-    n = len(first.recorder.losses)
+    first = trained(make(checkpoint(), end()), fit)
     restart()
-    again = trained(make(TrainingCheckpoint(fname, every_steps), began := Began()), fit)
+    again = trained(make(checkpoint(), began := Began()), fit)
     again.training_checkpoint.finish()
-    return whole,again,dict(interrupted=n, began=began.at)
+    return whole,again,dict(interrupted=len(first.recorder.losses), began=began.at)
 
 class Began(Callback):
     "Where the training goes on"
@@ -371,6 +407,7 @@ class Noisy(ItemTransform):
 def noisy(*cbs, dp=DataParallel, **kwargs):
     "Dropout, augmentation, BatchNorm, training metrics and a callback that counts: each rank has its own; fp16, a schedule of fastai's, one that grows"
     x,y = data(100)
+    torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(.3), nn.Linear(8, 1))
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
@@ -385,19 +422,20 @@ class Counts(Callback):
     def __init__(self): self.sum = 0.
     def after_batch(self): self.sum += float(self.learn.x.sum())
 
-def ends(whole, again):
-    return [dict(state(l), buffers=[b.clone() for b in get_model(l.model).buffers()], opt=[t for t in tree_leaves(l.opt.state_dict()) if isinstance(t, Tensor)], rows=l.step_logger.to_df()[['loss','items','lr']].values.tolist(),
-                 sum=l.counts.sum, random=[random.random(), np.random.rand(), float(torch.rand(1))] if l is again else None) for l in (whole, again)]
+def ends(*learns):
+    return [dict(state(l), buffers=[b.clone() for b in l.model.buffers()], opt=[t for t in tree_leaves(l.opt.state_dict()) if isinstance(t, Tensor)],
+                 rows=l.step_logger.to_df()[['loss','items','lr']].values.tolist(), sum=l.counts.sum, random=l.random) for l in learns]
 @case
 def checkpoint():
-    whole,again,more = interrupted(noisy, f'cut{world}', lambda l: l.fit_one_cycle(3, .1))
+    whole,again,more = interrupted(noisy, f'cut{world}', one_cycle_fit)
+    if many: dist.barrier()                        # rank 0 has written
     files = sorted(f.name for f in (folder/'models').glob(f'cut{world}*'))
     return dict(more, ends=ends(whole, again), files=files)
 @case
 def checkpoint_of_torch_loader():
+    x,y = data(97)
     def make(*cbs):
-        learn = learner(*data(97), cbs=cbs)
-        x,y = data(97)
+        learn = learner(x, y, cbs=cbs)
         dl = torch.utils.data.DataLoader(list(zip(x[:97], y[:97])), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(0))
         learn.dls = DataLoaders(dl, learn.dls.valid, device='cpu')
         return learn
@@ -424,7 +462,7 @@ def checkpoint_by_the_clock():
     return dict(saved=saved)
 @case
 def checkpoint_in_background():
-    whole,again,more = interrupted(noisy, f'background{world}', end=lambda: PowerCut(12))
+    whole,again,more = interrupted(noisy, f'background{world}', end=lambda: PowerCut(12), background=True)
     return dict(more, ends=ends(whole, again))
 @case
 def checkpoint_of_a_finished_fit():
@@ -445,11 +483,13 @@ def stopped():
         restart()
         trained(make(TrainingCheckpoint(f'stopped_{name}', 1), PowerCut(10)), one_cycle_fit)
     return res
+@case
 def goes_on():
-    "Run with a folder in which another number of ranks has stopped"
+    "In another folder another number of ranks has stopped"
+    if not other: return {}
     res = {}
     for name,make in kinds.items():
-        if rank == 0: shutil.copytree(other/f'models/stopped_{name}', folder/f'models/moved_{name}')
+        if rank == 0: shutil.copytree(Path(other)/f'models/stopped_{name}', folder/f'models/moved_{name}')
         if many: dist.barrier()
         restart()
         learn = trained(make(TrainingCheckpoint(f'moved_{name}', 1), began := Began()), one_cycle_fit)
@@ -459,6 +499,16 @@ def goes_on():
 def checkpoint_of_shards():
     whole,again,more = interrupted(partial(plain_adam, dp=partial(FullyShard, 'keep')), f'shards{world}', one_cycle_fit)
     return dict(more, ends=[whole_state(whole), whole_state(again)])
+
+def elastic():
+    "torchrun starts the ranks anew twice: rank 1 kills itself in the second epoch; then it fails when all is trained"
+    attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
+    (folder/f'attempt_{attempt}_{rank}').touch()
+    kill = On('after_batch', lambda l: os.kill(os.getpid(), signal.SIGKILL) if l.train_iter == 9 and attempt == 0 else None)
+    learn = noisy(TrainingCheckpoint('elastic', 2), kill, began := Began())
+    trained(learn, one_cycle_fit)
+    if attempt == 1 and rank == 1: raise RuntimeError('at the very end')
+    return dict(ends=ends(learn), began=began.at)
 
 # --- the noise of the gradient
 def measured(*args, cbs=(), noise={}, **kwargs):
@@ -490,16 +540,16 @@ def adaptive():
 # --- loggers
 @case
 def loggers():
+    if not many: return {}
     import wandb
     from fastai.callback.tensorboard import TensorBoardCallback
     from fastaccum.wandb import WandbCallback, offline_history
     out,here = io.StringIO(),folder/f'logs{rank}'
-    if rank == 0: wandb.init(mode='offline', dir=here, settings=wandb.Settings(console='off'))
+    here.mkdir()
+    if rank == 0: wandb.init(mode='offline', dir=here, settings=wandb.Settings(console='off', silent=True))
     cbs = [TensorBoardCallback(here/'tensorboard', trace_model=False, log_preds=False), WandbCallback(log_preds=False), CSVLogger(f'logs{rank}/history.csv'), ProgressCallback(), ShowGraphCallback()]
-    here.mkdir(exist_ok=True)
     learn = learner(*data(97), cbs=cbs)
     with redirect_stdout(out): learn.fit(2); learn.validate(); learn.get_preds()
-    fitted = out.tell()
     if rank == 0: wandb.finish()
     return dict(out=out.getvalue(), csv=(here/'history.csv').exists(), tensorboard=len(list(here.glob('tensorboard/events*'))), wandb=len(list(here.glob('wandb/offline-run*'))))
 
@@ -611,12 +661,12 @@ def main(names):
     for name in names or cases:
         if many: dist.barrier()
         start = time.time()
-        res = {**cases, 'goes_on': goes_on}[name]()
+        res = (cases.get(name) or globals()[name])()
         torch.save(res, folder/f'{name}_{rank}.pt')
         if os.environ.get('RANKS_TIMES'): print(f'{name} {rank} {time.time()-start:.1f}', flush=True)
     stop_group()
 
 if __name__ == '__main__':
-    folder,other = Path(sys.argv[1]),Path(os.environ.get('OTHER', ''))
+    folder,other = Path(sys.argv[1]),os.environ.get('OTHER')
     defaults.callbacks = [cb for cb in defaults.callbacks if cb is not ProgressCallback]
     main(sys.argv[2:])
