@@ -20,8 +20,8 @@ from .ranks import SavingRanks
 from .sharding import LocalDL, ShardedDL, check_metrics, joined_predictions, reduce_metrics
 
 # %% auto #0
-__all__ = ['no_noise', 'GradientBuckets', 'DataParallel', 'check_ranks', 'quiet', 'average_buffers', 'join_gathered',
-           'save_for_lr_find']
+__all__ = ['no_noise', 'GradientBuckets', 'DataParallel', 'check_ranks', 'quiet', 'to_own_device', 'average_buffers',
+           'join_gathered', 'save_for_lr_find']
 
 # %% ../nbs/api/17_distributed.ipynb #498cf35c
 class GradientBuckets:
@@ -94,13 +94,19 @@ class DataParallel(SavingRanks, LoopCallback):
         self.fitting,self.accumulation,self._logger,self._hooks,self._loaders = False,None,None,[],{}
         SavingRanks.__init__(self)
 
+    def _change(self, learn):
+        super()._change(learn)
+        if learn is not None and self.many: to_own_device(learn)
+
     def before_fit(self):
-        if not self.many or self.learn.opt is None: return
-        check_ranks(self)
-        self.accumulation = first(cb for cb in self.learn.cbs if isinstance(cb, Accumulation))
-        self.accumulation.ranks,self.accumulation.acc.reduce = self,self.reduce
+        if not self.many: return
+        trains = self.learn.opt is not None        # a loaded Learner only predicts
+        if trains: check_ranks(self)
         self._end()                                # whatever ended the last fit
         if self.rank: quiet(self)
+        if not trains: return
+        self.accumulation = first(cb for cb in self.learn.cbs if isinstance(cb, Accumulation))
+        self.accumulation.ranks,self.accumulation.acc.reduce = self,self.reduce
 
     def before_train(self):
         if not self.many: return
@@ -322,6 +328,15 @@ def quiet(
     cb._logger,cb.learn.logger = cb.learn.logger,noop
 
 # %% ../nbs/api/17_distributed.ipynb #4120c8d0
+def to_own_device(
+    learn # A `Learner` of one of several ranks
+):
+    "Each rank has a GPU of its own, and loaders that were made before the ranks were started are on the first"
+    device = getattr(learn.dls, 'device', None)
+    if device is None or torch.device(device).type != 'cuda': return
+    learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+    learn.model.to(learn.dls.device)
+
 def average_buffers(
     model:nn.Module, # Its buffers become the same on all ranks
     world:int        # Number of ranks

@@ -169,7 +169,7 @@ def test_one_file_for_all_ranks(results):
 def test_rank_0_has_the_clock(results):
     "It asks at each step, and what it asks for is done after the next"
     _,a,b = results('checkpoint_by_the_clock')
-    assert a['saved'][:4] == [0, 1, 2, 2] and a['saved'][-1] == 2    # `keep`
+    assert a['saved'] == b['saved'] == [2, 4, 6, 8, 10, 12]
 
 @pytest.mark.parametrize('kind', ['parallel', 'sharded'])
 def test_another_number_of_ranks_goes_on(results, kind):
@@ -195,7 +195,7 @@ def test_torchrun_starts_it_anew(results, tmp_path, time):
 def test_noise_is_that_of_one_process(results, name):
     "Which has the same micro-batches"
     one,a,b = results(name)
-    assert a['estimate'] == b['estimate'] and a['estimate'][-1] > 3
+    assert a['estimate'] == b['estimate'] and a['estimate'][-1] >= 3
     for k in ('x','y'): close(a[k], one[k], 2e-2 if 'fp16' in name else 1e-4)
     same_run(one, a, b, eps=3e-3 if 'fp16' in name else 1e-6)
 
@@ -207,7 +207,7 @@ def test_adaptive_sizes_are_those_of_one_process(results):
 def test_only_rank_0_writes_and_shows(results):
     _,a,b = results('loggers')
     assert b == dict(out='', csv=False, tensorboard=0, wandb=0)
-    assert (a['csv'], a['tensorboard'], a['wandb']) == (True, 1, 1)
+    assert a['csv'] and a['tensorboard'] and a['wandb']
     assert 'epoch' in a['out'] and len(a['out']) > 100
 
 sharded = dict(shard_adam=1e-5, shard_adamw_of_torch=1e-5, shard_each_batch=1e-6, shard_micro_batches=1e-6, shard_class_weights=1e-6, shard_sum_loss=1e-6, shard_offload=1e-6, shard_fp16=3e-3, shard_lr_find=1e-5)
