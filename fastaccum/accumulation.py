@@ -15,6 +15,7 @@ from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import SchedCos
 from torch.utils._pytree import tree_leaves
 from .accumulator import GradientAccumulator, check_accum_bs
+from .coupled import check_alike, find_head, predict_coupled
 from .events import is_a
 from .grads import rounded_at_step, summed_in, takes_wide
 from .losses import count_items
@@ -25,9 +26,9 @@ from .plan import accum_batches, batch_sizes, epochs_for
 
 # %% auto #0
 __all__ = ['AccumulationState', 'Accumulation', 'GradientAccumulation', 'GradientAccumulationSchedule', 'check_args',
-           'check_learner', 'check_sizes', 'keeps_state', 'items_in_batch', 'warn_of_items', 'OptimizerParams',
-           'begin_accumulating', 'sum_wide', 'learn_dtype', 'end_fit', 'fit_graph', 'note_inexact', 'end_epoch',
-           'drop_remainder']
+           'check_learner', 'check_coupled', 'check_sizes', 'has_batchnorm', 'advise_head', 'keeps_state',
+           'items_in_batch', 'warn_of_items', 'removed_in_batch', 'OptimizerParams', 'begin_accumulating', 'sum_wide',
+           'learn_dtype', 'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder']
 
 # %% ../nbs/api/10_accumulation.ipynb #608e9118
 class AccumulationState(LoopCallback):
@@ -80,18 +81,20 @@ class Accumulation(AccumulationState):
 
     def train_batch(self):
         "Forward and backward of the loader batch"
-        st,n = self.state,items_in_batch(self)
+        learn,st,n = self.learn,self.state,items_in_batch(self)
         look_up_loss(self)
         if st.opens: self.acc.normalize = self.normalize and (self.weight is not None or st.info.reduction != 'sum')
         if self.ranks is not None and self.ranks.passes(): pass        # this rank has no items in the batch
         elif self.micro_batch_size == 'auto': fit_memory(self, n)
         else: forward_backward(self, self.micro_batch_size or n, n)   # `micro_batch_size` may be more than `n`
+        if self.learn is not learn: raise removed_in_batch(self)
         if self.ranks is not None: self.ranks.counted()
         st.closes = self._ends(self.acc.n_items)                       # not, if a micro-batch was cancelled
         note_inexact(self)
 
     def predict(self, whole):
-        "Validation's forward pass; `whole()` calls the model with the loader batch"
+        "Forward pass; `whole()` calls the model with the inputs that are in `learn.xb`"
+        if self.learn.training: return predict_coupled(self, whole, items_in_batch(self)) if self.coupled else whole()
         together = self.ranks and self.ranks.one_target  # sharded: all ranks go through the model as often
         if together or self.micro_batch_size is None or keeps_state(self.learn): return whole()
         return predict_in_parts(self, whole, items_in_batch(self))
@@ -127,11 +130,12 @@ class GradientAccumulation(Accumulation):
         n_items=None,                # `n_items(learn)`: items of the loader batch, where its inputs' first dimension does not tell
         check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of weights in half precision in fp32
+        coupled:bool|str=False,      # True: one loss over all micro-batches of a loader batch; 'head', or a module's name: that sees all too
         drop_last=None               # Of fastxtend: use `remainder`
     ):
-        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, drop_last, grad_dtype)
+        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, drop_last, grad_dtype, coupled)
         self.acc,self.state,self._warned = GradientAccumulator([], 1, normalize),_state(micro_batch_size),set()
-        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype')
+        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,coupled')
         self.items_func = n_items
         self.per_loader_batch = accum_bs is None and n_acc is None and micro_batch_size is not None
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
@@ -167,7 +171,7 @@ class GradientAccumulation(Accumulation):
 
 def _state(micro_bs):
     return SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=micro_bs,
-                           info=None, probe=None, without_grad=[], size_by_shape={})
+                           info=None, probe=None, batch=None, differs=None, without_grad=[], size_by_shape={})
 
 # %% ../nbs/api/10_accumulation.ipynb #22c4ee3d
 @patch
@@ -229,11 +233,12 @@ class GradientAccumulationSchedule(GradientAccumulation):
         weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over
         n_items=None,                # `n_items(learn)`: items of the loader batch
         check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
-        grad_dtype:torch.dtype|None=None # `torch.float32`: sum the gradients of weights in half precision in fp32
+        grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of weights in half precision in fp32
+        coupled:bool|str=False       # True: one loss over all micro-batches of a loader batch; 'head', or a module's name: that sees all too
     ):
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
                          normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
-                         grad_dtype=grad_dtype)
+                         grad_dtype=grad_dtype, coupled=coupled)
         check_accum_bs(final_accum_bs)
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
         if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish:
@@ -261,7 +266,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
 _remainders = 'step','drop','carry'
 
 def check_args(
-    accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None # As given to `GradientAccumulation`
+    accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None, coupled=False # As given to `GradientAccumulation`
 ):
     "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
     if None not in (accum_bs, n_acc):
@@ -271,6 +276,12 @@ def check_args(
     if not (k is None or k == 'auto' or isinstance(k, Integral) and not isinstance(k, bool) and k >= 1):
         raise ValueError(f"micro_batch_size={k!r}: pass the most items of a micro-batch (an int, at least 1), 'auto' for as many as fit "
                          "memory, or None for whole loader batches.")
+    if not isinstance(coupled, bool) and not (isinstance(coupled, str) and coupled):
+        raise ValueError(f"coupled={coupled!r}: pass True for one loss over the whole loader batch, 'head' or the name of a module that is to see "
+                         "the whole loader batch too, or False.")
+    if coupled and k is None:
+        raise ValueError(f"coupled={coupled!r} puts the micro-batches of a loader batch together, and micro_batch_size, which makes them, is "
+                         "missing: GradientAccumulation(micro_batch_size=..., coupled=True).")
     if remainder not in _remainders: raise ValueError(f"remainder={remainder!r}: it must be one of {', '.join(map(repr, _remainders))}.")
     if drop_last is not None:
         raise TypeError(f"drop_last={drop_last!r} is fastxtend's: use remainder='drop' to leave out what is left at the end of an epoch, "
@@ -308,7 +319,19 @@ def check_learner(
         raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (a ModelResetter "
                          "is there): the state of some items would be taken for that of others. Leave micro_batch_size out and give the "
                          "loader a smaller batch size.")
+    if acc.coupled: check_coupled(acc)
     check_sizes(acc)
+
+def check_coupled(
+    acc # A `GradientAccumulation` with `coupled` that is attached to a `Learner`
+):
+    "Raise an error for what cannot work with it"
+    named = lambda *names: first(type(cb).__name__ for cb in acc.learn.cbs if is_a(type(cb), *names))
+    noise = named('GradientNoiseScale', 'AdaptiveGradientAccumulation')
+    if noise: raise ValueError(f"{noise} compares the gradients of micro-batches, and with coupled={acc.coupled!r} they have one loss: leave one of them out.")
+    if not isinstance(acc.coupled, str): return
+    find_head(acc.learn.model, acc.coupled)
+    if named('Compile'): raise ValueError(f"Compile makes one piece of the model, and coupled={acc.coupled!r} calls its head by itself: use coupled=True.")
 
 def check_sizes(
     acc # A `GradientAccumulation` that is attached to a `Learner`
@@ -328,9 +351,25 @@ def check_sizes(
     if most < max(sizes) and not acc.per_loader_batch:
         warn_once(acc, f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
                   "every loader batch is a step.")
-    if most_at_once < 8 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in learn.model.modules()):
+    if most_at_once < 8 and has_batchnorm(learn.model, but=find_head(learn.model, acc.coupled) if isinstance(acc.coupled, str) else None):
         warn_once(acc, f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its "
-                  "statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).")
+                  f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_head(acc)}")
+
+def has_batchnorm(
+    model:nn.Module, # Where to look
+    but=None         # A module of it where BatchNorm sees the whole loader batch
+) -> bool:
+    "Is there a BatchNorm that sees micro-batches?"
+    seen = set(but.modules()) if but is not None else ()
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in seen for m in model.modules())
+
+def advise_head(
+    acc # A `GradientAccumulation` whose model has BatchNorm
+) -> str:
+    "A sentence on coupled='head', where the head is the only place of BatchNorm"
+    model = get_model(acc.learn.model)
+    if acc.micro_batch_size is None or not isinstance(model, nn.Sequential) or has_batchnorm(model, but=model[-1]): return ''
+    return " It is in the head only: with coupled='head' it sees whole loader batches."
 
 def keeps_state(
     learn # A `Learner`
@@ -359,6 +398,13 @@ def warn_of_items(
     warn_once(acc, f"Inputs of shape {shapes[0]} and targets of shape {shapes[1]} do not have the same number of items: the inputs' {n} "
               "are counted. If that is wrong, pass n_items=, a function of the Learner that returns the number of items in its batch.")
 
+def removed_in_batch(
+    acc # A `GradientAccumulation` that has left its `Learner`
+) -> Exception:
+    "The error for a loader batch that lost its accumulation on the way: some of its gradients are weighed, others not"
+    return RuntimeError(f"{type(acc).__name__} was removed while a loader batch was on its way through the model, and the step would not be that "
+                        "batch's: remove it between batches, at `before_batch` or `after_batch`.")
+
 class OptimizerParams:
     "The parameters that the Learner's optimizer has at the time, tied ones once"
     def __init__(self, learn): self.learn = learn
@@ -373,7 +419,7 @@ def begin_accumulating(
     learn.gradient_accumulation = acc
     acc.acc.params,acc.acc.dtype = OptimizerParams(learn),torch.promote_types(learn_dtype(learn), torch.float32)
     acc.clear()
-    st.running,st.inexact,st.probe = True,False,None
+    st.running,st.inexact,st.probe,st.batch,st.differs = True,False,None,None,None
     if available_bytes(learn_device(learn)) is not None: st.size_by_shape = {}  # there may be more memory now
     if acc.loop.lr_finder: learn.n_epoch = epochs_for(acc, acc.loop.lr_finder.num_it)
 
@@ -425,6 +471,7 @@ def end_epoch(
     acc # A `GradientAccumulation`
 ):
     "Deal with what is left at the end of an epoch, or of one that was cut short"
+    check_alike(acc.state)
     if acc.state.inexact:
         warn_once(acc, "LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means with different divisors: "
                   "no weight makes its accumulated loss exact. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact, or pass "

@@ -6,21 +6,21 @@ Docs: https://fastaccum.github.io/fastaccum/api/activations.html.md"""
 
 # %% ../nbs/api/16_activations.ipynb #6064df8f
 from __future__ import annotations
-import importlib, operator, random, weakref
+import importlib, operator, weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
-import numpy as np
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 import fastaccum.loop  # whose `_do_fit` opens the contexts
 from .memory import backend
+from .microbatch import Replay
 
 # %% auto #0
-__all__ = ['ActivationCheckpointing', 'outermost', 'find_blocks', 'parse_blocks', 'choose_blocks', 'Recompute', 'Replay',
+__all__ = ['ActivationCheckpointing', 'outermost', 'find_blocks', 'parse_blocks', 'choose_blocks', 'Recompute', 'replayed',
            'ActivationOffload', 'Mover', 'OnHost', 'side_stream', 'Compile', 'CompiledCall']
 
 # %% ../nbs/api/16_activations.ipynb #a4544eb2
@@ -127,50 +127,25 @@ class Recompute:
         "The compiler handles buffers itself, and takes no contexts but PyTorch's own"
         keep = partial(create_selective_checkpoint_contexts, _kept)
         if torch.compiler.is_compiling(): return dict(context_fn=keep) if self.selective else {}
-        return dict(context_fn=partial(Replay.contexts, self.module, keep if self.selective else None))
+        return dict(context_fn=partial(replayed, self.module, keep if self.selective else None))
 
 # Matrix products and attention
 _kept = [getattr(torch.ops.aten, n).default for n in ('mm','addmm','bmm','baddbmm','_scaled_dot_product_flash_attention',
          '_scaled_dot_product_flash_attention_for_cpu','_scaled_dot_product_efficient_attention','_scaled_dot_product_cudnn_attention')]
 
 # %% ../nbs/api/16_activations.ipynb #9348b091
-_rngs = (random.getstate, random.setstate), (np.random.get_state, np.random.set_state)  # `checkpoint` keeps PyTorch's
+def replayed(
+    module:nn.Module, # A block
+    keep=None         # Makes two contexts of PyTorch's, for what is not to be computed again
+) -> tuple: # Contexts of its forward pass and of the repetition. PyTorch's own random numbers are up to `checkpoint`
+    "With the draws and buffers of the first pass in the second"
+    replay,(first,second) = Replay(module),(nullcontext(),nullcontext()) if keep is None else keep()
+    first.respect_saved_tensors_hooks = True  # what is kept selectively may be offloaded
+    return _within(replay.first(), first),_within(replay.second(), second)
 
-class Replay:
-    "What a block's forward pass reads and changes, for the second time"
-    def __init__(self,
-        module:nn.Module # The block
-    ): self.module = module
-
-    @classmethod
-    def contexts(cls, module, keep=None):
-        "Contexts of the forward pass and of its repetition"
-        replay,(first,second) = cls(module),(nullcontext(),nullcontext()) if keep is None else keep()
-        first.respect_saved_tensors_hooks = True  # what is kept selectively may be offloaded
-        return replay.around(replay.first(), first),replay.around(replay.second(), second)
-
-    @contextmanager
-    def around(self, outer, inner):
-        with outer, inner: yield
-
-    @contextmanager
-    def first(self):
-        self.rng = [get() for get,_ in _rngs]
-        before = [(m, k, b, b._version, b.clone()) for m in self.module.modules() for k,b in m._buffers.items() if b is not None]
-        yield
-        # vectors always: batch_norm changes its statistics without counting a version
-        self.changed = [(m, k, old) for m,k,b,version,old in before if b.dim() < 2 or b._version != version or m._buffers.get(k) is not b]
-
-    @contextmanager
-    def second(self):
-        rng,buffers = [get() for get,_ in _rngs],[(m, k, m._buffers[k]) for m,k,_ in self.changed]
-        self._set(self.rng, [(m, k, old.clone()) for m,k,old in self.changed])
-        try: yield
-        finally: self._set(rng, buffers)
-
-    def _set(self, rng, buffers):
-        for (_,put),state in zip(_rngs, rng): put(state)
-        for m,k,b in buffers: m._buffers[k] = b
+@contextmanager
+def _within(outer, inner):
+    with outer, inner: yield
 
 # %% ../nbs/api/16_activations.ipynb #b296206c
 class ActivationOffload(Callback):

@@ -16,12 +16,13 @@ from .accumulator import scale_grads
 from .events import is_a
 from .loop import LoopCallback
 from .processes import launch, start_group, together
+from .microbatch import map_tensors
+from .sharding import LocalDL, ShardedDL, check_metrics, gather, joined_predictions, reduce_metrics
 from .ranks import SavingRanks
-from .sharding import LocalDL, ShardedDL, check_metrics, joined_predictions, reduce_metrics
 
 # %% auto #0
-__all__ = ['no_noise', 'GradientBuckets', 'DataParallel', 'check_ranks', 'quiet', 'to_own_device', 'average_buffers',
-           'join_gathered', 'save_for_lr_find']
+__all__ = ['no_noise', 'GradientBuckets', 'DataParallel', 'check_ranks', 'quiet', 'check_coupled_ranks', 'to_own_device',
+           'average_buffers', 'join_gathered', 'save_for_lr_find']
 
 # %% ../nbs/api/17_distributed.ipynb #498cf35c
 class GradientBuckets:
@@ -133,7 +134,9 @@ class DataParallel(SavingRanks, LoopCallback):
     def passes(self) -> bool: # Has this rank no items in the batch?
         "Called before the batch goes through the model"
         if self.overlap and self.accumulation.closes: self._open_buckets()
-        if not self.n_own: self._without_pred()
+        if not self.n_own:
+            self._without_pred()
+            if self.accumulation.coupled: self.gather_items()
         return not self.n_own
 
     def counted(self):
@@ -305,6 +308,7 @@ def check_ranks(
     acc = first(o for o in learn.cbs if isinstance(o, Accumulation))
     name = type(cb).__name__
     if acc is None: raise ValueError(f"{name} puts together what a callback accumulates, and there is none: add `GradientAccumulation(accum_bs=...)`, also if every loader batch is a step.")
+    if acc.coupled: check_coupled_ranks(cb, acc)
     if cb.overlap and acc.micro_batch_size == 'auto':
         raise ValueError("overlap=True sends gradients during the backward pass; micro_batch_size='auto' may have to begin that again. Use one of the two.")
     if not acc.normalize:
@@ -326,6 +330,45 @@ def quiet(
     for o in cb.learn.cbs:
         if is_a(type(o), *_writers): o.run = False
     cb._logger,cb.learn.logger = cb.learn.logger,noop
+
+# %% ../nbs/api/17_distributed.ipynb #90e4d5aa
+@patch
+def gather_items(self:DataParallel,
+    out=None # Outputs of this rank's items; without any, the rank only takes part
+) -> tuple: # Outputs of all ranks' items, number of this rank's first one, and what its gradients are to be multiplied by
+    "Put outputs and targets of all ranks together, the targets into `learn.yb`"
+    learn,row = self.learn,self.rows[self.learn.iter]
+    if 0 in row: parts = [p for p in gather(None if out is None else map_tensors(lambda t: t.detach().cpu(), (out, learn.yb))) if p is not None]
+    if out is None: return
+    self.n_active,self.first_item = sum(n > 0 for n in row),sum(row[:self.rank])
+    if 0 not in row:
+        with together(): out,learn.yb = map_tensors(partial(_of_all_ranks, row, self.rank), (out, learn.yb))
+    else: out,learn.yb = map_tensors(lambda *ts: torch.cat(ts).to(self.device) if ts[0].dim() else ts[0].to(self.device), *parts)
+    return out,self.first_item,self.n_active
+
+def _of_all_ranks(row, rank, t):
+    if not t.dim(): return t
+    per_item = len(t)//row[rank]
+    if len(t) != per_item*row[rank]:
+        raise ValueError(f"coupled: a tensor of shape {tuple(t.shape)} has no row for each of this rank's {row[rank]} items, and cannot be put together with the other ranks'.")
+    room = t.new_zeros((max(row)*per_item, *t.shape[1:])).as_subclass(Tensor)   # ranks may have one item more
+    room[:len(t)] = t
+    all_ranks = [torch.empty_like(room) for _ in row]
+    dist.all_gather(all_ranks, room)
+    return torch.cat([o[:n*per_item] for o,n in zip(all_ranks, row)]).as_subclass(type(t))
+
+def check_coupled_ranks(
+    cb, # A `DataParallel` that is attached to a `Learner`
+    acc # Its accumulation callback
+):
+    "Raise an error for what does not work with `coupled` on several ranks"
+    why = None
+    if type(cb) is not DataParallel: why = f"{type(cb).__name__} does not put the ranks' outputs together: use DataParallel"
+    elif isinstance(acc.coupled, str): why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
+    elif cb.overlap: why = "overlap=True sends gradients in the last backward pass, and there is one for each micro-batch: leave it out"
+    elif any(is_a(type(o), 'MixHandler') for o in cb.learn.cbs): why = "MixUp and CutMix mix the items of each rank: leave them out"
+    elif acc.micro_batch_size == 'auto': why = "a rank that runs out of memory would have to begin again after the others have its outputs: pass a number as micro_batch_size"
+    if why: raise ValueError(f"coupled={acc.coupled!r} with several ranks: {why}.")
 
 # %% ../nbs/api/17_distributed.ipynb #4120c8d0
 def to_own_device(

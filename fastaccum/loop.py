@@ -132,13 +132,14 @@ class BatchLoop(LoopParts):
     def batch(self):
         "Forward, and in training backward, and the step where the accumulated batch closes"
         if not self.learn.training or not len(self.learn.yb): return self.forward()
-        self.accumulation.train_batch()
-        if self.accumulation.closes: self.step()
+        acc = self.accumulation
+        acc.train_batch()
+        if acc.closes: self.step()
 
     def forward(self):
         "Prediction and loss of `learn.xb` and `learn.yb`"
         learn,table = self.learn,self.call.current()
-        learn.pred = self.precision.predict() if learn.training else self.accumulation.predict(self.precision.predict)
+        learn.pred = self.accumulation.predict(self.precision.predict)
         self.now.predicted = True
         if table['after_pred']: self.call.fire('after_pred')
         if len(learn.yb):

@@ -162,12 +162,18 @@ def count_items(
     yb=() # Targets
 ) -> tuple[int,bool]: # Number of items; do the targets have as many?
     "Count the items of a batch from its inputs"
+    if _agree(xb, yb): return xb[0].shape[0],True
     xs,ys = _counts(xb, True),_counts(yb, True)
     if not xs: xs = ys  # no inputs
     if not xs:
         raise TypeError(f"Cannot count the items of a {type(xb).__name__}: use tensors or lists, or pass `n_items`, which counts them.")
     n = next((n for n in xs if n in ys), xs[0])
     return n,not ys or n in ys
+
+def _agree(xb, yb):
+    "Do the first input and the first target, both tensors, have the same number of rows? Mostly they do, which needs no search"
+    x,y = xb[0] if type(xb) is tuple and xb else None,yb[0] if type(yb) is tuple and yb else None
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[:1] == y.shape[:1] != ()
 
 def _counts(b, is_batch=False):
     "What may be the number of items in `b`, likeliest first: the rows of its tensors, the length of a list"

@@ -16,7 +16,8 @@ from fastcore.foundation import L
 from .losses import n_items
 
 # %% auto #0
-__all__ = ['part_sizes', 'split_items', 'map_tensors', 'join_items', 'in_parts', 'Snapshot']
+__all__ = ['part_sizes', 'split_items', 'map_tensors', 'join_items', 'in_parts', 'PythonRandom', 'RandomState', 'Snapshot',
+           'Replay']
 
 # %% ../nbs/api/03_microbatch.ipynb #157be694
 def part_sizes(
@@ -113,6 +114,29 @@ def _device_rng(device):
     "PyTorch's module for the random numbers of `device`, if these are not the CPU's"
     return torch.get_device_module(device) if device.type != 'cpu' else None
 
+class PythonRandom:
+    "The state of Python's and NumPy's random generators, as they are now"
+    def __init__(self): self.python,self.numpy = random.getstate(),np.random.get_state()
+    def restore(self):
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+class RandomState(PythonRandom):
+    "And of PyTorch's"
+    def __init__(self,
+        device:torch.device=torch.device('cpu') # Its generator too
+    ):
+        super().__init__()
+        self.device,self.torch,mod = device,torch.get_rng_state(),_device_rng(device)
+        self.on_device = mod.get_rng_state(*self._place()) if mod else None
+
+    def _place(self): return () if self.device.type == 'mps' else (self.device,)  # MPS has one device, and its functions take none
+
+    def restore(self):
+        super().restore()
+        torch.set_rng_state(self.torch)
+        if self.on_device is not None: _device_rng(self.device).set_rng_state(self.on_device, *self._place())
+
 class Snapshot:
     "The state that a forward and backward pass changes: random generators, buffers, and gradients on request"
     def __init__(self,
@@ -123,12 +147,7 @@ class Snapshot:
         self.params = list(params)
         self.buffers = [(m,k,b,b.clone()) for m in model.modules() for k,b in m._buffers.items() if b is not None]
         self.grads = [None if p.grad is None else p.grad.clone() if gradients else 0 for p in self.params]
-        self.device = next((p.device for p in self.params), torch.device('cpu'))
-        self.rng = random.getstate(),np.random.get_state(),torch.get_rng_state()
-        mod = _device_rng(self.device)
-        self.device_rng = mod.get_rng_state(*self._place()) if mod else None
-
-    def _place(self): return () if self.device.type == 'mps' else (self.device,)  # MPS has one device, and its functions take none
+        self.rng = RandomState(next((p.device for p in self.params), torch.device('cpu')))
 
     def restore(self):
         "Put everything back, in place"
@@ -138,9 +157,33 @@ class Snapshot:
                 if g is None: p.grad = None
                 elif isinstance(g, Tensor): p.grad.copy_(g)
                 else: p.grad.zero_()
-        self.restore_rng()
+        self.rng.restore()
 
-    def restore_rng(self):
-        "Put back the random generators only"
-        for f,state in zip((random.setstate, np.random.set_state, torch.set_rng_state), self.rng): f(state)
-        if self.device_rng is not None: _device_rng(self.device).set_rng_state(self.device_rng, *self._place())
+# %% ../nbs/api/03_microbatch.ipynb #c41f90aa
+class Replay:
+    "What a module's forward pass reads and changes, for the second time"
+    def __init__(self,
+        module:nn.Module,          # Its buffers are kept
+        random_state=PythonRandom # Makes what is to be kept of the random generators, with a `restore`
+    ): self.module,self.random_state = module,random_state
+
+    @contextmanager
+    def first(self):
+        "Around the first pass"
+        self.rng = self.random_state()
+        before = [(m, k, b, b._version, b.clone()) for m in self.module.modules() for k,b in m._buffers.items() if b is not None]
+        yield
+        # vectors always: batch_norm changes its statistics without counting a version
+        self.changed = [(m, k, old) for m,k,b,version,old in before if b.dim() < 2 or b._version != version or m._buffers.get(k) is not b]
+
+    @contextmanager
+    def second(self):
+        "Around any further pass"
+        rng,buffers = self.random_state(),[(m, k, m._buffers[k]) for m,k,_ in self.changed]
+        self._set(self.rng, [(m, k, old.clone()) for m,k,old in self.changed])
+        try: yield
+        finally: self._set(rng, buffers)
+
+    def _set(self, rng, buffers):
+        rng.restore()
+        for m,k,b in buffers: m._buffers[k] = b

@@ -6,10 +6,12 @@ Docs: https://fastaccum.github.io/fastaccum/api/passes.html.md"""
 
 # %% ../nbs/api/09b_passes.ipynb #39dc0bd8
 from __future__ import annotations
+from contextlib import nullcontext
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from torch.utils._pytree import tree_leaves
 from .accumulator import as_tensor, as_weight, back_propagate, check_scalar, correct, weighted
+from .coupled import own_items
 from .events import cancels
 from .losses import LossInfo, ignore_empty, loss_weight, loss_weights
 from .loop import is_stock
@@ -48,7 +50,7 @@ def look_up_loss(
     st,loss_func = acc.state,acc.learn.loss_func
     st.info = loss_info(loss_func)
     mixed = isinstance(getattr(loss_func, '__self__', None), MixHandler)
-    if mixed or not (acc.check_loss and acc.normalize and acc.weight is None): st.probe = None; return
+    if mixed or acc.coupled or not (acc.check_loss and acc.normalize and acc.weight is None): st.probe = None; return
     old = st.probe and st.probe.info
     if old is None or old.loss_func is not loss_func or old.func is not st.info.func: st.probe = LossProbe(loss_func)
     if not st.probe.known: st.info = st.probe.rule
@@ -103,12 +105,14 @@ class Weights:
         n:int,# Items of the loader batch
         sizes # Items of each micro-batch
     ):
-        self.cb,self.learn,self.acc,self.sizes,self.early = cb,cb.learn,cb.acc,sizes,None
-        if cb.weight is not None or not self.acc.normalize or is_measuring(cb): return
+        self.cb,self.learn,self.acc,self.sizes,self.early,self.over_ranks = cb,cb.learn,cb.acc,sizes,None,cb.coupled and cb.ranks
+        if self.over_ranks: self.sizes = [cb.ranks.n_items]   # the loss is that of all ranks' items
+        if cb.weight is not None or not self.acc.normalize or is_measuring(cb) or self.over_ranks: return
         weights,on_device = loss_weights(cb.state.info, self.learn.yb, sizes),False
         if isinstance(weights, Tensor): on_device = self.learn.yb[0].numel()
         shares = self.acc.shares(weights, n, on_device or None, complete=cb.complete)
-        self.early = list(zip(weights.unbind(), shares.unbind()) if on_device else zip(weights, shares))
+        if len(sizes) == 1 and on_device: self.early = [(weights.view(()), shares.view(()))]
+        else: self.early = list(zip(weights.unbind(), shares.unbind()) if on_device else zip(weights, shares))
 
     def begin(self):
         "A micro-batch is in place"
@@ -118,12 +122,15 @@ class Weights:
         i:int # Number of the micro-batch
     ) -> tuple: # Its weight and its share
         "After its prediction, with which a callback may have changed the targets"
-        if not self.acc.normalize: return 1,1
+        if not self.acc.normalize:
+            if self.over_ranks: raise ValueError("coupled with several ranks: the loss must be a mean, not a sum, as each rank computes that of all items.")
+            return 1,1
         if self.learn.yb is not self.yb or _version(self.yb) != self.version: self.early = None
         if self.early is not None: weight,share = self.early[i]
         else:
             weight = loss_weight(self.cb.state.info, self.learn.yb, self.sizes[i]) if self.cb.weight is None else self.cb.weight(self.learn)
             weight = as_weight(weight, self.learn.loss_grad.device)
+            if self.over_ranks: weight = weight/self.cb.ranks.n_active
             share, = self.acc.shares([weight], self.sizes[i])
         if self._may_be_empty(weight): ignore_empty(self.learn.pred, as_tensor(weight, self.learn.loss_grad.device))
         return weight,share
@@ -143,7 +150,8 @@ def forward_backward(
     n:int    # Items of the loader batch
 ):
     "Send the loader batch through the model in micro-batches of at most `size` items, and count those that went"
-    learn,loop,acc,before,sizes,preds = cb.learn,cb.loop,cb.acc,cb.acc.so_far,part_sizes(n, size),[]
+    if cb.coupled: size = n                                              # one loss; `predict_coupled` splits
+    learn,loop,acc,before,sizes,preds,yb = cb.learn,cb.loop,cb.acc,cb.acc.so_far,part_sizes(n, size),[],cb.learn.yb
     split,table,weights = n > size,loop.call.current(),Weights(cb, n, sizes)
     keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
     mixers = [o for o in table['mixers'] if o.run and hasattr(o, 'yb1')] if split else ()
@@ -154,17 +162,21 @@ def forward_backward(
         else:                                                            # accelerate's, for instance
             learn.loss_grad = weighted(learn.loss_grad, share)
             learn._backward()
+        if cb.state.batch is not None: cb.state.batch.backward()
         acc.count(learn.loss.detach(), weight, sizes[i])
     def leave():
+        cb.state.batch = None
+        if weights.over_ranks: own_items(learn, yb, cb.ranks.first_item, n, cb.ranks.n_items)
         if split: learn.pred = join_items(preds) if len(preds) == len(sizes) else None
         if acc.so_far.losses != before.losses: learn.loss = acc.mean_since(before)
     try:
-        with in_parts(learn, n, size, mixers) as parts:
+        with in_parts(learn, n, size, mixers) if split else nullcontext(range(1)) as parts:
             for i in parts:
                 weights.begin()
                 loop.forward()
                 if is_measuring(cb): measure_loss(cb, sizes[i])
-                loop.call.around(backward, 'backward', CancelBackwardException)
+                if table['backward']: loop.call.around(backward, 'backward', CancelBackwardException)
+                else: backward()
                 if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
     except cancels: leave(); raise
     leave()

@@ -4,7 +4,7 @@ Each function is one. What it returns is saved, with the name of the function an
 import io, os, shutil, signal, sys, time, warnings
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch.nn.functional as F
 torch.set_num_threads(1)
 from fastai.basics import *
 from fastai.callback.all import *
@@ -637,6 +637,33 @@ def shard_refused():
         try: learn.add_cb(FullyShard())
         except ValueError as e: return str(e)
     return dict(auto=error(micro_batch_size='auto'), uneven=error(bs=9, micro_batch_size=4), carry=error(sync='last', remainder='carry'), late=late())
+
+# --- a loss that compares the items of all ranks
+class TwoViews(nn.Module):
+    "A scale that is learnt, as CLIP's, which the loss gets as a number; another that the loss itself has"
+    def __init__(self):
+        super().__init__()
+        self.net,self.log_scale = mlp(4),nn.Parameter(torch.zeros(()))
+    def forward(self, x): return self.net(x),self.net(x+1),self.log_scale.exp()
+
+class Contrast(nn.Module):
+    def forward(self, pred, y):
+        a,b,scale = pred
+        logits = scale*a@b.T+y.float()[None]*.1                # targets of all items, too
+        return F.cross_entropy(logits, torch.arange(len(a)))
+
+def contrasted(**kwargs): return run(*data(97, 3), model=TwoViews(), loss=Contrast(), micro_batch_size=(3, 5)[rank], coupled=True, **kwargs)
+@case
+def coupled(): return contrasted()
+@case
+def coupled_every_batch(): return contrasted(accum=16, cbs=[GradientClip(.05)])
+@case
+def coupled_errors():
+    if not many: return {}
+    def error(dp=None, coupled=True, cbs=(), k=4):
+        try: learner(*data(32, 3), model=mlp(3), loss=ce(), dp=dp, micro_batch_size=k, coupled=coupled, cbs=cbs).fit(1)
+        except ValueError as e: return str(e)
+    return dict(local=error(LocalSGD()), head=error(coupled='head'), overlap=error(DataParallel(overlap=True)), mixup=error(cbs=[MixUp()]), auto=error(k='auto'))
 
 # --- errors
 @case

@@ -42,7 +42,7 @@ def same_values(one, a, b, eps=1e-6):
 
 equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
          'drop', 'carry', 'schedule', 'layer_groups', 'unused', 'fine_tune', 'early_stopping', 'several_fits', 'short_epoch', 'after_an_exception', 'distrib_ctx', 'lr_find',
-         'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first', 'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow']
+         'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first', 'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow', 'coupled', 'coupled_every_batch']
 @pytest.mark.parametrize('name', equal)
 def test_equals_one_process(results, name):
     runs = results(name)
@@ -269,3 +269,7 @@ def test_refused(results):
                 checkpoint='with LocalSGD each has', noise='with DataParallel', sharded_noise='with DataParallel', alone_saved='add DataParallel()', count='n_items=')
     for r in results('refused')[1:]:
         for k,text in says.items(): assert text in r[k], k
+
+@pytest.mark.parametrize('name,names', dict(local='LocalSGD does not', head='of the head', overlap='overlap=True', mixup='MixUp', auto='pass a number').items())
+def test_what_coupled_cannot_do_over_ranks(results, name, names):
+    for r in results('coupled_errors')[1:]: assert 'coupled=' in r[name] and names in r[name]
