@@ -417,6 +417,8 @@ if find_spec('accelerate'):
     class DistributedShell(DistributedTrainer):
         "fastai's `DistributedTrainer`, which leaves gradients and loaders to `DataParallel`"
         name = 'distributed_trainer'
+        def state_dict(self): return {}            # for checkpoints: `DataParallel` has all that there is
+        def load_state_dict(self, state): pass
         def before_fit(self):
             super().before_fit()
             self.learn.model.require_backward_grad_sync = self.learn.model.require_forward_param_sync = False

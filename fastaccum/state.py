@@ -29,7 +29,7 @@ def training_state(
 ) -> dict: # For `load_training`
     "All that the training of `learn` depends on from here on. A `TypeError` if one of the main things cannot be saved"
     vs = vs or Values(known_objects(learn))
-    res = dict(learner=plain({k: learn.__dict__[k] for k in _of_learner if k in learn.__dict__}), model_attrs=_model_attrs(learn.model, given))
+    res = dict(learner=plain({k: learn.__dict__[k] for k in _of_learner if k in learn.__dict__}), model_attrs=_model_attrs(get_model(learn.model), given))
     if weights: res.update(weights_state(learn, vs))
     cbs = learn.cbs.sorted('order')
     res['callbacks'] = callback_states(cbs, vs, given)
@@ -47,7 +47,7 @@ def load_training(
     vs = Values(known_objects(learn))
     if 'model' in state: load_weights(learn, state, vs)
     for name,attrs in state['model_attrs'].items():
-        for k,v in attrs.items(): setattr(learn.model.get_submodule(name), k, v)
+        for k,v in attrs.items(): setattr(get_model(learn.model).get_submodule(name), k, v)
     for k,v in state['learner'].items(): setattr(learn, k, L(v) if k == 'final_record' else v)
     load_callbacks(learn.cbs.sorted('order'), state['callbacks'], vs)
     vs.set_attrs(learn, state['more'], 'learn')
@@ -183,11 +183,12 @@ def remember_given(
     given:dict  # Is changed: what is in it already was given earlier
 ):
     "Note what the script gave to the constructors of callbacks, the `Learner` and the model, to tell it from what training has changed"
-    known,here = known_objects(learn),{id(o) for o in (*cbs, learn, learn.model)}
+    known,model = known_objects(learn),get_model(learn.model)
+    here = {id(o) for o in (*cbs, learn, model)}
     for i in [i for i in given if i not in here]: del given[i]   # of earlier fits: they would be kept for ever
     for o in (*cbs, learn):
         if id(o) not in given: given[id(o)] = o,{k: _digest(vars(o)[k], known) for k in inspect.signature(type(o).__init__).parameters if k in vars(o)}
-    if id(learn.model) not in given: given[id(learn.model)] = learn.model,_plain_attrs_of(learn.model)
+    if id(model) not in given: given[id(model)] = model,_plain_attrs_of(model)
 
 def unchanged(
     o,        # Callback or `Learner`
