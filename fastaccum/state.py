@@ -31,6 +31,7 @@ def training_state(
     vs = vs or Values(known_objects(learn))
     res = dict(learner=plain({k: learn.__dict__[k] for k in _of_learner if k in learn.__dict__}), model_attrs=_model_attrs(get_model(learn.model), given))
     if weights: res.update(weights_state(learn, vs))
+    else: res['has_grad'] = _has_grad(learn)      # `lr_find` puts weights back, and leaves zeros as gradients
     cbs = learn.cbs.sorted('order')
     res['callbacks'] = callback_states(cbs, vs, given)
     res['more'] = vs.attrs(learn, 'learn', {*_of_learner, *_no_state, *(cb.name for cb in cbs), *unchanged(learn, vs, given)})
@@ -46,6 +47,7 @@ def load_training(
     "Put `learn` back to where it was, but for the random numbers"
     vs = Values(known_objects(learn))
     if 'model' in state: load_weights(learn, state, vs)
+    else: _set_grads(learn, state['has_grad'])
     for name,attrs in state['model_attrs'].items():
         for k,v in attrs.items(): setattr(get_model(learn.model).get_submodule(name), k, v)
     for k,v in state['learner'].items(): setattr(learn, k, L(v) if k == 'final_record' else v)
@@ -78,8 +80,7 @@ def weights_state(
     "Model, optimizer and loss"
     whole,_,_ = sharding_of(learn)
     model,*more = take_module(vs, get_model(learn.model), 'model', whole)
-    params = [p for ps in learn.opt.param_lists for p in ps]
-    return dict(model=model, model_more=more, opt=vs.strict(whole(learn.opt.state_dict()), 'opt.state_dict()'), has_grad=[p.grad is not None for p in params],
+    return dict(model=model, model_more=more, opt=vs.strict(whole(learn.opt.state_dict()), 'opt.state_dict()'), has_grad=_has_grad(learn),
                 frozen_idx=_inner(learn.opt).frozen_idx, loss_func=vs.strict(_held(own_loss(learn)), 'loss_func', code=True))
 
 def load_weights(
@@ -98,9 +99,17 @@ def load_weights(
         opt = _inner(opt)
         opt.hypers,opt.state = L(opt.hypers),defaultdict(dict, opt.state)
     opt.frozen_idx = state['frozen_idx']
-    for p,has in zip((p for ps in learn.opt.param_lists for p in ps), state['has_grad']): p.grad = torch.zeros_like(p) if has else None
+    _set_grads(learn, state['has_grad'])
 
 # %% ../nbs/api/14g_state.ipynb #9d83124d
+def _params(learn): return [p for ps in learn.opt.param_lists for p in ps]
+
+def _has_grad(learn): return [p.grad is not None for p in _params(learn)]
+
+def _set_grads(learn, has_grad):
+    "Zeros, or nothing: fastai decays the weights of a parameter with zeros, frozen ones too"
+    for p,has in zip(_params(learn), has_grad): p.grad = torch.zeros_like(p) if has else None
+
 def sharding_of(
     learn # A `Learner` with an optimizer
 ) -> tuple: # Of functions: the whole of sharded tensors, this rank's parts of whole ones, and the optimizer's `load_state_dict`
