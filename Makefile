@@ -31,9 +31,10 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile
 
-bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness and host syncs (minutes); make the page of it; DEVICE=cuda: on a GPU
+bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some ten minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(BIN)/python -m bench
-	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb
+	$(TEST_ENV) $(BIN)/python -m bench.batch_size
+	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb nbs/coming_from.ipynb nbs/tutorials/how_exact.ipynb nbs/tutorials/find_batch_size.ipynb
 	$(BIN)/python tools/export.py
 endif
 

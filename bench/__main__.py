@@ -9,10 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from . import report
 
-PARTS = dict(exact='Exactness: the gradient of a step against that of one big batch', syncs='Host syncs: per micro-batch, and per step beyond these',
+PARTS = dict(exact='Exactness: the distance to the weights of training in big batches', syncs='Host syncs: per micro-batch, and per step beyond these',
              memory='Memory: peak of live activations, MiB', speed='Speed: processor time per micro-batch, us, and beyond the hand-written loop',
              comm='Communication: per step of 8 micro-batches on each of two ranks')
 PACKAGES = 'torch', 'fastai', 'fastcore', 'accelerate', 'lightning', 'transformers'
+BY_HAND = 'mosaicml',    # Composer: see exact.py
 
 def machine() -> dict:
     cpu,system = platform.processor() or platform.machine(),platform.platform(terse=True)
@@ -23,7 +24,7 @@ def machine() -> dict:
 def versions() -> dict:
     import fastaccum    # here, as `--against` starts processes that import this file first
     res = dict(python=platform.python_version())
-    for p in PACKAGES:
+    for p in (*PACKAGES, *BY_HAND):
         with suppress(PackageNotFoundError): res[p] = version(p)
     return dict(**res, fastaccum=fastaccum.__version__)
 

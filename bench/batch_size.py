@@ -15,10 +15,11 @@ from fastai.basics import *
 from fastai.callback.schedule import ParamScheduler, SchedCos
 from sklearn.datasets import load_digits
 from fastaccum.all import *
+from fastaccum.conformance import accumulated
 from fastaccum.noise import AdaptiveGradientAccumulation, GradientNoiseScale
 from fastaccum.rates import ScaleLR, batch_ramp
 from .jobs import job
-from .peers import PEERS, fit, joined
+from .peers import PEERS, fit
 from .speed import time_fit
 
 FILE = Path(__file__).with_suffix('.json')
@@ -142,7 +143,7 @@ def noise_cost(rounds=15, steps=9) -> dict: # `every` -> median, lower and upper
     "What `GradientNoiseScale` adds to the time of a training with micro-batches of 4, on the conv net of the other benchmarks"
     a_job = job('conv net', 8*steps, 4, n_acc=8)
     def peer(*make):
-        return PEERS['split']._replace(run=lambda j: fit(j, GradientAccumulation(j.accum_bs, micro_batch_size=j.micro_bs), *(m() for m in make), batches=joined(j)))
+        return PEERS['split']._replace(run=lambda j: fit(j, GradientAccumulation(j.accum_bs, micro_batch_size=j.micro_bs), *(m() for m in make), batches=accumulated(j)))
     peers = {0: peer(), **{k: peer(partial(GradientNoiseScale, every=k)) for k in (1, 4)}}
     times = {k: [] for k in peers}
     for i in range(-1, rounds):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 import torch, torch.nn.functional as F
 from torch import nn
+from fastaccum.conformance import accumulated
 from fastaccum.memory import PeakMemory, backend, free_memory, is_out_of_memory
 from . import peers
 from .jobs import ClassesFirst, Job
@@ -32,7 +33,7 @@ def images(n, size=224, n_cls=1000): return torch.randn(n, 3, size, size), torch
 def tokens(n, n_token=32000, length=512): return torch.randint(n_token, (n, length)), torch.randint(n_token, (n, length))
 
 MODELS = {'resnet50': Model(resnet50, images, 32, 8, 'images/s'), 'transformer, 12 blocks': Model(transformer, tokens, 8, 8, 'tokens/s', 512)}
-def big_batch(job): peers.hand(job.fresh(batches=peers.joined(job), n_acc=1))
+def big_batch(job): peers.hand(job.fresh(batches=accumulated(job), n_acc=1))
 RUNS = {'big batch': (big_batch, 'torch'), 'hand-written loop': (peers.hand, 'torch'), 'fastai GradientAccumulation': (peers.fastai, 'fastai'), 'Accelerate': (peers.accelerate, 'accelerate'),
         'Lightning': (peers.lightning, 'lightning'), 'fastaccum, whole loader batches': (peers.whole, 'fastaccum'), 'fastaccum, loader batches split': (peers.split, 'fastaccum'),
         "fastaccum, 'auto'": (partial(peers.split, micro_batch_size='auto'), 'fastaccum')}

@@ -1,10 +1,10 @@
 "What is measured: small models with data ready in memory, and the fit that every peer gets"
-from contextlib import nullcontext
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+from fastaccum import conformance
+from fastaccum.conformance import ClassesFirst
 
 class Blocks(nn.Sequential):
     "Blocks that keep their activations for backward, or compute them again there"
@@ -12,10 +12,6 @@ class Blocks(nn.Sequential):
     def forward(self, x):
         for block in self: x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
         return x
-
-class ClassesFirst(nn.Module):
-    "Where cross entropy wants the classes of a sequence"
-    def forward(self, x): return x.transpose(1, 2)
 
 def mlp(): return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
 
@@ -50,37 +46,16 @@ class Memory(list):
         sizes = [len(next(iter(b.values())) if isinstance(b, dict) else b[0]) for b in batches]
         self.bs,self.n,self.dataset = max(sizes, default=1),sum(sizes),range(sum(sizes))
 
-def nothing(): pass
-
 @dataclass
-class Job:
+class Job(conformance.Job):
     "A fit of one epoch: SGD without momentum, a step every `n_acc` micro-batches, no validation, no logs, no files"
-    model:nn.Module
-    batches:list           # Micro-batches (x, y)
-    n_acc:int=8            # Micro-batches of an accumulated batch
-    precision:str='fp32'   # or 'bf16', 'fp16': autocast
-    fused:bool=False       # The optimizer's step in one kernel, which skips it by itself when fp16 overflows
-    loss_func:callable=F.cross_entropy
+    n_acc:int=8
     lr:float=.01
-    accum_bs:int=None      # Items of an accumulated batch, default those of `n_acc` whole micro-batches
-    loader:callable=Memory # Makes what peers iterate over
-    device:str='cpu'       # Where the model and the batches are
-    on_step:callable=nothing # Called after each step of the optimizer, gradients still there
+    fused:bool=False       # The optimizer's step in one kernel, which skips it by itself when fp16 overflows
 
-    def __post_init__(self):
-        self.micro_bs = len(self.batches[0][0])
-        self.accum_bs = self.accum_bs or self.n_acc*self.micro_bs
+    def loader(self, batches=None): return Memory(self.batches if batches is None else batches)
 
-    def fresh(self, **kwargs): return replace(self, model=deepcopy(self.model), **kwargs)
-
-    def optimizer(self, params, **_):
-        opt = torch.optim.SGD(params, lr=self.lr, fused=self.fused)
-        opt.register_step_post_hook(lambda *_: self.on_step())
-        return opt
-
-    @property
-    def dtype(self): return dict(bf16=torch.bfloat16, fp16=torch.float16).get(self.precision)
-    def autocast(self): return torch.autocast(self.device, self.dtype) if self.dtype else nullcontext()
+    def optimizer(self, params, **_): return super().optimizer(params, fused=self.fused)
 
 def job(model:str, n_micro:int, micro_bs:int, **kwargs):
     "A `Job` for one of `MODELS`, always with the same weights and data"

@@ -10,71 +10,95 @@ from fastai.learner import Learner
 from fastai.data.core import DataLoaders
 from fastai.optimizer import OptimWrapper
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
-from fastai.callback.training import GradientAccumulation as FastaiAccumulation
+from fastai.callback.schedule import ParamScheduler
+from fastai.callback.training import GradientAccumulation as FastaiAccumulation, GradientClip
 from fastaccum.accumulation import GradientAccumulation
+from fastaccum.conformance import accumulated, mapped
 from fastaccum.precision import MixedPrecision
 from .jobs import Memory
 
 def hand(job):
     "The loop that everybody has written. It divides by `n_acc` also where fewer micro-batches are left"
-    opt,scaler = job.optimizer(job.model.parameters()),torch.amp.GradScaler(job.device, enabled=job.precision == 'fp16')
-    for i,(x,y) in enumerate(job.batches, 1):
-        with job.autocast(): loss = job.loss_func(job.model(x), y)
-        scaler.scale(loss/job.n_acc).backward()
-        if i%job.n_acc == 0 or i == len(job.batches):
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
+    opt,scaler = job.optimizer(job.model.parameters()),job.scaler()
+    sched = job.lr_at and job.scheduler(opt)
+    for _ in range(job.epochs):
+        for i,(x,y) in enumerate(job.batches, 1):
+            with job.autocast(): loss = job.loss_func(job.model(x), y)
+            scaler.scale(loss/job.n_acc).backward()
+            if i%job.n_acc == 0 or i == len(job.batches):
+                if job.clip:
+                    scaler.unscale_(opt)
+                    nn.utils.clip_grad_norm_(job.model.parameters(), job.clip)
+                scaler.step(opt)
+                scaler.update()
+                if sched: sched.step()
+                opt.zero_grad()
+
+def mixed(job): return [MixedPrecision(job.precision, **(dict(init_scale=job.init_scale) if job.precision == 'fp16' else {}))] if job.dtype else []
 
 def fit(job, *cbs, batches=None):
-    if job.precision != 'fp32' and not any(isinstance(cb, FastaiPrecision) for cb in cbs): cbs = *cbs,MixedPrecision(job.precision)
-    dls = DataLoaders(job.loader(batches or job.batches), Memory([]))
+    if not any(isinstance(cb, FastaiPrecision) for cb in cbs): cbs = *cbs,*mixed(job)
+    if job.clip: cbs = *cbs,GradientClip(job.clip)
+    if job.lr_at: cbs = *cbs,ParamScheduler(dict(lr=lambda pos: job.lr*job.lr_at(pos)))
+    dls = DataLoaders(job.loader(batches), Memory([]))
     dls._device = torch.device(job.device)         # fastai asks loaders that it can move
     learn = Learner(dls, job.model, loss_func=job.loss_func, opt_func=lambda params, **_: OptimWrapper(params, job.optimizer), cbs=cbs)
     learn._do_epoch_validate = lambda: None
-    with learn.no_bar(), learn.no_logging(): learn.fit(1, job.lr)
+    with learn.no_bar(), learn.no_logging(): learn.fit(job.epochs, job.lr)
 
 def whole(job): fit(job, GradientAccumulation(job.accum_bs))
-def fastai(job): fit(job, FastaiAccumulation(job.accum_bs), *([FastaiPrecision(job.precision)] if job.dtype else []))
+def fastai(job):
+    needs_gpu(job, job.precision == 'fp16')
+    fit(job, FastaiAccumulation(job.accum_bs), *([FastaiPrecision(job.precision)] if job.dtype else []))
 
-def joined(job):
-    "Loader batches of `n_acc` micro-batches each"
-    return [tuple(map(torch.cat, zip(*job.batches[i:i+job.n_acc]))) for i in range(0, len(job.batches), job.n_acc)]
+def needs_gpu(job, wrong):
+    if wrong and job.device == 'cpu': raise NotImplementedError(f'no {job.precision}')
 
 def split(job, micro_batch_size=None):
     "Loader batches of `n_acc` micro-batches, which `micro_batch_size` splits again"
-    fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=micro_batch_size or job.micro_bs), batches=joined(job))
+    fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=micro_batch_size or job.micro_bs), batches=accumulated(job))
 
 def accelerate(job):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
+    needs_gpu(job, job.precision == 'fp16')
     AcceleratorState._reset_state(True)  # it is shared by all, and keeps the precision of the last one
     acc = Accelerator(cpu=job.device == 'cpu', gradient_accumulation_steps=job.n_acc, mixed_precision=job.precision if job.dtype else 'no')
-    model,opt,loader = acc.prepare(job.model, job.optimizer(job.model.parameters()), job.loader(job.batches))
-    for x,y in loader:
-        with acc.accumulate(model):
-            acc.backward(job.loss_func(model(x), y))
-            opt.step()
-            opt.zero_grad()
+    model,opt,loader = acc.prepare(job.model, job.optimizer(job.model.parameters()), job.loader())
+    sched = job.lr_at and acc.prepare(job.scheduler(opt.optimizer))
+    for _ in range(job.epochs):
+        for x,y in loader:
+            with acc.accumulate(model):
+                acc.backward(job.loss_func(model(x), y))
+                if job.clip and acc.sync_gradients: acc.clip_grad_norm_(model.parameters(), job.clip)
+                opt.step()
+                if sched: sched.step()
+                opt.zero_grad()
 
 def lightning(job):
     import lightning as L
+    from lightning.pytorch.plugins import MixedPrecision as Plugin
     class Module(L.LightningModule):
         def __init__(self):
             super().__init__()
             self.model = job.model
         def training_step(self, batch, i): return job.loss_func(self.model(batch[0]), batch[1])
-        def configure_optimizers(self): return job.optimizer(self.parameters())
+        def configure_optimizers(self):
+            opt = job.optimizer(self.parameters())
+            return dict(optimizer=opt, lr_scheduler=dict(scheduler=job.scheduler(opt), interval='step')) if job.lr_at else opt
     logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)
-    L.Trainer(accelerator='cpu' if job.device == 'cpu' else 'gpu', devices=1, max_epochs=1, accumulate_grad_batches=job.n_acc, logger=False, enable_progress_bar=False,
-              enable_model_summary=False, enable_checkpointing=False, precision=dict(bf16='bf16-mixed', fp16='16-mixed').get(job.precision, '32-true'),
-              ).fit(Module(), job.loader(job.batches))
+    kind = 'cpu' if job.device == 'cpu' else 'gpu'
+    scaled = job.precision == 'fp16'
+    precision = dict(plugins=[Plugin('16-mixed', job.device, job.scaler())]) if scaled else dict(precision='bf16-mixed' if job.dtype else '32-true')
+    L.Trainer(accelerator=kind, devices=1, max_epochs=job.epochs, accumulate_grad_batches=job.n_acc, gradient_clip_val=job.clip, logger=False,
+              enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **precision).fit(Module(), job.loader())
 
 def trainer(job, by_items=False):
     "`by_items`: the loss is a sum divided by `num_items_in_batch`, as in the library's own language models"
     with redirect_stdout(None): from transformers import trainer as hf  # it says when W&B is offline
+    needs_gpu(job, job.precision == 'fp16')
     class Trainer(hf.Trainer):
-        def get_train_dataloader(self): return self.accelerator.prepare(job.loader([dict(x=x, labels=y) for x,y in job.batches]))
+        def get_train_dataloader(self): return self.accelerator.prepare(job.loader(batches))
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -83,15 +107,38 @@ def trainer(job, by_items=False):
             pred = self.model(x)
             return dict(pred=pred) if labels is None else dict(loss=job.loss_func(pred, labels))
     def summed(out, labels, num_items_in_batch): return job.loss_func(out['pred'], labels, reduction='sum')/num_items_in_batch
+    batches = mapped(job.batches, lambda x, y: dict(x=x, labels=y))
     model = Model()
     opt = job.optimizer(model.parameters())
+    sched = job.scheduler(opt)
     with tempfile.TemporaryDirectory() as tmp:
-        args = hf.TrainingArguments(tmp, num_train_epochs=1, per_device_train_batch_size=job.micro_bs, gradient_accumulation_steps=job.n_acc,
-            use_cpu=True, bf16=job.precision == 'bf16', max_grad_norm=0, report_to='none', save_strategy='no', logging_strategy='no',
+        args = hf.TrainingArguments(tmp, num_train_epochs=job.epochs, per_device_train_batch_size=job.micro_bs, gradient_accumulation_steps=job.n_acc,
+            use_cpu=True, bf16=job.precision == 'bf16', max_grad_norm=job.clip or 0, report_to='none', save_strategy='no', logging_strategy='no',
             logging_nan_inf_filter=False, disable_tqdm=True, remove_unused_columns=False)
-        t = Trainer(model, args, optimizers=(opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.)), compute_loss_func=summed if by_items else None)
+        t = Trainer(model, args, optimizers=(opt, sched), compute_loss_func=summed if by_items else None)
         t.remove_callback(hf.PrinterCallback)
         t.train()
+
+def composer(job):
+    "It splits loader batches itself, so it gets those of whole accumulated batches"
+    from composer import Trainer
+    from composer.models import ComposerModel
+    needs_gpu(job, job.precision == 'fp16')
+    class Model(ComposerModel):
+        def __init__(self):
+            super().__init__()
+            self.model = job.model
+        def forward(self, batch): return self.model(batch[0])
+        def loss(self, outputs, batch): return job.loss_func(outputs, batch[1])
+    model = Model()
+    opt = job.optimizer(model.parameters())
+    clip = []
+    if job.clip:
+        from composer.algorithms import GradientClipping
+        clip = [GradientClipping(clipping_type='norm', clipping_threshold=job.clip)]
+    Trainer(model=model, train_dataloader=job.loader(accumulated(job)), max_duration=f'{job.epochs}ep', optimizers=opt, schedulers=job.lr_at and job.scheduler(opt),
+            step_schedulers_every_batch=True, device_train_microbatch_size=job.micro_bs, algorithms=clip, device=job.device, precision='fp32',
+            progress_bar=False, log_to_console=False).fit()
 
 class Peer(NamedTuple):
     label:str

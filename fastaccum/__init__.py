@@ -1,4 +1,4 @@
-__version__ = "0.0.1"
+__version__ = "0.1.0"
 
 def __getattr__(name):
     "`fastaccum.GradientAccumulation` and all other names of `fastaccum.all`, which is imported when the first of them is asked for"

@@ -15,7 +15,7 @@ from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import SchedCos
 from torch.utils._pytree import tree_leaves
 from .accumulator import GradientAccumulator, check_accum_bs
-from .coupled import check_alike, find_head, predict_coupled
+from .coupled import check_alike, find_head
 from .events import is_a
 from .grads import rounded_at_step, summed_in, takes_wide
 from .losses import count_items
@@ -27,8 +27,8 @@ from .plan import accum_batches, batch_sizes, epochs_for
 # %% auto #0
 __all__ = ['AccumulationState', 'Accumulation', 'GradientAccumulation', 'GradientAccumulationSchedule', 'check_args',
            'check_learner', 'check_coupled', 'check_sizes', 'has_batchnorm', 'advise_head', 'keeps_state',
-           'items_in_batch', 'warn_of_items', 'removed_in_batch', 'OptimizerParams', 'begin_accumulating', 'sum_wide',
-           'learn_dtype', 'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder']
+           'items_in_batch', 'warn_of_items', 'OptimizerParams', 'begin_accumulating', 'sum_wide', 'learn_dtype',
+           'end_fit', 'fit_graph', 'note_inexact', 'end_epoch', 'drop_remainder']
 
 # %% ../nbs/api/10_accumulation.ipynb #608e9118
 class AccumulationState(LoopCallback):
@@ -81,27 +81,24 @@ class Accumulation(AccumulationState):
 
     def train_batch(self):
         "Forward and backward of the loader batch"
-        learn,st,n = self.learn,self.state,items_in_batch(self)
+        st,n = self.state,items_in_batch(self)
         look_up_loss(self)
         if st.opens: self.acc.normalize = self.normalize and (self.weight is not None or st.info.reduction != 'sum')
         if self.ranks is not None and self.ranks.passes(): pass        # this rank has no items in the batch
         elif self.micro_batch_size == 'auto': fit_memory(self, n)
         else: forward_backward(self, self.micro_batch_size or n, n)   # `micro_batch_size` may be more than `n`
-        if self.learn is not learn: raise removed_in_batch(self)
         if self.ranks is not None: self.ranks.counted()
         st.closes = self._ends(self.acc.n_items)                       # not, if a micro-batch was cancelled
         note_inexact(self)
 
     def predict(self, whole):
-        "Forward pass; `whole()` calls the model with the inputs that are in `learn.xb`"
-        if self.learn.training: return predict_coupled(self, whole, items_in_batch(self)) if self.coupled else whole()
-        together = self.ranks and self.ranks.one_target  # sharded: all ranks go through the model as often
-        if together or self.micro_batch_size is None or keeps_state(self.learn): return whole()
+        "Validation's forward pass; `whole()` calls the model with the loader batch"
+        sharded = self.ranks and self.ranks.one_target  # all ranks go through the model as often
+        if sharded or self.micro_batch_size is None or keeps_state(self.learn): return whole()
         return predict_in_parts(self, whole, items_in_batch(self))
 
     def close(self):
-        loss = self.acc.finish()
-        self.state.items = self.acc.closed.n_items
+        loss,self.state.items = self.acc.finish(),self.acc.closed.n_items
         return loss
     def reopen(self): self.acc.reopen()
 
@@ -130,7 +127,7 @@ class GradientAccumulation(Accumulation):
         n_items=None,                # `n_items(learn)`: items of the loader batch, where its inputs' first dimension does not tell
         check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of weights in half precision in fp32
-        coupled:bool|str=False,      # True: one loss over all micro-batches of a loader batch; 'head', or a module's name: that sees all too
+        coupled:bool|str=False,      # One loss over the micro-batches of a loader batch? 'head', or a module's name: that sees all, too
         drop_last=None               # Of fastxtend: use `remainder`
     ):
         check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, drop_last, grad_dtype, coupled)
@@ -224,7 +221,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         start_accum_bs:int,          # Items of an accumulated batch until `start`
         final_accum_bs:int,          # Items of an accumulated batch from `finish` on
         start:float|int=0,           # Where the schedule begins: a float is a fraction of the fit, an int an epoch (from 0)
-        finish:float|int=.3,         # Where it ends, likewise
+        finish:float|int=.3,         # Where it ends, likewise: `1.` is the end of the fit, `1` that of its first epoch
         schedule=SchedCos,           # fastai annealer of (start, end), or a function of the position from 0 to 1, as `combine_scheds` makes
         log_accum_batch:bool=True,   # One log row a step, with the accumulated loss? If False one a loader batch, as fastai
         micro_batch_size:int|str|None=None, # Most items of a micro-batch: loader batches are split; 'auto': as many as fit memory
@@ -234,7 +231,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         n_items=None,                # `n_items(learn)`: items of the loader batch
         check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of weights in half precision in fp32
-        coupled:bool|str=False       # True: one loss over all micro-batches of a loader batch; 'head', or a module's name: that sees all too
+        coupled:bool|str=False       # One loss over the micro-batches of a loader batch? 'head', or a module's name: that sees all, too
     ):
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
                          normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
@@ -247,6 +244,13 @@ class GradientAccumulationSchedule(GradientAccumulation):
             raise TypeError(f"schedule={schedule!r}: pass a fastai annealer such as SchedCos, or a function of the position from 0 to 1.")
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule')
         self.size = schedule(start_accum_bs, final_accum_bs) if _is_factory(schedule) else schedule
+
+    def before_fit(self):
+        super().before_fit()
+        n = self.learn.__dict__.get('n_epoch', 1)
+        if isinstance(self.finish, Integral) and self.finish == 1 < n and not self.loop.lr_finder:
+            warn_once(self, f"finish=1 is an epoch: the schedule ends with the first of {n} epochs. For the end of the fit write finish=1. "
+                            f"with a point; if you mean the first epoch, finish=1/{n} says so without this warning.")
 
     def size_at(self,
         done:int,   # Loader batches of the fit so far
@@ -266,7 +270,8 @@ class GradientAccumulationSchedule(GradientAccumulation):
 _remainders = 'step','drop','carry'
 
 def check_args(
-    accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None, coupled=False # As given to `GradientAccumulation`
+    accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None,
+    coupled=False # As given to `GradientAccumulation`
 ):
     "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
     if None not in (accum_bs, n_acc):
@@ -277,11 +282,11 @@ def check_args(
         raise ValueError(f"micro_batch_size={k!r}: pass the most items of a micro-batch (an int, at least 1), 'auto' for as many as fit "
                          "memory, or None for whole loader batches.")
     if not isinstance(coupled, bool) and not (isinstance(coupled, str) and coupled):
-        raise ValueError(f"coupled={coupled!r}: pass True for one loss over the whole loader batch, 'head' or the name of a module that is to see "
-                         "the whole loader batch too, or False.")
+        raise ValueError(f"coupled={coupled!r}: pass True for one loss over the whole loader batch, 'head' or the name of a module "
+                         "that is to see the whole loader batch too, or False.")
     if coupled and k is None:
-        raise ValueError(f"coupled={coupled!r} puts the micro-batches of a loader batch together, and micro_batch_size, which makes them, is "
-                         "missing: GradientAccumulation(micro_batch_size=..., coupled=True).")
+        raise ValueError(f"coupled={coupled!r} puts the micro-batches of a loader batch together, and micro_batch_size, which makes them, "
+                         "is missing: GradientAccumulation(micro_batch_size=..., coupled=True).")
     if remainder not in _remainders: raise ValueError(f"remainder={remainder!r}: it must be one of {', '.join(map(repr, _remainders))}.")
     if drop_last is not None:
         raise TypeError(f"drop_last={drop_last!r} is fastxtend's: use remainder='drop' to leave out what is left at the end of an epoch, "
@@ -328,10 +333,13 @@ def check_coupled(
     "Raise an error for what cannot work with it"
     named = lambda *names: first(type(cb).__name__ for cb in acc.learn.cbs if is_a(type(cb), *names))
     noise = named('GradientNoiseScale', 'AdaptiveGradientAccumulation')
-    if noise: raise ValueError(f"{noise} compares the gradients of micro-batches, and with coupled={acc.coupled!r} they have one loss: leave one of them out.")
+    if noise:
+        raise ValueError(f"{noise} compares the gradients of micro-batches, and with coupled={acc.coupled!r} they have one loss: "
+                         "leave one of them out.")
     if not isinstance(acc.coupled, str): return
     find_head(acc.learn.model, acc.coupled)
-    if named('Compile'): raise ValueError(f"Compile makes one piece of the model, and coupled={acc.coupled!r} calls its head by itself: use coupled=True.")
+    if named('Compile'):
+        raise ValueError(f"Compile makes one piece of the model, and coupled={acc.coupled!r} calls its head by itself: use coupled=True.")
 
 def check_sizes(
     acc # A `GradientAccumulation` that is attached to a `Learner`
@@ -351,7 +359,8 @@ def check_sizes(
     if most < max(sizes) and not acc.per_loader_batch:
         warn_once(acc, f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
                   "every loader batch is a step.")
-    if most_at_once < 8 and has_batchnorm(learn.model, but=find_head(learn.model, acc.coupled) if isinstance(acc.coupled, str) else None):
+    head = find_head(learn.model, acc.coupled) if isinstance(acc.coupled, str) else None
+    if most_at_once < 8 and has_batchnorm(learn.model, but=head):
         warn_once(acc, f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its "
                   f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_head(acc)}")
 
@@ -397,13 +406,6 @@ def warn_of_items(
     shapes = [' and '.join(str(tuple(t.shape)) for t in tree_leaves(b) if isinstance(t, Tensor)) for b in (acc.learn.xb, acc.learn.yb)]
     warn_once(acc, f"Inputs of shape {shapes[0]} and targets of shape {shapes[1]} do not have the same number of items: the inputs' {n} "
               "are counted. If that is wrong, pass n_items=, a function of the Learner that returns the number of items in its batch.")
-
-def removed_in_batch(
-    acc # A `GradientAccumulation` that has left its `Learner`
-) -> Exception:
-    "The error for a loader batch that lost its accumulation on the way: some of its gradients are weighed, others not"
-    return RuntimeError(f"{type(acc).__name__} was removed while a loader batch was on its way through the model, and the step would not be that "
-                        "batch's: remove it between batches, at `before_batch` or `after_batch`.")
 
 class OptimizerParams:
     "The parameters that the Learner's optimizer has at the time, tied ones once"

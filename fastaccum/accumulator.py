@@ -153,7 +153,7 @@ class Accumulated(NamedTuple):
     def with_target(self, weights, n_items, accum_bs, nominal=None, complete=False):
         "With a target, if there is none yet: `accum_bs` items that weigh what these do; or their own sum, if they are `complete`"
         target = self.target
-        if complete: target = nonzero(weights.sum() if isinstance(weights, Tensor) else sum(weights))
+        if complete: target = nonzero(weights.sum() if isinstance(weights, Tensor) else weights[0] if len(weights) == 1 else sum(weights))
         elif target is None:
             if nominal is None: nominal = n_items if any(isinstance(w, Tensor) for w in weights) else sum(weights) or n_items
             target = accum_bs*nominal/n_items
@@ -264,11 +264,11 @@ class GradientAccumulator(Tally):
     ) -> list|Tensor: # weight/target, one each
         "What each micro-batch's loss is multiplied by. The first call for an accumulated batch sets the target"
         if not self.normalize: return [1]*len(weights)
-        on_device = isinstance(weights, Tensor)
+        s,on_device = self.so_far,isinstance(weights, Tensor)
         weights = _as(weights, self.dtype) if on_device else [_as(w, self.dtype) for w in weights]
-        self.so_far = self.so_far.with_target(weights, n_items, self.accum_bs, nominal, complete)
-        target = self.so_far.target
-        return weights/target if on_device else [w/target for w in weights]
+        if s.target is None or complete or s.planned >= 0:
+            s = self.so_far = s.with_target(weights, n_items, self.accum_bs, nominal, complete)
+        return weights/s.target if on_device else [w/s.target for w in weights]
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
         "Make the gradients the accumulated batch's, return its loss on the device, and count anew from the next `add` on"

@@ -79,7 +79,8 @@ def parse_blocks(
     classes = tuple(blocks) if isinstance(blocks, (tuple,list)) else (blocks,)
     if all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes) and classes: return partial(_is_one_of, classes)
     if callable(blocks) and not isinstance(blocks, (type,nn.Module)): return blocks
-    raise TypeError(f"blocks={blocks!r}: pass a class of modules, several in a tuple, or a function of a module that says whether it is a block.")
+    raise TypeError(f"blocks={blocks!r}: pass a class of modules, several in a tuple, or a function of a module "
+                    "that says whether it is a block.")
 
 def _is_one_of(classes, m): return isinstance(m, classes)
 
@@ -153,7 +154,8 @@ class ActivationOffload(Callback):
     def __init__(self,
         min_bytes:int=2**16 # Smaller tensors stay where they are
     ):
-        if not isinstance(min_bytes, int) or min_bytes < 0: raise ValueError(f"min_bytes={min_bytes!r}: pass the bytes of the smallest tensor to move, an int of at least 0.")
+        if not isinstance(min_bytes, int) or min_bytes < 0:
+            raise ValueError(f"min_bytes={min_bytes!r}: pass the bytes of the smallest tensor to move, an int of at least 0.")
         store_attr()
 
     def during_fit(self):
@@ -205,7 +207,8 @@ class OnHost:
     def start(self):
         "Send it back"
         if self.back is None:
-            with backend(self.device).stream(self.stream): self.back = self.host.to(self.device, non_blocking=True),self.stream.record_event()
+            with backend(self.device).stream(self.stream):
+                self.back = self.host.to(self.device, non_blocking=True),self.stream.record_event()
         return self.back
 
     def fetch(self) -> Tensor:
@@ -238,7 +241,8 @@ class Compile(Callback):
         "The model is compiled within; keys, names, class and copies are the plain model's"
         model = self.learn.model
         if self.kwargs.get('backend') == 'eager' and any(isinstance(cb, ActivationCheckpointing) for cb in self.learn.cbs):
-            warn("Compile(backend='eager'), PyTorch's backend for debugging, recomputes blocks with other draws of dropout: gradients are wrong where there is any.")
+            warn("Compile(backend='eager'), PyTorch's backend for debugging, recomputes blocks with other draws of dropout: "
+                 "gradients are wrong where there is any.")
         old = model.__dict__.get('_compiled_call_impl')
         model._compiled_call_impl = CompiledCall(model, self.kwargs)
         try: yield

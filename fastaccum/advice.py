@@ -36,7 +36,8 @@ def memory_advice(self:Learner,
     gib:float|None=None # Memory of the device that is to be enough, in GiB
 ): # A `MemoryAdvice`
     "What training takes with the callbacks that are attached now, and what each of fastaccum's tools would save. Runs no training step"
-    if gib is not None and not (isinstance(gib, (int,float)) and gib > 0): raise ValueError(f"gib={gib!r}: pass the memory of the device in GiB, a number above 0.")
+    if gib is not None and not (isinstance(gib, (int,float)) and gib > 0):
+        raise ValueError(f"gib={gib!r}: pass the memory of the device in GiB, a number above 0.")
     return MemoryAdvice(self, gib)
 
 # %% ../nbs/api/16b_advice.ipynb #e3b1e607
@@ -47,7 +48,7 @@ class MemoryAdvice:
         gib:float|None=None  # GiB that are to be enough
     ):
         f = forecast_of(learn)
-        self.gib,self.forecast,self.now,self._costs = gib,f,present_plan(learn, f.bs),{}
+        self.gib,self.forecast,self.now = gib,f,present_plan(learn, f.bs)
         self.params,self.grads,self.state,self.bs = f.params,f.grads,f.state,f.bs
         self.peak = self.peak_at(self.now.size)
         self.micro_batch_size = self._largest(self.now)
@@ -63,8 +64,7 @@ class MemoryAdvice:
         plan:Plan # How to train
     ) -> tuple: # Peak in bytes, floating-point operations of an item
         "What training like this takes"
-        if plan not in self._costs: self._costs[plan] = self.forecast.cost(plan)
-        return self._costs[plan]
+        return self.forecast.cost(plan)
 
     def _fits(self, plan):
         try: return self.params + self.cost(plan)[0] <= .9*self.gib*2**30
@@ -90,7 +90,8 @@ class MemoryAdvice:
             res['ActivationCheckpointing()'] = both = replace(now, recompute=ActivationCheckpointing())
             if few < now.size: res[f'both, micro_batch_size={few}'] = replace(both, size=few)
         if now.amp is None: res['to_bf16()'] = replace(now, amp=torch.bfloat16)
-        if now.offload is None and self.forecast.device.type != 'cpu': res['ActivationOffload()'] = replace(now, offload=ActivationOffload())
+        if now.offload is None and self.forecast.device.type != 'cpu':
+            res['ActivationOffload()'] = replace(now, offload=ActivationOffload())
         return res
 
     @cached_property
@@ -99,7 +100,8 @@ class MemoryAdvice:
         rows,(peak,flops) = {},self.cost(self.now)
         for name,plan in self._plans().items():
             p,f = self.cost(plan)
-            rows[name] = dict(peak_mib=p/2**20, saves_mib=(peak-p)/2**20, compute=f/flops if flops else 1., passes=math.ceil(self.bs/plan.size))
+            rows[name] = dict(peak_mib=p/2**20, saves_mib=(peak-p)/2**20, compute=f/flops if flops else 1.,
+                              passes=math.ceil(self.bs/plan.size))
         return pd.DataFrame.from_dict(rows, orient='index')
 
     @cached_property
@@ -121,7 +123,8 @@ class MemoryAdvice:
                  f'{self.now.size} items a peak of {mib(self.peak)} beside the parameters', '', self.table.round(2).to_string()]
         if self.gib is not None:
             k = self.micro_batch_size
-            lines += ['', f'{self.gib:g} GiB, less a tenth, are enough for ' + ('micro-batches of at most '+str(k)+' items' if k else 'not even one item'),
+            enough = f'micro-batches of at most {k} items' if k else 'not even one item'
+            lines += ['', f'{self.gib:g} GiB, less a tenth, are enough for {enough}',
                       *([self.call] if self.call else [])]
         return '\n'.join(lines)
     __repr__ = __str__
@@ -204,7 +207,7 @@ class Forecast:
     def __init__(self,
         learn:Learner # It stays as it is
     ):
-        self.loss_func,self.mode = learn.loss_func,FakeTensorMode(allow_non_fake_inputs=True)
+        self.loss_func,self.mode,self.costs = learn.loss_func,FakeTensorMode(allow_non_fake_inputs=True),{}
         xb,yb = example_batch(learn)
         self.bs,self.device = count_items(xb, yb)[0],torch.device(learn.dls.device or 'cpu')
         # enumerate, in fastai's `all_batches`, holds on to the first batch of an epoch
@@ -237,7 +240,11 @@ class Forecast:
         self.keeps = any(p.grad is not None for p in self.ps)
 
     def cost(self, plan) -> tuple: # Peak in bytes, floating-point operations of an item
-        "What training like `plan` takes"
+        "What training like `plan` takes; asked for once"
+        if plan not in self.costs: self.costs[plan] = self.run(plan)
+        return self.costs[plan]
+
+    def run(self, plan):
         keeps = self.keeps or plan.accum_bs > plan.size
         grads = self.grads if keeps else 0
         k = part_sizes(self.bs, plan.size)[0] if plan.size < self.bs else plan.size
@@ -264,7 +271,7 @@ def example_batch(
     state = rng and rng.getstate()
     try: b = dl.one_batch()
     finally:
-        kept.restore_rng()
+        kept.rng.restore()
         if rng is not None: dl.rng = rng; rng.setstate(state)
     i = getattr(learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return b[:i],b[i:]

@@ -6,20 +6,20 @@ Docs: https://fastaccum.github.io/fastaccum/api/coupled.html.md"""
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d003
 from __future__ import annotations
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from fastai.basics import *
-from fastcore.foundation import L
 from torch.autograd.function import once_differentiable
 from .microbatch import RandomState, Replay, map_tensors, part_sizes, split_items
 
 # %% auto #0
-__all__ = ['CoupledBatch', 'tensors_in', 'Joined', 'Cut', 'find_head', 'HeadInput', 'up_to', 'in_place_of', 'predict_coupled',
-           'note_unlike', 'check_alike', 'own_items']
+__all__ = ['CoupledBatch', 'in_place_of', 'predict_coupled', 'note_unlike', 'check_alike', 'own_items', 'find_head', 'HeadInput',
+           'up_to', 'tensors_in', 'Joined', 'Cut']
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d008
 class CoupledBatch:
-    "The outputs of `model` for a batch, computed in parts. After the loss's backward pass, `backward` sends their gradients on, part by part"
+    "The outputs of `model` for a batch, computed in parts; `backward`, after the loss's, sends their gradients on, part by part"
     def __init__(self,
         model,      # A module, or any function of the inputs
         xb:tuple,   # Inputs of the batch
@@ -35,7 +35,7 @@ class CoupledBatch:
         self.replays = [Replay(module, partial(RandomState, device)) for _ in self.sizes]
         self.grads,self.differs,self.first,self.factor = {},None,0,1
 
-    def outputs(self): # What `model` would return for the whole batch
+    def outputs(self) -> Any: # What `model` would return for the whole batch
         "Forward. The graph of each part is gone when the next one begins; a single part keeps it"
         joined = Joined(self.sizes)
         for i,(xb,replay) in enumerate(zip(self.xbs, self.replays)):
@@ -50,7 +50,7 @@ class CoupledBatch:
     def _cut(self, t, i, has_grad):
         return Cut.apply(torch.ones((), requires_grad=True), t, partial(self.grads.__setitem__, i)) if has_grad else t
 
-    def backward(self):
+    def backward(self) -> None:
         "Forward and backward of each part, from the gradients that the loss's backward pass has left"
         start,(grads,self.grads) = self.first,(self.grads, {})
         for i,n in enumerate(self.sizes) if grads else ():
@@ -71,66 +71,67 @@ class CoupledBatch:
         if self.kept is not None: out,self.kept = self.kept,None; return out
         with self.replays[i].second(): return self.model(*self.xbs[i])
 
-# %% ../nbs/api/09a_coupled.ipynb #c0a1d00c
-def tensors_in(
-    b # Any nesting of tuples, lists and dicts
-) -> list: # Its tensors, in order
-    "The tensors that `map_tensors` meets"
-    found:list = []
-    map_tensors(found.append, b)
-    return found
+# %% ../nbs/api/09a_coupled.ipynb #c0a1d013
+@contextmanager
+def in_place_of(
+    learn, # A `Learner`
+    **attrs# Its attributes within
+):
+    "`learn` with other attributes"
+    old = {k: getattr(learn, k) for k in attrs}
+    vars(learn).update(attrs)
+    try: yield
+    finally: vars(learn).update(old)
 
-class Joined:
-    "The outputs of parts, written into one tensor each as they come"
-    def __init__(self,
-        sizes:list # Items of each part
-    ): self.sizes,self.whole,self.has_grad,self.differs,self.template = sizes,[],[],None,None
+def predict_coupled(
+    cb,   # A `GradientAccumulation` with `coupled`
+    whole,# Calls the model with `learn.xb`
+    n:int,# Items of the loader batch
+    size:int # Most items of a micro-batch
+): # What the model says of the loader batch; with several ranks, of the ranks' loader batches
+    "Predict in micro-batches whose outputs have one loss"
+    learn,st,ranks,model = cb.learn,cb.state,cb.ranks,cb.learn.model
+    if n <= size and ranks is None: return whole()
+    head = find_head(model, cb.coupled) if isinstance(cb.coupled, str) else None
+    def call(*xb):
+        with in_place_of(learn, model=model, xb=xb): return whole() if head is None else up_to(head, whole)
+    st.batch = CoupledBatch(call, learn.xb, n, size, model, None if ranks is None else ranks.gather_items)
+    out = st.batch.outputs()
+    note_unlike(st, st.batch.differs)
+    if head is None: return out
+    args,kwargs = out
+    with in_place_of(learn, model=partial(head, **kwargs), xb=args): return whole()
 
-    def add(self,
-        i:int, # Number of the part
-        out    # Its output
-    ):
-        "Copy the output of part `i` to its place"
-        ts = tensors_in(out)
-        if not i: self.template,self.whole,self.has_grad = out,[self._room(t) for t in ts],[t.requires_grad for t in ts]
-        for t,w in zip(ts, self.whole, strict=True): self._put(t.detach(), w, i)
+def note_unlike(
+    state,  # Of a `GradientAccumulation`
+    differs # Does a number of the output differ between parts? A tensor on the device, or None
+):
+    "Remember it; the first time, look"
+    if differs is None: return
+    first,state.differs = state.differs is None,differs if state.differs is None else state.differs | differs
+    if first: check_alike(state)
 
-    def _room(self, t):
-        if not t.dim(): return t.detach().clone()
-        if len(t)%self.sizes[0]:
-            raise ValueError(f"coupled: the model's output has a tensor of shape {tuple(t.shape)} for a micro-batch of {self.sizes[0]} items, "
-                             "and such parts cannot be joined: an output has a row for each item (or several), or no dimension.")
-        return t.detach().new_empty((len(t)//self.sizes[0]*sum(self.sizes), *t.shape[1:]))
+def check_alike(
+    state # Of a `GradientAccumulation`
+):
+    "Raise an error if a number of the model's output differed between parts: there is no such number for the whole batch"
+    if state.differs is None or not state.differs: return
+    raise ValueError("coupled: the model returns a number (a tensor without dimensions) that is not the same for all micro-batches, such "
+                     "as a mean over its items. What it is for the whole batch cannot be told from these: return a value for each item, "
+                     "or leave it out of the output.")
 
-    def _put(self, t, w, i):
-        if not t.dim():
-            unlike = ~torch.isclose(t, w, rtol=1e-5, equal_nan=True)
-            self.differs = unlike if self.differs is None else self.differs | unlike
-            return
-        per_item = len(w)//sum(self.sizes)
-        start = sum(self.sizes[:i])*per_item
-        w[start:start+len(t)] = t
-
-    def result(self):
-        "The outputs of all parts, in the form of the first"
-        whole = iter(self.whole)
-        self.template,out = None,map_tensors(lambda _: next(whole), self.template)
-        return out
-
-# %% ../nbs/api/09a_coupled.ipynb #c0a1d00e
-class Cut(torch.autograd.Function):
-    "The tensor itself, whose gradient is handed to `keep` and goes no further. It may be changed in place, as a model's output may"
-    @staticmethod
-    def forward(ctx, token, t, keep):
-        ctx.keep = keep
-        ctx.mark_dirty(t)
-        return t
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        ctx.keep(g)
-        return None,None,None
+def own_items(
+    learn,  # After the loss of several ranks' items
+    yb,     # This rank's targets
+    first:int,# Its first item among all ranks'
+    n:int,  # Its items
+    total:int # All ranks' items
+):
+    "Leave prediction and targets of this rank's items, for metrics"
+    def own(t):
+        rows = len(t)//total if t.dim() and len(t)%total == 0 else 0
+        return t.detach()[first*rows:(first+n)*rows] if rows else t.detach()
+    learn.yb,learn.pred = yb,map_tensors(own, learn.pred)
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d011
 def find_head(
@@ -168,65 +169,68 @@ def up_to(
         if own is None: del head.forward
         else: head.forward = own
     if len(met) == 1 and out is met[0]: return met[0].args,met[0].kwargs
-    raise ValueError(f"coupled: this {type(head).__name__} is no head. It must be called once and last, and what it returns must be what the "
-                     f"model returns; it was called {len(met)} times{'' if len(met) != 1 else ', and the model goes on after it'}.")
+    how = 'and the model goes on after it' if len(met) == 1 else f'but it was called {len(met)} times'
+    raise ValueError(f"coupled: this {type(head).__name__} is no head. It must be called once and last, and what it returns must be what "
+                     f"the model returns; {how}.")
 
-# %% ../nbs/api/09a_coupled.ipynb #c0a1d013
-@contextmanager
-def in_place_of(
-    learn, # A `Learner`
-    **attrs# Its attributes within
-):
-    "`learn` with other attributes"
-    old = {k: getattr(learn, k) for k in attrs}
-    vars(learn).update(attrs)
-    try: yield
-    finally: vars(learn).update(old)
+# %% ../nbs/api/09a_coupled.ipynb #c0a1d00c
+def tensors_in(
+    b # Any nesting of tuples, lists and dicts
+) -> list: # Its tensors, in order
+    "The tensors that `map_tensors` meets"
+    found:list = []
+    map_tensors(found.append, b)
+    return found
 
-def predict_coupled(
-    cb,   # A `GradientAccumulation` with `coupled`
-    whole,# Calls the model with `learn.xb`
-    n:int # Items of the loader batch
-): # What the model says of the loader batch; with several ranks, of the ranks' loader batches
-    "Predict in micro-batches whose outputs have one loss"
-    learn,st,ranks,model = cb.learn,cb.state,cb.ranks,cb.learn.model
-    if n <= st.micro_bs and ranks is None: return whole()
-    head = find_head(model, cb.coupled) if isinstance(cb.coupled, str) else None
-    def call(*xb):
-        with in_place_of(learn, model=model, xb=xb): return whole() if head is None else up_to(head, whole)
-    st.batch = CoupledBatch(call, learn.xb, n, st.micro_bs, model, None if ranks is None else ranks.gather_items)
-    out = st.batch.outputs()
-    note_unlike(st, st.batch.differs)
-    if head is None: return out
-    args,kwargs = out
-    with in_place_of(learn, model=partial(head, **kwargs), xb=args): return whole()
+class Joined:
+    "The outputs of parts, written into one tensor each as they come"
+    def __init__(self,
+        sizes:list # Items of each part
+    ): self.sizes,self.whole,self.has_grad,self.differs,self.template = sizes,[],[],None,None
 
-def note_unlike(
-    state,  # Of a `GradientAccumulation`
-    differs # Does a number of the output differ between parts? A tensor on the device, or None
-):
-    "Remember it; the first time, look"
-    if differs is None: return
-    first,state.differs = state.differs is None,differs if state.differs is None else state.differs | differs
-    if first: check_alike(state)
+    def add(self,
+        i:int, # Number of the part
+        out    # Its output
+    ):
+        "Copy the output of part `i` to its place"
+        ts = tensors_in(out)
+        if not i:     # without its graph, which would keep the part's activations
+            self.template,self.whole,self.has_grad = map_tensors(Tensor.detach, out),[self._room(t) for t in ts],[t.requires_grad for t in ts]
+        for t,w in zip(ts, self.whole, strict=True): self._put(t.detach(), w, i)
 
-def check_alike(
-    state # Of a `GradientAccumulation`
-):
-    "Raise an error if a number of the model's output differed between parts: there is no such number for the whole batch"
-    if state.differs is None or not state.differs: return
-    raise ValueError("coupled: the model returns a number (a tensor without dimensions) that is not the same for all micro-batches, such as a mean over "
-                     "its items. For the whole batch it cannot be told from these: return a value for each item, or leave it out of the output.")
+    def _room(self, t):
+        if not t.dim(): return t.detach().clone()
+        if len(t)%self.sizes[0]:
+            raise ValueError(f"coupled: the model's output has a tensor of shape {tuple(t.shape)} for a micro-batch of {self.sizes[0]} "
+                             "items, and such parts cannot be joined: an output has a row for each item (or several), or no dimension.")
+        return t.detach().new_empty((len(t)//self.sizes[0]*sum(self.sizes), *t.shape[1:]))
 
-def own_items(
-    learn,  # After the loss of several ranks' items
-    yb,     # This rank's targets
-    first:int,# Its first item among all ranks'
-    n:int,  # Its items
-    total:int # All ranks' items
-):
-    "Leave prediction and targets of this rank's items, for metrics"
-    def own(t):
-        rows = len(t)//total if t.dim() and len(t)%total == 0 else 0
-        return t.detach()[first*rows:(first+n)*rows] if rows else t.detach()
-    learn.yb,learn.pred = yb,map_tensors(own, learn.pred)
+    def _put(self, t, w, i):
+        if not t.dim():
+            unlike = ~torch.isclose(t, w, rtol=1e-5, equal_nan=True)
+            self.differs = unlike if self.differs is None else self.differs | unlike
+            return
+        per_item = len(w)//sum(self.sizes)
+        start = sum(self.sizes[:i])*per_item
+        w[start:start+len(t)] = t
+
+    def result(self):
+        "The outputs of all parts, in the form of the first"
+        whole = iter(self.whole)
+        self.template,out = None,map_tensors(lambda _: next(whole), self.template)
+        return out
+
+# %% ../nbs/api/09a_coupled.ipynb #c0a1d00e
+class Cut(torch.autograd.Function):
+    "The tensor itself, whose gradient is handed to `keep` and goes no further. It may be changed in place, as a model's output may"
+    @staticmethod
+    def forward(ctx, token, t, keep):
+        ctx.keep = keep
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        ctx.keep(g)
+        return None,None,None

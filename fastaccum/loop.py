@@ -136,10 +136,11 @@ class BatchLoop(LoopParts):
         acc.train_batch()
         if acc.closes: self.step()
 
-    def forward(self):
+    def forward(self, predict=None):
         "Prediction and loss of `learn.xb` and `learn.yb`"
         learn,table = self.learn,self.call.current()
-        learn.pred = self.accumulation.predict(self.precision.predict)
+        if predict is None and not learn.training: predict = partial(self.accumulation.predict, self.precision.predict)
+        learn.pred = self.precision.predict() if predict is None else predict()
         self.now.predicted = True
         if table['after_pred']: self.call.fire('after_pred')
         if len(learn.yb):

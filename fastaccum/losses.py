@@ -28,6 +28,10 @@ _element_funcs  = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.bina
 _fastai_element_losses = 'FocalLoss', 'LabelSmoothingCrossEntropy'  # by name: this module does not import fastai
 
 # %% ../nbs/api/00_losses.ipynb #f01f5c59
+def _options(module):
+    d = vars(module)
+    return d.get('reduction'),d.get('ignore_index'),d.get('label_smoothing'),id(d['_buffers'].get('weight')),id(d.get('weight'))
+
 class LossInfo:
     "What is known about `loss_func`: `over` what its mean goes, and its options"
     # over: 'classes' (valid class targets, by class weight), 'valid' (targets other than `ignore_index`), 'mask' (the sum of a
@@ -42,6 +46,7 @@ class LossInfo:
             self.func = self.func.func
         get = lambda k, default=None: kw.get(k, getattr(self.func, k, default))
         self.reduction,self.class_weight,self.ignore_index = get('reduction', 'mean'),get('weight'),get('ignore_index', -100)
+        self.options = _options(loss_func) if self.func is loss_func and isinstance(loss_func, nn.Module) else None
         # with these PyTorch's gradients are NaN, not 0, if no target counts
         self.nan_if_empty = self.class_weight is not None or bool(get('label_smoothing'))
         self.over = self._over()
@@ -61,6 +66,10 @@ class LossInfo:
         may_be_empty = over not in ('elements', 'items')
         vars(res).update(dict(over=over, reduction='mean', measured=True, inexact=False, nan_if_empty=may_be_empty), **kwargs)
         return res
+
+    def holds_for(self, loss_func):
+        "Is `loss_func` a module that this is known of, with the same options? (To find out all takes longer.)"
+        return loss_func is self.func and self.options is not None and _options(loss_func) == self.options
 
     @property
     def key(self): return self.over,self.reduction,repr(self.ignore_index),self.target,self.channel,id(self.class_weight)
@@ -126,11 +135,9 @@ def loss_weights(
     info:LossInfo, # What is known about the loss
     yb,            # Target(s) of several micro-batches in one
     sizes:list     # Items of each micro-batch, as even as `part_sizes` makes them
-) -> list|Tensor: # Weight of each micro-batch: numbers, or a tensor on the device
+) -> list|Tensor: # Weight of each micro-batch: in a list, or several in a tensor on the device
     "`loss_weight` of each micro-batch, in as many operations as for one"
-    if len(sizes) == 1:
-        w = loss_weight(info, yb, sizes[0])
-        return w.view(1) if isinstance(w, Tensor) else [w]
+    if len(sizes) == 1: return [loss_weight(info, yb, sizes[0])]
     w = _item_weights(info, yb)
     if not isinstance(w, Tensor): return [w*n for n in sizes]
     large = sizes[0]*sizes.count(sizes[0])              # the first ones may have one item more

@@ -25,6 +25,7 @@ def part_sizes(
     size:int # Most items of a part
 ) -> list: # Items of each part
     "As few parts as can be, as even as can be: with uneven ones BatchNorm would get a single item in the end"
+    if n <= size: return [n]
     m = -(-n//size)
     return [n//m + (i < n%m) for i in range(m)]
 

@@ -6,12 +6,11 @@ Docs: https://fastaccum.github.io/fastaccum/api/passes.html.md"""
 
 # %% ../nbs/api/09b_passes.ipynb #39dc0bd8
 from __future__ import annotations
-from contextlib import nullcontext
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from torch.utils._pytree import tree_leaves
 from .accumulator import as_tensor, as_weight, back_propagate, check_scalar, correct, weighted
-from .coupled import own_items
+from .coupled import own_items, predict_coupled
 from .events import cancels
 from .losses import LossInfo, ignore_empty, loss_weight, loss_weights
 from .loop import is_stock
@@ -21,7 +20,8 @@ from .probe import LossProbe
 
 # %% auto #0
 __all__ = ['warn_once', 'loss_info', 'look_up_loss', 'is_measuring', 'measure_loss', 'end_measuring', 'loss_rule', 'Weights',
-           'forward_backward', 'as_scalar', 'shapes_of', 'predict_in_parts', 'learn_device', 'fit_memory', 'too_big']
+           'forward_backward', 'removed_in_batch', 'as_scalar', 'shapes_of', 'predict_in_parts', 'learn_device',
+           'fit_memory', 'too_big']
 
 # %% ../nbs/api/09b_passes.ipynb #7a049188
 def warn_once(
@@ -48,6 +48,7 @@ def look_up_loss(
 ):
     "The loss as it is now, with its options and class weights: a callback may have changed them"
     st,loss_func = acc.state,acc.learn.loss_func
+    if st.probe is not None and st.probe.known and st.info.holds_for(loss_func): return
     st.info = loss_info(loss_func)
     mixed = isinstance(getattr(loss_func, '__self__', None), MixHandler)
     if mixed or acc.coupled or not (acc.check_loss and acc.normalize and acc.weight is None): st.probe = None; return
@@ -105,17 +106,17 @@ class Weights:
         n:int,# Items of the loader batch
         sizes # Items of each micro-batch
     ):
-        self.cb,self.learn,self.acc,self.sizes,self.early,self.over_ranks = cb,cb.learn,cb.acc,sizes,None,cb.coupled and cb.ranks
+        self.cb,self.learn,self.acc,self.sizes,self.early,self.yb = cb,cb.learn,cb.acc,sizes,None,None
+        self.over_ranks = cb.coupled and cb.ranks
         if self.over_ranks: self.sizes = [cb.ranks.n_items]   # the loss is that of all ranks' items
         if cb.weight is not None or not self.acc.normalize or is_measuring(cb) or self.over_ranks: return
-        weights,on_device = loss_weights(cb.state.info, self.learn.yb, sizes),False
-        if isinstance(weights, Tensor): on_device = self.learn.yb[0].numel()
-        shares = self.acc.shares(weights, n, on_device or None, complete=cb.complete)
-        if len(sizes) == 1 and on_device: self.early = [(weights.view(()), shares.view(()))]
-        else: self.early = list(zip(weights.unbind(), shares.unbind()) if on_device else zip(weights, shares))
+        weights = loss_weights(cb.state.info, self.learn.yb, sizes)
+        nominal = self.learn.yb[0].numel() if isinstance(weights, Tensor) or isinstance(weights[0], Tensor) else None
+        shares = self.acc.shares(weights, n, nominal, complete=cb.complete)
+        self.early = list(zip(weights.unbind(), shares.unbind()) if isinstance(weights, Tensor) else zip(weights, shares))
 
     def begin(self):
-        "A micro-batch is in place"
+        "A micro-batch is in place, whose targets a callback may change"
         self.yb,self.version = self.learn.yb,_version(self.learn.yb)
 
     def of(self,
@@ -123,9 +124,9 @@ class Weights:
     ) -> tuple: # Its weight and its share
         "After its prediction, with which a callback may have changed the targets"
         if not self.acc.normalize:
-            if self.over_ranks: raise ValueError("coupled with several ranks: the loss must be a mean, not a sum, as each rank computes that of all items.")
+            if self.over_ranks: raise ValueError("coupled with several ranks: the loss must be a mean, as each computes that of all items.")
             return 1,1
-        if self.learn.yb is not self.yb or _version(self.yb) != self.version: self.early = None
+        if self.yb is not None and (self.learn.yb is not self.yb or _version(self.yb) != self.version): self.early = None
         if self.early is not None: weight,share = self.early[i]
         else:
             weight = loss_weight(self.cb.state.info, self.learn.yb, self.sizes[i]) if self.cb.weight is None else self.cb.weight(self.learn)
@@ -150,42 +151,56 @@ def forward_backward(
     n:int    # Items of the loader batch
 ):
     "Send the loader batch through the model in micro-batches of at most `size` items, and count those that went"
-    if cb.coupled: size = n                                              # one loss; `predict_coupled` splits
+    part,size = size,n if cb.coupled else size                           # one loss; `predict_coupled` splits
     learn,loop,acc,before,sizes,preds,yb = cb.learn,cb.loop,cb.acc,cb.acc.so_far,part_sizes(n, size),[],cb.learn.yb
     split,table,weights = n > size,loop.call.current(),Weights(cb, n, sizes)
     keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
     mixers = [o for o in table['mixers'] if o.run and hasattr(o, 'yb1')] if split else ()
+    predict = partial(predict_coupled, cb, loop.precision.predict, n, part) if cb.coupled else loop.precision.predict
+    stock,measuring = is_stock(learn, '_backward'),is_measuring(cb)
     def backward():
-        as_scalar(learn)
+        if learn.loss_grad.dim(): as_scalar(learn)
         weight,share = weights.of(i)
-        if is_stock(learn, '_backward'): back_propagate(learn.loss_grad, share)
+        if stock: back_propagate(learn.loss_grad, share)
         else:                                                            # accelerate's, for instance
             learn.loss_grad = weighted(learn.loss_grad, share)
             learn._backward()
         if cb.state.batch is not None: cb.state.batch.backward()
-        acc.count(learn.loss.detach(), weight, sizes[i])
+        acc.count(learn.loss.detach() if learn.loss.requires_grad else learn.loss, weight, sizes[i])
     def leave():
         cb.state.batch = None
         if weights.over_ranks: own_items(learn, yb, cb.ranks.first_item, n, cb.ranks.n_items)
         if split: learn.pred = join_items(preds) if len(preds) == len(sizes) else None
-        if acc.so_far.losses != before.losses: learn.loss = acc.mean_since(before)
+        if len(acc.so_far.losses) > len(before.losses): learn.loss = acc.mean_since(before)
+        if cb.learn is not learn: raise removed_in_batch(cb)
+    def both():
+        if table['after_pred'] or table['after_loss'] or table['before_backward']: weights.begin()
+        loop.forward(predict)
+        if measuring and is_measuring(cb): measure_loss(cb, sizes[i])
+        if table['backward']: loop.call.around(backward, 'backward', CancelBackwardException)
+        else: backward()
+    i = 0
     try:
-        with in_parts(learn, n, size, mixers) if split else nullcontext(range(1)) as parts:
-            for i in parts:
-                weights.begin()
-                loop.forward()
-                if is_measuring(cb): measure_loss(cb, sizes[i])
-                if table['backward']: loop.call.around(backward, 'backward', CancelBackwardException)
-                else: backward()
-                if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
+        if not split: both()
+        else:
+            with in_parts(learn, n, size, mixers) as parts:
+                for i in parts:
+                    both()
+                    if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
     except cancels: leave(); raise
     leave()
+
+def removed_in_batch(
+    acc # A `GradientAccumulation` that has left its `Learner`
+) -> Exception:
+    "The error for a loader batch that lost its accumulation on the way: some of its gradients are weighed, others not"
+    return RuntimeError(f"{type(acc).__name__} was removed while a loader batch was on its way through the model, and the step would "
+                        "not be that batch's: remove it between batches, at `before_batch` or `after_batch`.")
 
 def as_scalar(
     learn # After a prediction; its loss may have dimensions of length 1
 ):
     "The loss without dimensions, or an error if it is not one number"
-    if not learn.loss_grad.dim(): return
     check_scalar(learn.loss_grad)
     learn.loss_grad,learn.loss = learn.loss_grad.view(()),learn.loss.view(())
 

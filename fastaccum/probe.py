@@ -122,8 +122,9 @@ def _no_rule(probe):
                 "if it averages over something else, pass weight=, a function that returns what it averaged over.")
     error,rule = probe.rules.seen[-1].best()
     return (f"{name} is no mean over the items, so that its micro-batches do not add up to the batch: their gradients are {error:.2%} off "
-            f"when weighed by {rule}, which is nearest. It compares items with each other, or weighs them in a way of its own. If it compares "
-            "items: load the whole batch, and pass micro_batch_size= with coupled=True, which computes one loss over all micro-batches. "
+            f"when weighed by {rule}, which is nearest. It compares items with each other, or weighs them in a way of its own. "
+            "If it compares items: load the whole batch, and pass micro_batch_size= with coupled=True, which computes one loss over "
+            "all micro-batches. "
             "If you know what it averages over: pass weight=, a function that returns it.")
 
 # %% ../nbs/api/00b_probe.ipynb #ec2c280d

@@ -16,8 +16,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What trains through `learner` of reference.py; on a machine with a GPU there may be no W&B
 with_wandb = 'test_checkpoint_wandb','test_wandb'
-numeric = ('test_exact', 'test_microbatch', 'test_coupled', 'test_properties', 'test_precision', 'test_scaler', 'test_steps', 'test_epoch_ends', 'test_checkpoint', *with_wandb)
+numeric = ('test_exact', 'test_microbatch', 'test_coupled', 'test_properties', 'test_precision', 'test_scaler', 'test_steps', 'test_epoch_ends', 'test_checkpoint', 'test_toolbox', *with_wandb)
 on_gpu = {*numeric, 'test_accelerator'} - {*with_wandb}
+in_full = 'test_toolbox',   # every case on the simulated device too
 
 @pytest.fixture(autouse=True)
 def device(request):
@@ -38,9 +39,9 @@ def pytest_collection_modifyitems(config, items):
     if os.environ.get('ALL_CASES'): return
     cases = defaultdict(list)
     for i in items:
-        if '[sim' in i.name: cases[i.parent,i.originalname].append(i)
+        if '[sim' in i.name and i.module.__name__ not in in_full: cases[i.parent,i.originalname].append(i)
     few = {c for cs in cases.values() for c in cs[::-(-len(cs)//3)]}
-    out = [i for i in items if '[sim' in i.name and i not in few]
+    out = [i for c in cases.values() for i in c if i not in few]
     config.hook.pytest_deselected(items=out)
     out = set(out)
     items[:] = [i for i in items if i not in out]

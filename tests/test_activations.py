@@ -2,7 +2,6 @@
 import pickle, random
 from copy import deepcopy
 from functools import partial
-from itertools import combinations
 import numpy as np, pytest, torchvision.models as tv
 from reference import *
 from fastai.layers import ResBlock
@@ -114,13 +113,6 @@ def test_fits_in_a_row():
     assert learn.get_preds()[0].shape == (22,4)
 
 # -- Compiled -----------------------------------------------------------------------------------------------------
-class Backend:
-    "Compiles nothing, and counts graphs: of training, of validation"
-    def __init__(self): self.n = [0,0]
-    def __call__(self, gm, inputs):
-        self.n[not torch.is_grad_enabled()] += 1
-        return gm.forward
-
 class Wrong(nn.Linear):
     def forward(self, x): return super().forward(x[...,1:])
 
@@ -163,25 +155,6 @@ def test_validation_is_split(size):
     learn.fit(1)
     assert most(learn.model.seen) == 3
 
-# -- Pairs --------------------------------------------------------------------------------------------------------
-# Each pair in one run, against the same without what changes no number. A new callback adds its row: how to make it, and whether it does change numbers
-pairs = dict(precision=(lambda: MixedPrecision('bf16'), True), split=(lambda: GradientAccumulation(16, micro_batch_size=3), True),
-             checkpointing=(ActivationCheckpointing, False), selective=(lambda: ActivationCheckpointing(selective=True), False),
-             offload=(lambda: ActivationOffload(0), False), compile=(lambda: Compile(backend=Backend()), False),
-             grad_dtype=(lambda: GradientAccumulation(16, grad_dtype=torch.float32), True))
-
-@pytest.mark.parametrize('a,b', [(a, b) for a,b in combinations(pairs, 2) if {a, b} not in ({'checkpointing', 'selective'}, {'split', 'grad_dtype'})])  # the last two are one callback
-def test_pairs(a, b):
-    "Two callbacks together: to the last bit what those of them that change numbers do alone"
-    torch._dynamo.reset()
-    compiled = 'compile' in (a, b)
-    dtype = torch.bfloat16 if 'grad_dtype' in (a, b) else torch.float32   # in bf16 weights
-    items = Data(data.x.to(dtype), *data.y)
-    def run(names): return fit(*(pairs[k][0]() for k in names), model=lambda: Net(dropout=0. if compiled else .1).to(dtype), data=items, n_epoch=1)
-    both,plain = run((a, b)),run([k for k in (a, b) if pairs[k][1]])
-    if not compiled: assert same(both, plain)
-    else: assert all(torch.allclose(both[k].float(), plain[k].float(), atol=1e-6 if dtype is torch.float32 else 1e-2) for k in plain)
-
 # -- Sums in fp32 -------------------------------------------------------------------------------------------------
 class Weights(Callback):
     "The gradient that the optimizer gets, and the float64 sum of the same micro-gradients"
@@ -206,8 +179,9 @@ def test_sums(native, monkeypatch):
         learn.fit(1)
         assert all(p.grad is None for p in learn.model.parameters()) or f is GradientAccumulation
         if hasattr(spy.p, 'grad_dtype'): assert spy.p.grad_dtype is torch.bfloat16
-        return rel_err(spy.grad, spy.sum)
-    assert error(wide) < 5e-8 and error(GradientAccumulation) > 5e-3
+        return rel_err(spy.grad, spy.sum),rel_err(spy.sum.float(), spy.sum)
+    (off,rounded),(plain,_) = error(wide),error(GradientAccumulation)
+    assert off < 1.5*rounded and plain > 5e-3      # hardly more than the exact sum loses that is rounded to fp32 once
 
 torch_opts = {k: partial(OptimWrapper, opt=partial(f, **kw)) for k,f,kw in (('AdamW', torch.optim.AdamW, {}), ('AdamW fused', torch.optim.AdamW, dict(fused=True)),
               ('SGD', torch.optim.SGD, dict(momentum=.9)), ('SGD fused', torch.optim.SGD, dict(fused=True)))}

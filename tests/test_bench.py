@@ -1,13 +1,15 @@
 "The benchmarks: everybody trains the same, the arithmetic, and the promises that the results file must keep"
 import json, re, shutil
+from functools import partial
 from pathlib import Path
 import pytest
 from reference import rel_err, weights
 import torch
-from bench import against, exact, gpu, memory, peers, report, saves, speed, syncs
-from bench.__main__ import PACKAGES, PARTS, main
+from bench import against, exact, gpu, memory, peers, report, saves, speed, syncs, toolbox
+from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
 from bench.jobs import job
 from bench.peers import PEERS, installed
+from fastaccum.conformance import CASES, check
 
 ours = PEERS['split'],PEERS['whole']
 results = report.results()
@@ -82,8 +84,9 @@ def test_verdict():
         'overlap', 'overlap', 'overlap', 'slower', 'faster']
 
 def test_against(tmp_path, monkeypatch):
-    "Each process has its own code"
+    "Each process has its own code, which may be older than what the jobs are made with"
     shutil.copytree(against.HERE/'fastaccum', tmp_path/'fastaccum')
+    (tmp_path/'fastaccum/conformance.py').unlink()
     with open(tmp_path/'fastaccum/accumulation.py', 'a') as f: f.write("open('loaded', 'a').write('once ')")
     rows = against.run(tmp_path, [speed.Case('MLP, squared error', 2, 3, 3, peers=('hand', 'split', 'whole'))])
     assert rows.peer.tolist()==['split', 'whole'] and (tmp_path/'loaded').read_text()=='once '
@@ -109,16 +112,26 @@ def test_syncs():
     for fused in (False, True): assert syncs.syncs(PEERS['split'], precision='fp16', fused=fused)==dict(micro_batch=0, step=1)
 
 def test_exact():
-    jobs = exact.jobs()
-    assert len(jobs)==4
-    for name,a_job in jobs.items():
-        assert max(exact.off(p.run, a_job) for p in ours) < 1e-6, name
-        assert exact.off(PEERS['hand'].run, a_job) > .1, name
-    assert exact.off(PEERS['fastai'].run, jobs['end of epoch']) is None
+    "The hand-written loop in the cases that it gets wrong, and fastai in those in which it takes no step"
+    hand = {r.case: r for r in check(PEERS['hand'].run)}
+    assert [k for k,r in hand.items() if r.exact]==['any size', 'clipping', 'schedules', 'precision skip']
+    assert all(.1 < r.off < 1 for r in hand.values() if not r.exact)
+    theirs = check(PEERS['fastai'].run, ['remainder', 'two epochs', 'precision skip'])
+    assert [(str(r), r.steps, r.expected) for r in theirs]==[('no step', 0, 1), ('33%', 3, 4), ('no fp16', 0, 2)]
+
+@pytest.mark.parametrize('peer', ours, ids=lambda p: p.run.__name__)
+def test_ours_are_exact(peer):
+    for r in check(peer.run): assert r.exact, (r.case, r.off, r.error)
+
+def test_failing_peer_is_no_figure(monkeypatch):
+    def fails(job): raise RuntimeError('of its own')
+    monkeypatch.setattr(exact, 'runs', lambda: {'a peer': fails})
+    with pytest.raises(RuntimeError, match='a peer, remainder(.|\\n)*of its own'): exact.run(['remainder'])
 
 # -- The results file --------------------------------------------------------------------------------------------
 def test_results_are_of_all():
-    assert list(results['versions'])==['python', *PACKAGES, 'fastaccum'] and all(results['versions'].values())
+    names = [k for k in results['versions'] if k not in BY_HAND]
+    assert names==['python', *PACKAGES, 'fastaccum'] and all(results['versions'].values())
     assert set(results['machine'])=={'cpu', 'cores', 'os'} and all(results['machine'].values())
     def key(r): return r['model'],r['precision'],r['n_acc'],r['peer']
     assert {key(r) for r in results['speed']}=={(c.model, c.precision, c.n_acc, PEERS[k].label) for c in speed.CASES for k in c.peers if c.precision in PEERS[k].precisions}
@@ -133,7 +146,9 @@ def test_results_hold():
         kinds.add((r['precision'], r['fused']))
         assert r['micro_batch']==0 and r['step'] <= (2 if (r['precision'], r['fused'])==('fp16', False) else 1), r
     assert kinds=={('fp32', False), ('bf16', False), ('fp16', False), ('fp16', True)}
-    for r in filter(is_ours, results['exact']): assert all(r[case] < 1e-6 for case in exact.jobs()), r
+    tried = {(r['peer'], r['case']) for r in results['exact']}
+    assert tried=={(peer, case) for peer in {r['peer'] for r in results['exact']} for case in CASES}
+    for r in filter(is_ours, results['exact']): assert report.result(r).exact, r
 
 def test_page_is_of_the_results():
     "Else: run nbs/benchmarks.ipynb again"
@@ -142,12 +157,24 @@ def test_page_is_of_the_results():
     def shown(kind): return '\n'.join(''.join(data.get(kind, '')) for data in outputs)
     assert report.about(results) in shown('text/markdown') and shown('image/png').strip()
     tables = [report.speed(results['speed'], *models) for models in (('MLP 32-64-10',), ('conv net', 'transformer'), ('MLP, squared error', 'transformer, padded'))]
-    tables += [getattr(report, part)(results[part]) for part in ('memory', 'syncs', 'exact', 'comm')]
+    tools = toolbox.results()
+    tables += [report.memory(results['memory']), toolbox.table(tools['rows']), toolbox.compiled_table(tools['compiled'])]
+    tables += [report.syncs(results['syncs']), *(report.exact(results['exact'], half) for half in ('first', 'second')), report.comm(results['comm'])]
     assert re.findall('<td>(.*?)</td>', shown('text/html'))==[v for t in tables for v in t.values.flatten()]
 
+def test_toolbox():
+    "The file has all tools; they are measured, and what saves memory does"
+    rows = {tuple(r['names']): r for r in toolbox.results()['rows']}
+    assert set(rows)=={(), *(p for p in toolbox.pairs() if 'fp16' not in p)}, 'run `python -m bench.toolbox` again'
+    for k in ('split', 'checkpointing', '... selective', 'bf16'): assert rows[k,k]['peak'] < .8*rows[()]['peak']
+    assert rows['split','checkpointing']['peak'] < .1*rows[()]['peak']
+    plain,both = (toolbox.measure(names, toolbox.transformer, partial(toolbox.sequences, length=48), 8, n_steps=1) for names in ((), ('split', 'checkpointing')))
+    assert both['s'] > 0 and both['peak'] < .8*plain['peak']
+
 def test_tables():
-    table = report.exact([dict(peer='a', x=1e-7, y=None), dict(peer='b', x=2e-6, y=.256)])
-    assert table.to_dict('list')==dict(x=['exact', '0%'], y=['no step', '26%'])
+    def row(peer, case, off, steps=1, note=''): return dict(peer=peer, case=case, off=off, steps=steps, expected=1, note=note)
+    table = report.exact([row('a', 'tokens', 1e-7), row('a', 'clipping', 1., 0), row('b', 'tokens', 2e-6), row('b', 'clipping', None, 0, 'no clipping')])
+    assert table.to_dict('list')=={'tokens': ['exact', '2.0e-06'], 'clipping': ['no step', 'no clipping']}
     table = report.speed(results['speed'], 'MLP 32-64-10')
     assert table.shape==(7, 4) and (table.iloc[3:, 2:]=='').all(axis=None)   # these do not take part in the second case
 

@@ -249,17 +249,17 @@ def test_resume(tmp_path):
     assert torch.equal(weights(run('b').model), weights(whole.model))
 
 def test_memory():
-    big = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)], nn.Linear(256, 4))
-    data = Data(torch.randn(1024, 256), torch.arange(1024)%8)
+    deep = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(24)], nn.Linear(64, 4))
+    data = Data(torch.randn(1024, 64), torch.arange(1024)%8)
     class One(nn.Module):
         def forward(self, z, y): return (z.mean(0)-1).pow(2).sum()          # couples all items, and keeps next to nothing
-    "No more than a micro-batch and all outputs"
     def peak(**acc):
-        learn = learner(data, 1024, *([GradientAccumulation(**acc)] if acc else []), model=big, loss_func=One(), opt_func=SGD, valid=Data(data.x[:8], data.y[0][:8]))
+        "No more than a micro-batch and all outputs"
+        learn = learner(data, 1024, *([GradientAccumulation(**acc)] if acc else []), model=deep, loss_func=One(), opt_func=SGD, valid=Data(data.x[:8], data.y[0][:8]))
         with PeakMemory() as m: learn.fit(1, .01)
         return m.peak
-    whole,split,coupled = peak(),peak(micro_batch_size=32, check_loss=False),peak(micro_batch_size=32, coupled=True)
-    outputs,generators = 1024*4*4,32*2*5056                                  # each micro-batch's random state is kept, on the host
+    whole,split,coupled = peak(),peak(micro_batch_size=256, check_loss=False),peak(micro_batch_size=256, coupled=True)
+    outputs,generators = 1024*4*4,4*2*5056                                   # each micro-batch's random state is kept, on the host
     assert coupled <= split + 4*outputs + generators and coupled < .4*whole
 
 # --- the head

@@ -1,5 +1,5 @@
-"The wheel: what is in it, and that it runs away from this folder. Needs no network"
-import os, re, shutil, subprocess, sys, zipfile
+"The source distribution and the wheel: what is in them, and that the wheel runs in an empty environment. Needs no network"
+import os, re, shutil, subprocess, sys, sysconfig, tarfile, zipfile
 from email.parser import Parser
 from pathlib import Path
 import pytest
@@ -24,6 +24,11 @@ def wheel(tmp_path_factory):
     return zipfile.ZipFile(next((src/'dist').glob('*.whl')))
 
 @pytest.fixture(scope='module')
+def dist(wheel):
+    "The folder that both are in"
+    return Path(wheel.filename).parent
+
+@pytest.fixture(scope='module')
 def installed(wheel, tmp_path_factory):
     "A folder with what the wheel installs"
     where = tmp_path_factory.mktemp('installed')
@@ -35,6 +40,48 @@ def test_files(wheel):
     info = f"fastaccum-{cfg['version']}.dist-info"
     others = {f'{info}/{f}' for f in ('METADATA', 'WHEEL', 'RECORD', 'entry_points.txt', 'top_level.txt', 'licenses/LICENSE')}
     assert 'fastaccum/py.typed' in ours and set(wheel.namelist())==ours|others
+
+def test_sdist(dist):
+    "All that the wheel is built from, and nothing that a build leaves behind"
+    with tarfile.open(*dist.glob('*.tar.gz')) as f: names = {n.partition('/')[2] for n in f.getnames()}
+    top = {n.split('/')[0] for n in names} - {'', 'fastaccum.egg-info'}
+    assert top=={'LICENSE', 'MANIFEST.in', 'PKG-INFO', 'README.md', 'fastaccum', 'pyproject.toml', 'settings.ini', 'setup.cfg', 'setup.py'}
+    assert {f'fastaccum/{f.name}' for f in (root/'fastaccum').glob('*.py')} <= names
+
+@pytest.mark.parametrize('tool', [('twine', 'check', '--strict'), ('check-wheel-contents',)], ids=lambda t: t[0])
+def test_linted(dist, tool):
+    "What a package index refuses, and what does not belong in a wheel"
+    exe = shutil.which(tool[0], path=sysconfig.get_path('scripts'))
+    if exe is None: pytest.skip(f"{tool[0]} is not installed: pip install -e '.[dev]'")
+    files = [str(f) for f in dist.iterdir() if tool[0]=='twine' or f.suffix=='.whl']
+    res = subprocess.run([exe, *tool[1:], *files], capture_output=True, text=True, timeout=120)
+    assert res.returncode==0, res.stdout + res.stderr
+
+def test_clean_environment(dist, tmp_path):
+    "pip installs the wheel in a new environment, which borrows only the packages it needs: all modules can be imported, and a fit runs"
+    venv = tmp_path/'venv'
+    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', venv], check=True, timeout=120)
+    pip = [sys.executable, '-m', 'pip', '--python', venv/'bin/python', 'install', '--no-deps', '--no-index', *dist.glob('*.whl')]
+    res = subprocess.run(pip, capture_output=True, text=True, timeout=120)
+    assert res.returncode==0, res.stdout + res.stderr
+    site = next(venv.glob('lib/python*/site-packages'))
+    (site/'borrowed.pth').write_text(sysconfig.get_path('purelib'))     # after its own packages; a .pth in there is not read
+    code = '''
+import importlib, pkgutil, sys, fastaccum
+from importlib.metadata import version
+for m in pkgutil.iter_modules(fastaccum.__path__): importlib.import_module(f'fastaccum.{m.name}')
+from fastai.test_utils import synth_learner
+from fastaccum.all import *
+learn = synth_learner(cbs=[GradientAccumulation(64), StepLogger()])
+with learn.no_bar(), learn.no_logging(): learn.fit(2)
+print(fastaccum.__file__, version('fastaccum'), len(learn.step_logger.to_df()))'''
+    env = {k: v for k,v in os.environ.items() if k!='PYTHONPATH'} | dict(PYTHONWARNINGS='ignore', MPLBACKEND='Agg')
+    res = subprocess.run([venv/'bin/python', '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert res.returncode==0, res.stderr
+    file,version,steps = res.stdout.split()[-3:]
+    assert Path(file).parent==site/'fastaccum' and version==cfg['version'] and int(steps) > 0
+    res = subprocess.run([venv/'bin/fastaccum-demo', '--help'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert res.returncode==0 and '--epochs' in res.stdout, res.stderr
 
 def test_wheel_metadata(wheel):
     meta = Parser().parsestr(wheel.read(f"fastaccum-{cfg['version']}.dist-info/METADATA").decode())
