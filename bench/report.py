@@ -63,9 +63,9 @@ def result(row):
     return Result(**{k: v for k,v in row.items() if k != 'peer'})
 
 def comm(rows):
-    "What two ranks send for a step, in multiples of the gradients' size, and what each keeps, in bytes a weight"
+    "What two ranks send for a step, in multiples of the gradients' size, and what each keeps between steps and takes at most, in bytes a weight"
     def shown(r): return {'': r['peer'], 'messages': f"{r['calls']:g}", 'KB': f"{r['bytes']/1000:.0f}", 'times the gradients': f"{r['bytes']/4/r['parameters']:.2f}",
-                          'bytes kept a weight': f"{r['kept']/r['parameters']:.1f}"}
+                          'bytes kept a weight': f"{r['kept']/r['parameters']:.1f}", 'and at most': '' if r.get('peak') is None else f"{r['peak']:.1f}"}
     return pd.DataFrame(map(shown, rows)).set_index('')
 
 def plot(rows, model, n_acc=8):

@@ -27,10 +27,12 @@ from .values import Values
 _all_ = ['plain', 'first_difference']
 
 # %% auto #0
-__all__ = ['TrainingCheckpoint', 'check_checkpoint_args', 'check_resumable', 'CheckpointFolder', 'saved_wandb_id', 'on_signals',
-           'resumed', 'checkpointed_fit', 'plain', 'first_difference']
+__all__ = ['TrainingCheckpoint', 'check_checkpoint_args', 'check_resumable', 'CheckpointFolder', 'OthersFolder', 'OneRank',
+           'ranks_of', 'saved_wandb_id', 'on_signals', 'resumed', 'checkpointed_fit', 'plain', 'first_difference']
 
 # %% ../nbs/api/15_checkpoint.ipynb #629f1218
+_signals = 'SIGINT','SIGTERM','SIGUSR1'
+
 class TrainingCheckpoint(LoopCallback):
     "Save a fit between two optimizer steps; started again, the script goes on from there, to the same weights bit for bit"
     order,run_valid,name = 1000,False,'training_checkpoint'   # after all that the step changes
@@ -45,7 +47,7 @@ class TrainingCheckpoint(LoopCallback):
     ):
         check_checkpoint_args(every_steps, every_minutes, keep)
         store_attr()
-        self.state = SimpleNamespace(fitting=False, folder=None, given={}, told={}, read={})
+        self.state = SimpleNamespace(fitting=False, folder=None, given={}, told={}, read={}, ranks=OneRank())
 
     def before_fit(self):
         if not self.state.fitting or self.state.begun: return # `validate` and `get_preds` begin in the same way, also inside a fit
@@ -61,7 +63,7 @@ class TrainingCheckpoint(LoopCallback):
     def _tell(self, wrong):
         new = {k: v for k,v in wrong.items() if k not in self.state.told}
         self.state.told.update(new)
-        if new: warn(f"A run that goes on from a checkpoint will not have: {'; '.join(f'{k} ({v})' for k,v in new.items())}. If training depends on it, give its callback "
+        if new and not self.state.ranks.rank: warn(f"A run that goes on from a checkpoint will not have: {'; '.join(f'{k} ({v})' for k,v in new.items())}. If training depends on it, give its callback "
                      "`state_dict` and `load_state_dict`.")
 
     def _plan_next(self):
@@ -77,12 +79,19 @@ class TrainingCheckpoint(LoopCallback):
         st = self.state
         if not self.loop.closed: return
         st.steps += 1
-        if st.steps < st.next_step and monotonic() < st.next_time: return
+        if monotonic() >= st.next_time and not st.ranks.rank: st.ranks.ask('save'); st.next_time = inf
+        if not self._asked() and st.steps < st.next_step: return
         if not st.lr_find: self._save_batch()
         self._plan_next()
         if st.signal is not None:
             st.cancelled = True
             raise CancelFitException(st.signal)
+
+    def _asked(self):
+        "Is there to be a checkpoint now, on all ranks? A signal, of any of them, ends the fit, too"
+        st,asked = self.state,self.state.ranks.granted()
+        st.signal = next((s for s in _signals if s in asked), st.signal)
+        return bool(asked)
 
     def _rng(self): return rng_state(learner_device(self.learn), self.learn.dls.loaders, generator_places(self.learn))
 
@@ -93,13 +102,17 @@ class TrainingCheckpoint(LoopCallback):
 
     def _save(self, learn, done, weights=True, **more):
         st,vs = self.state,Values(known_objects(learn))
-        state = training_state(learn, weights, vs, st.given)
+        state = st.ranks.join(learn, training_state(learn, weights, vs, st.given))
         self._tell(vs.wrong)
         st.folder.save(dict(state, **more, settings=st.settings), st.fit, done, self.keep, self.background)
 
+    def say(self, text):
+        "Print it, once for all ranks"
+        if not self.state.ranks.rank: print(f'TrainingCheckpoint: {text}')
+
     def _stop(self, name):
         print(f"TrainingCheckpoint: {name}; the fit is saved at the next step, and ends.")
-        self.state.signal,self.state.next_time = name,-inf
+        self.state.ranks.ask(name)
 
     def finish(self) -> None:
         "The run is complete, whatever the process does now: the next fit begins a new one. A script that ends normally needs no `finish`"
@@ -124,7 +137,10 @@ def check_resumable(
 ):
     "Raise an error if a fit of `learn` cannot be taken up in the middle"
     check_loader(learn.dls.train)
-    if num_distrib() > 1: raise ValueError("TrainingCheckpoint trains in one process: in several, each has random numbers of its own. Remove it from the Learner.")
+    ranks = ranks_of(cbs)
+    if num_distrib() > 1 and type(ranks) is OneRank:
+        raise ValueError("Several processes train, and TrainingCheckpoint would save the training of each by itself: add DataParallel() to the Learner's callbacks, which brings them together, or leave it out.")
+    if 'TrainingCheckpoint' in ranks.refuses: raise ValueError(f"TrainingCheckpoint {ranks.refuses['TrainingCheckpoint']}")
     if any(isinstance(cb, ModelResetter) for cb in cbs):
         raise ValueError("This model keeps a state from one batch to the next that is not in its `state_dict` (a ModelResetter is there): TrainingCheckpoint cannot save it.")
 
@@ -138,25 +154,35 @@ class CheckpointFolder:
     "The checkpoints of a run: the fits that this process trains with one folder, numbered from 1"
     in_use = {}   # folder -> object
     def __init__(self,
-        path:Path # Folder of the checkpoints
+        path:Path, # Folder of the checkpoints
+        ranks=None # What acts for several processes, from `ranks_of`; default for one
     ):
-        self.path,self.n_fits,self.unfinished,self.stopped,self.pid,self.writer,self.failed,self.spare = path,0,False,None,os.getpid(),None,None,None
+        self._begin(path, ranks or OneRank())
         self.own = OwnFiles(path)
         self.files = [] if self.own.finished is not None else sorted((path/n for n in self.own.names(r'\d+-(\d+|end)(-\w+)?\.pt')), key=_place)
 
+    def _begin(self, path, ranks):
+        self.path,self.ranks,self.n_fits,self.unfinished,self.stopped,self.pid = path,ranks,0,False,None,os.getpid()
+        self.writer,self.failed,self.spare,self.files = None,None,None,[]
+
     @classmethod
-    def at(cls, path:Path):
+    def at(cls, path:Path, ranks=None):
         "The one that this process has for `path`, or a new one"
-        if path not in cls.in_use:
-            self = cls.in_use[path] = cls(path)
+        if path not in cls.in_use or cls.in_use[path].pid != os.getpid():
+            self = cls.in_use[path] = (OthersFolder if ranks is not None and ranks.rank else cls)(path, ranks)
             self._call_off = _call_at_exit(self._at_exit)
-            if self.own.finished is not None: self._try(self.own.clear, 'tidy up after the last run, which is complete')
+            self._tidy()
         return cls.in_use[path]
+
+    def _tidy(self):
+        if self.own.finished is not None: self._try(self.own.clear, 'tidy up after the last run, which is complete')
+
+    def of_fit(self, fit:int): return [f for f in self.files if _place(f)[0] == fit]
 
     def load(self, fit:int, device) -> dict|None:
         "The newest good checkpoint of a fit"
         self.wait()
-        for f in reversed([f for f in self.files if _place(f)[0] == fit]):
+        for f in reversed(self.of_fit(fit)):
             try: return read_checkpoint(f, device)
             except torch.OutOfMemoryError: raise
             except Exception as e: warn(f"The checkpoint {f} is damaged ({type(e).__name__}: {str(e).splitlines()[0]}). TrainingCheckpoint takes the one before.")
@@ -183,7 +209,7 @@ class CheckpointFolder:
             self.failed = f"TrainingCheckpoint could not save {self.path/name}: {str(e).splitlines()[0]} Training goes on."
             return
         self.files = sorted({*self.files, path}, key=_place)
-        old = [f for f in self.files if _place(f)[0] == fit][:-keep] + [f for f in self.files if _place(f)[0] < fit and _place(f)[1] != inf]
+        old = self.of_fit(fit)[:-keep] + [f for f in self.files if _place(f)[0] < fit and _place(f)[1] != inf]
         self.files = [f for f in self.files if f not in old]
         with suppress(OSError): self.own.remove(keep={f.name for f in self.files} | self.own.logs())      # the next save tries again
 
@@ -208,9 +234,48 @@ class CheckpointFolder:
     def _at_exit(self):
         later = any(_place(f)[0] > self.n_fits for f in self.files)   # fits that another process began
         if os.getpid() != self.pid or not self.n_fits or self.unfinished or self.stopped or later or _failed(): return
+        if not self.ranks.all_ended(): return
         self.finish()
         if self.files: print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}. Did it end too early? To go on, move {self.files[-1].name} back "
                              f"from {self.path.name}-finished to {self.path}.")
+
+class OthersFolder(CheckpointFolder):
+    "What a rank other than 0 has of it: no files"
+    def __init__(self,
+        path:Path,# Folder of the checkpoints
+        ranks     # From `ranks_of`
+    ): self._begin(path, ranks)
+    def _tidy(self): pass
+    def save(self, *args): pass
+    def finish(self): self._call_off(); self.in_use.pop(self.path, None)
+
+# %% ../nbs/api/15_checkpoint.ipynb #77ab10e4
+class OneRank:
+    "What several ranks do together at a checkpoint, for one process; `DataParallel` does it for many"
+    rank,refuses = 0,{}
+    def __init__(self): self.known = set()
+    def ask(self, what:str):
+        "Have all ranks save ('save'), or save and end the fit (the name of a signal), at the same step"
+        self.known.add(what)
+    def granted(self) -> set:
+        "What was asked for, and all know by now; each time what is new"
+        res,self.known = self.known,set()
+        return res
+    def load(self, folder:CheckpointFolder, fit:int, device) -> dict|None:
+        "The newest good checkpoint of a fit"
+        return folder.load(fit, device)
+    def join(self, learn, state:dict) -> dict:
+        "The state, and what other ranks have otherwise"
+        return state
+    def all_ended(self) -> bool:
+        "Has the script ended well on all ranks?"
+        return True
+
+def ranks_of(
+    cbs # All callbacks of a fit
+) -> OneRank:
+    "What acts for all processes: the `DataParallel` among the callbacks, where there are several"
+    return first(cb for cb in cbs if cb.name == 'data_parallel' and cb.many) or OneRank()
 
 # %% ../nbs/api/15_checkpoint.ipynb #977514d2
 def _call_at_exit(f):
@@ -277,7 +342,8 @@ def _rest_of_epoch(learn, cb, state):
     rest = rest_of_loader(learn.dl, state.get('order'), state['batch'], partial(put_back, cb.state.epoch_rng), partial(put_back, state['rng']))
     for i,b in enumerate(rest, state['batch']): learn.one_batch(i, b)
 
-def _set_rng(learn, rng): set_rng_state(rng, learner_device(learn), learn.dls.loaders, generator_places(learn))
+def _set_rng(learn, rng):
+    if rng is not None: set_rng_state(rng, learner_device(learn), learn.dls.loaders, generator_places(learn))
 
 def _put_back(learn, state):
     if wrong := load_training(learn, state):
@@ -298,7 +364,7 @@ def resumed(
     "Within, a fit goes on from the checkpoint"
     if state is not None:
         first = state['learner']['epoch']
-        print(f"TrainingCheckpoint: fit {cb.state.fit} goes on in epoch {first}, after {state['batch']} of {state['learner']['n_iter']} batches.")
+        cb.say(f"fit {cb.state.fit} goes on in epoch {first}, after {state['batch']} of {state['learner']['n_iter']} batches.")
         learn._do_fit,learn.all_batches = partial(_rest_of_fit, learn, first),partial(_rest_of_epoch, learn, cb, state)
     try: yield
     finally:
@@ -314,18 +380,20 @@ def checkpointed_fit(
 ):
     "A fit of a run: skipped if it was finished, taken up if it was interrupted, and saved"
     check_resumable(learn, cbs)
-    path,st = (learn.path/learn.model_dir/cb.fname).resolve(),cb.state
-    folder = st.folder = CheckpointFolder.at(path)
-    if folder.stopped: return print(f"TrainingCheckpoint: no fit after {folder.stopped}.")
+    path,st,ranks = (learn.path/learn.model_dir/cb.fname).resolve(),cb.state,ranks_of(cbs)
+    folder = st.folder = CheckpointFolder.at(path, ranks)
+    st.ranks = ranks
+    if folder.stopped: return cb.say(f"no fit after {folder.stopped}.")
     st.fit,st.signal,st.cancelled,st.begun,st.lr_find = folder.n_fits+1,None,False,False,any(isinstance(c, LRFinder) for c in cbs)
     remember_given(learn, cbs, st.given)
     st.settings = dict(fit_settings(learn, cbs, **settings), data=data_fingerprint(learn.dls, st.read), callbacks=callback_list(cbs))
     if not cb.resume: folder.forget(st.fit)
-    state = folder.load(st.fit, learner_device(learn))
+    state = ranks.load(folder, st.fit, learner_device(learn))
     if state is not None: _check_same(learn, st, state)
     if state is None or 'batch' in state:
         folder.unfinished = True
-        with on_signals(cb._stop, 'SIGTERM', 'SIGUSR1', 'SIGINT'), resumed(learn, cb, state): fit(_digests(cb))
+        with on_signals(cb._stop, *_signals), resumed(learn, cb, state): fit(_digests(cb))
+        cb._asked()                     # a signal may have come after the last step
         if not st.cancelled: cb._save(learn, inf, not st.lr_find)
         else: folder.wait()
     else: _skip_fit(learn, cb, state)
@@ -334,7 +402,7 @@ def checkpointed_fit(
     folder.stopped = st.signal
 
 def _digests(cb):
-    if not cb.digest or cb.state.lr_find: return []
+    if not cb.digest or cb.state.lr_find or cb.state.ranks.rank: return []
     return [StepDigests(cb.state.folder.own.log('digests.jsonl'), cb.state.fit)]
 
 def _check_same(learn, st, state):
@@ -344,10 +412,10 @@ def _check_same(learn, st, state):
     wrong = differences(saved, now, state.get('model'), get_model(learn.model).state_dict()) + data + refused
     if wrong: raise ValueError(f"{st.folder.path} has checkpoints of another training. Fit {st.fit}: {'; '.join(wrong)}. Take back the change, or start anew: "
                                "TrainingCheckpoint(resume=False), another `fname`, or delete the folder.")
-    if told: warn(f"Since the checkpoint callbacks have changed: {', '.join(told)}. The training goes on with those that are there now.")
+    if told and not st.ranks.rank: warn(f"Since the checkpoint callbacks have changed: {', '.join(told)}. The training goes on with those that are there now.")
 
 def _skip_fit(learn, cb, state):
-    print(f"TrainingCheckpoint: fit {cb.state.fit} was finished; its end state is loaded.")
+    cb.say(f"fit {cb.state.fit} was finished; its end state is loaded.")
     learn.model.to(learner_device(learn))
     _put_back(learn, state)
     if 'model' not in state: learn.model.train(learn.training)

@@ -18,10 +18,11 @@ from .loop import LoopCallback
 from .processes import launch, start_group, together
 from .microbatch import map_tensors
 from .sharding import LocalDL, ShardedDL, check_metrics, gather, joined_predictions, reduce_metrics
+from .ranks import SavingRanks
 
 # %% auto #0
-__all__ = ['GradientBuckets', 'DataParallel', 'check_ranks', 'quiet', 'check_coupled_ranks', 'average_buffers', 'join_gathered',
-           'save_for_lr_find']
+__all__ = ['no_noise', 'GradientBuckets', 'DataParallel', 'check_ranks', 'quiet', 'check_coupled_ranks', 'to_own_device',
+           'average_buffers', 'join_gathered', 'save_for_lr_find']
 
 # %% ../nbs/api/17_distributed.ipynb #498cf35c
 class GradientBuckets:
@@ -77,7 +78,7 @@ class GradientBuckets:
         self.begin()
 
 # %% ../nbs/api/17_distributed.ipynb #04ee7c77
-class DataParallel(LoopCallback):
+class DataParallel(SavingRanks, LoopCallback):
     "Cut every loader batch over the ranks, and reduce gradients, losses and counts once a step"
     order,name,one_target = 5,'data_parallel',False
     _kinds = 'train','step','validate','validated','metrics','average','end'
@@ -91,20 +92,27 @@ class DataParallel(LoopCallback):
         store_attr()
         self.many = start_group(timeout)
         self.rank,self.world = (dist.get_rank(), dist.get_world_size()) if self.many else (0, 1)
-        self.fitting,self.accumulation,self._logger,self._hooks,self._loaders,self.stop = False,None,None,[],{},False
+        self.fitting,self.accumulation,self._logger,self._hooks,self._loaders = False,None,None,[],{}
+        SavingRanks.__init__(self)
+
+    def _change(self, learn):
+        super()._change(learn)
+        if learn is not None and self.many: to_own_device(learn)
 
     def before_fit(self):
-        if not self.many or self.learn.opt is None: return
-        check_ranks(self)
-        self.accumulation = first(cb for cb in self.learn.cbs if isinstance(cb, Accumulation))
-        self.accumulation.ranks,self.accumulation.acc.reduce = self,self.reduce
+        if not self.many: return
+        trains = self.learn.opt is not None        # a loaded Learner only predicts
+        if trains: check_ranks(self)
         self._end()                                # whatever ended the last fit
         if self.rank: quiet(self)
+        if not trains: return
+        self.accumulation = first(cb for cb in self.learn.cbs if isinstance(cb, Accumulation))
+        self.accumulation.ranks,self.accumulation.acc.reduce = self,self.reduce
 
     def before_train(self):
         if not self.many: return
         first_epoch = not self.fitting
-        self.fitting,self.ended,self.stop,self.learn.dl = True,False,False,self._shard(self.learn.dl, ghosts=True)
+        self.fitting,self.ended,self.learn.dl = True,False,self._shard(self.learn.dl, ghosts=True)
         self.agree('train')
         if first_epoch: self._begin()
         self.rows,self.local,self.met,self.began = self.learn.dl.rows,0,None,None
@@ -182,16 +190,16 @@ class DataParallel(LoopCallback):
 @patch
 def agree(self:DataParallel,
     kind:str, # Where this rank is: one of `_kinds`
-    *sums     # Up to three numbers, or tensors without dimensions, that are added up
+    *sums     # Up to five numbers, or tensors without dimensions, that are added up
 ) -> list: # The sums
     "Meet the other ranks. Raises `CancelFitException` if one of them has ended the fit"
     ends = kind == 'end'
     place,rule = (0, 0) if ends else self._where(kind)
-    head = [*sums, *[0]*(3-len(sums)), ends, self.stop, place, place**2, rule, rule**2]
+    head = [*sums, *[0]*(5-len(sums)), place, place**2, rule, rule**2, ends, *self.sent()]
     head = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device).detach() for v in head])
     with together(): dist.all_reduce(head)
-    *res,n_ends,stop,place1,place2,rule1,rule2 = head.tolist()
-    self.stop = stop > 0
+    *res,place1,place2,rule1,rule2,n_ends = (values := head.tolist())[:10]
+    self.heard(values[10:])
     if n_ends and not ends:
         self.ended = True
         raise CancelFitException('another rank has ended the fit')
@@ -220,8 +228,9 @@ def reduce(self:DataParallel,
 @patch
 def _sums(self:DataParallel, loss, weight):
     "The loss of all ranks, what gradients are divided by, and the sums of weights and items"
-    mean,n = self.accumulation.acc.normalize,self.local
-    loss_sum,weight,n = self.agree('step', loss.double()*weight if mean else loss, weight, n)
+    mean,n,noise = self.accumulation.acc.normalize,self.local,getattr(self.learn, 'gradient_noise_scale', None)
+    loss_sum,weight,n,*more = self.agree('step', loss.double()*weight if mean else loss, weight, n, *(noise.rank_sums() if noise else ()))
+    if noise: noise.summed = *more,weight,n
     total,self.local = weight if mean else 1,0
     return torch.tensor(loss_sum/total if total else 0., dtype=loss.dtype, device=self.device),total,weight,int(n)
 
@@ -306,11 +315,11 @@ def check_ranks(
         raise ValueError(f"normalize=False adds up the mean losses of micro-batches, and with {cb.world} ranks there are more of these: the gradient would grow with the number of ranks. "
                          "Use normalize=True, or a loss with reduction='sum'.")
     if acc.items_func is not None: raise ValueError("n_items= counts the items of a rank's part of a batch, and which ranks are to close the accumulated batch together would not be known: leave it out with several ranks.")
-    if any(is_a(type(o), 'TrainingCheckpoint') for o in learn.cbs):
-        raise ValueError("TrainingCheckpoint saves and resumes the training of one process: leave it out with several ranks, and use SaveModelCallback.")
-    noise = first(o for o in learn.cbs if is_a(type(o), 'GradientNoiseScale', 'AdaptiveGradientAccumulation'))
-    if noise is not None: raise ValueError(f"{type(noise).__name__} compares gradients of one process, and would not see those of the other ranks: measure the noise in one process.")
+    refused = first((o, why) for o in learn.cbs for k,why in cb.refuses.items() if is_a(type(o), k))
+    if refused is not None: raise ValueError(f"{type(refused[0]).__name__} {refused[1]}")
     check_metrics(learn.metrics)
+
+no_noise = "measures the noise of gradients that all ranks add up at each step, and here they do not: use it with DataParallel, or in one process."
 
 _writers = 'ProgressCallback','ShowGraphCallback','CSVLogger','WandbCallback','TensorBoardCallback','TensorBoardProjectorCallback'
 
@@ -362,6 +371,15 @@ def check_coupled_ranks(
     if why: raise ValueError(f"coupled={acc.coupled!r} with several ranks: {why}.")
 
 # %% ../nbs/api/17_distributed.ipynb #4120c8d0
+def to_own_device(
+    learn # A `Learner` of one of several ranks
+):
+    "Each rank has a GPU of its own, and loaders that were made before the ranks were started are on the first"
+    device = getattr(learn.dls, 'device', None)
+    if device is None or torch.device(device).type != 'cuda': return
+    learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+    learn.model.to(learn.dls.device)
+
 def average_buffers(
     model:nn.Module, # Its buffers become the same on all ranks
     world:int        # Number of ranks
@@ -399,6 +417,8 @@ if find_spec('accelerate'):
     class DistributedShell(DistributedTrainer):
         "fastai's `DistributedTrainer`, which leaves gradients and loaders to `DataParallel`"
         name = 'distributed_trainer'
+        def state_dict(self): return {}            # for checkpoints: `DataParallel` has all that there is
+        def load_state_dict(self, state): pass
         def before_fit(self):
             super().before_fit()
             self.learn.model.require_backward_grad_sync = self.learn.model.require_forward_param_sync = False

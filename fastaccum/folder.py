@@ -38,12 +38,13 @@ def write_checkpoint(
 
 # %% ../nbs/api/14d_folder.ipynb #9c785d2a
 def read_checkpoint(
-    path:Path,   # File that `write_checkpoint` wrote
+    path,        # File that `write_checkpoint` wrote: a path, or an open file
     device='cpu' # For what was not saved from a CPU
 ): # The state
     "Load a file after a check of its checksums. Runs no code that may be in it (`weights_only`)"
     with zipfile.ZipFile(path) as z: bad = z.testzip()
     if bad is not None: raise zipfile.BadZipFile(f'wrong checksum of {bad}')
+    if hasattr(path, 'seek'): path.seek(0)
     place = lambda storage, location: storage if location == 'cpu' else torch.serialization.default_restore_location(storage, str(device))
     return _changed(torch.load(path, map_location=place, weights_only=True), dict, lambda d: d['from_device'].to(device) if 'from_device' in d else None)
 

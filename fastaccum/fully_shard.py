@@ -13,18 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from .accumulator import scale_grads
-from .distributed import DataParallel
+from .distributed import DataParallel, no_noise
 from .processes import together
 from .sharding import ShardedDL, as_fastai, known_sizes, shard_sizes
 
 # %% auto #0
-__all__ = ['FullyShard', 'shard', 'reshard', 'find_units', 'check_shards', 'whole', 'save_whole', 'load_parts', 'part_of',
-           'load_opt']
+__all__ = ['FullyShard', 'shard', 'reshard', 'find_units', 'check_shards', 'whole', 'save_whole', 'load_parts', 'parts_of_whole',
+           'part_of', 'load_opt']
 
 # %% ../nbs/api/17c_fully_shard.ipynb #8360836a
 class FullyShard(DataParallel):
     "Shard the model of the Learner that it is attached to over the ranks, and train it with exact accumulation"
-    one_target = True
+    one_target,refuses = True,dict(GradientNoiseScale=no_noise, AdaptiveGradientAccumulation=no_noise)
     def __init__(self,
         sync:str='every',  # 'every', 'last' or 'keep': what is sent with each micro-batch, see above
         units=None,        # Modules that are put together one at a time; default those in `nn.Sequential`s and `nn.ModuleList`s
@@ -70,6 +70,11 @@ class FullyShard(DataParallel):
         acc = self.accumulation.acc
         scale_grads(acc.params, self.world*(target if acc.normalize else 1)/total if total else 0.)  # FSDP has averaged over the ranks
         return mean,weight,n
+
+    def sharding(self):
+        "For checkpoints: see `state.sharding_of`"
+        reshard(self.learn.model)
+        return whole, partial(parts_of_whole, self.learn.model), partial(load_opt, self.learn.opt)
 
     def after_validate(self):
         if isinstance(self.learn.dl, ShardedDL): self._missing_passes()
@@ -199,11 +204,18 @@ def load_parts(
     "Give each rank its part of a whole model"
     if learn.opt is None: learn.create_opt()
     reshard(learn.model)
-    now = learn.model.state_dict()
-    def load_state(state, strict=True): learn.model.load_state_dict({k: part_of(v, now.get(k)) for k,v in state.items()}, strict=strict)
+    def load_state(state, strict=True): learn.model.load_state_dict(parts_of_whole(learn.model, state), strict=strict)
     with together(): dist.barrier()                # rank 0 has written the file
     load_model(join_path_file(file, learn.path/learn.model_dir, ext='.pth'), _With(load=load_state), _With(load=partial(load_opt, learn.opt)), **kwargs)
     return learn
+
+def parts_of_whole(
+    model, # Sharded
+    state  # A `state_dict` of the whole
+) -> dict: # A `state_dict`
+    "This rank's part of each tensor"
+    now = model.state_dict()
+    return {k: part_of(v, now.get(k)) for k,v in state.items()}
 
 def part_of(
     t:Tensor, # Whole, on each rank

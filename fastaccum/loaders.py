@@ -23,7 +23,7 @@ def item_order(
     done:int # Batches it has given in this iteration
 ) -> Tensor: # Indices
     "The items that `dl` has not given yet, in their order"
-    return torch.tensor([int(i) for i in dl._DataLoader__idxs[done*(dl.bs or 1):]])
+    return torch.tensor([int(i) for i in (dl.left(done) if _is_cut(dl) else dl._DataLoader__idxs[done*(dl.bs or 1):])])
 
 def rest_of_loader(
     dl,         # The training loader: fastai's, or PyTorch's
@@ -33,7 +33,8 @@ def rest_of_loader(
     now         # Function that puts back those after `done` batches
 ): # Iterator over batches
     "The batches of an epoch after the first `done`, none of which is loaded"
-    if isinstance(dl, DataLoader): return _rest_of_fastai(dl, order.tolist(), now)
+    if isinstance(dl, torch_data.DataLoader) == (order is not None): raise ValueError(_other_number)
+    if order is not None: return _rest_of_fastai(dl, dl.take_up(order.tolist(), done) if _is_cut(dl) else order.tolist(), now)
     before()
     torch.empty((), dtype=torch.int64).random_(generator=dl.generator)   # an iterator draws a seed for its workers, and then the order
     batched = dl.batch_sampler is not None
@@ -46,6 +47,11 @@ def rest_of_loader(
     return it
 
 _settings_of_torch = 'collate_fn','num_workers','pin_memory','timeout','worker_init_fn','multiprocessing_context','prefetch_factor'
+
+_other_number = ("The epoch of a PyTorch DataLoader was begun in one process, and several are to go on with it, or the other way round: what was saved of it does not tell "
+                 "the items that are left. Go on as it began, or use a fastai DataLoader.")
+
+def _is_cut(dl): return hasattr(type(dl), 'take_up')   # over several ranks
 
 def _rest_of_fastai(dl, idxs, now):
     def get_idxs():       # the last that `__iter__` calls before it loads items
@@ -109,7 +115,9 @@ def set_rng_state(
     torch.set_rng_state(state['torch'])
     if 'device' in state and device is not None and torch.device(device).type != 'cpu':
         module = torch.get_device_module(torch.device(device))
-        (module.set_rng_state_all if isinstance(state['device'], list) else module.set_rng_state)(state['device'])
+        saved = state['device']
+        if isinstance(saved, list): module.set_rng_state_all(saved[:module.device_count()])   # there may be fewer now
+        else: module.set_rng_state(saved)
     for dl,own in zip(loaders, state['loaders']):
         if own is not None: dl.rng.setstate(own)
     for k,g in generators(_places(loaders, others)).items():

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from numbers import Integral, Real
 import torch.distributed as dist
 from .accumulator import rescale
-from .distributed import DataParallel, average_buffers
+from .distributed import DataParallel, average_buffers, no_noise
 from .processes import together
 
 # %% auto #0
@@ -21,6 +21,8 @@ __all__ = ['LocalSGD']
 class LocalSGD(DataParallel):
     "Each rank steps by itself; weights are averaged every `period` steps, before validation, and at the end"
     outer_momentum = .9
+    refuses = dict(TrainingCheckpoint="saves one state for all ranks, and with LocalSGD each has weights and an optimizer of its own: leave it out, and use SaveModelCallback.",
+                   GradientNoiseScale=no_noise, AdaptiveGradientAccumulation=no_noise)
     def __init__(self,
         period:int=8,              # Steps between two averages
         warmup_steps:int=0,        # Steps of data parallel training first

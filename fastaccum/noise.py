@@ -13,14 +13,15 @@ from typing import NamedTuple
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from .accumulation import GradientAccumulation
-from .accumulator import as_tensor, check_accum_bs
+from .accumulator import check_accum_bs
 from .loop import LoopCallback
 from .losses import LossInfo
 from .steps import StepTable, grad_norm
 
 # %% auto #0
-__all__ = ['noise_and_signal', 'RunningRatio', 'fieller', 'NoiseEstimate', 'GradientNoiseScale', 'MicroNorms', 'measure',
-           'so_far', 'loss_scale', 'check_noise', 'next_size', 'Change', 'AdaptiveGradientAccumulation']
+__all__ = ['noise_and_signal', 'RunningRatio', 'fieller', 'NoiseEstimate', 'GradientNoiseScale', 'MicroNorms', 'micro_sums',
+           'measure', 'in_float64', 'so_far', 'loss_scale', 'check_noise', 'next_size', 'Change',
+           'AdaptiveGradientAccumulation']
 
 # %% ../nbs/api/14_noise.ipynb #54ce9f5b
 def noise_and_signal(
@@ -92,6 +93,7 @@ class GradientNoiseScale(LoopCallback):
         self.ratio:RunningRatio = RunningRatio(beta)
         self.rows:StepTable = StepTable()
         self.norms:MicroNorms|None = None
+        self.summed:tuple|None = None
         self._n_opened:int = 0
         self._n_fits:int = 0
         self._fitting:bool = False
@@ -107,9 +109,8 @@ class GradientNoiseScale(LoopCallback):
 
     def before_batch(self):
         if self._off: return
-        n = len(so_far(self.learn).weights)
-        if n == 0: self._open()
-        elif self.norms is not None: self.norms.settle(n)
+        if self.learn.gradient_accumulation.opens: self._open()
+        elif self.norms is not None: self.norms.settle(len(so_far(self.learn).weights))
 
     def _open(self):
         "An accumulated batch begins: shall it be measured?"
@@ -124,15 +125,20 @@ class GradientNoiseScale(LoopCallback):
 
     def before_step(self):
         if self.norms is None: return
-        x,y = measure(self.learn, self.norms, self._params)
+        sums = self.summed or micro_sums(self.learn, self.norms, self.learn.gradient_accumulation.acc.closed)
+        x,y = measure(self.learn, sums, self._params)
         self._stop()
         self.ratio.add(x, y)
         self._now = None
         self.rows.append(dict(fit=self._n_fits, x=x, y=y, accum_bs=self.learn.gradient_accumulation.accum_bs))
 
+    def rank_sums(self) -> tuple: # Two numbers
+        "What several ranks add up at a step, before their gradients are put together"
+        return micro_sums(self.learn, self.norms, so_far(self.learn))[:2] if self.norms is not None else ()
+
     def _stop(self):
         if self.norms is not None: self.norms.remove()
-        self.norms = None
+        self.norms = self.summed = None
 
     def tidy(self): self._stop(); self._fitting = False
     def detach(self): self.tidy()
@@ -203,25 +209,38 @@ class MicroNorms:
         for h in self.handles: h.remove()
 
 # %% ../nbs/api/14_noise.ipynb #2e705158
-def measure(
-    learn,           # A `Learner` before a step, its gradients unscaled
+def micro_sums(
+    learn,           # A `Learner` at a step
     norms:MicroNorms,# Of the micro-batches in it
-    params           # Those that are trained
+    acc              # What is accumulated of them: an `Accumulated`
+) -> tuple: # Sums of `weight*|g|**2`, of those that have a weight, of weights, of items
+    "What the micro-batches say about the noise. NaN if some have not been measured"
+    norms.settle(len(acc.weights))
+    if not len(acc.weights): return 0.,0.,0.,0.                        # a rank without items
+    if not learn.gradient_accumulation.acc.normalize or len(norms.norms) != len(acc.weights): return (math.nan,)*4
+    to = in_float64(norms.norms[0].device)
+    w = torch.stack([to(w) for w in acc.weights])
+    own = torch.stack(norms.norms).to(w)*(to(acc.target)/to(loss_scale(learn)))   # of w*g
+    return torch.where(w > 0, own.square()/w, 0.).sum(), (w > 0).sum().to(w), w.sum(), to(acc.n_items)
+
+def measure(
+    learn,     # A `Learner` before a step, its gradients unscaled
+    sums:tuple,# From `micro_sums`, over all ranks
+    params     # Those that are trained
 ) -> tuple: # Of `noise_and_signal`
-    "What the accumulated batch says about noise and signal, over all ranks"
-    acc,sq_mean = learn.gradient_accumulation.acc,grad_norm(params).square()
-    norms.settle(len(acc.closed.weights))
-    dtype = torch.float32 if sq_mean.device.type == 'mps' else torch.float64
-    to = lambda v: as_tensor(v, sq_mean.device).to(dtype)   # without the host waiting
-    if not acc.normalize or not len(norms.norms) == len(acc.closed.weights) > 0: return to(math.nan),to(math.nan)
-    w = torch.stack([to(w) for w in acc.closed.weights])
-    own = torch.stack(norms.norms).to(dtype)*(to(acc.closed.target)/to(loss_scale(learn)))   # of w*g
-    stats = torch.stack([torch.where(w > 0, own.square()/w, 0.).sum(), w.sum(), (w > 0).sum().to(dtype), to(acc.closed.n_items)])
-    if num_distrib() > 1: torch.distributed.all_reduce(stats)
-    q,weight,k,n = stats
-    return noise_and_signal(q, weight, k, to(sq_mean), n)
+    "What the accumulated batch says about noise and signal"
+    sq_mean = grad_norm(params).square()
+    q,k,weight,n = map(in_float64(sq_mean.device), sums)
+    return noise_and_signal(q, weight, k, sq_mean.to(q), n)
 
 # %% ../nbs/api/14_noise.ipynb #6f3fcbba
+def in_float64(
+    device # That has it; mps has no float64
+): # Function of a number or tensor
+    "A function that makes tensors there, without the host waiting"
+    dtype = torch.float32 if device.type == 'mps' else torch.float64
+    return lambda v: v.to(device, dtype, non_blocking=True) if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device)
+
 def so_far(
     learn # A `Learner` with an accumulation callback
 ): # An `Accumulated`

@@ -13,7 +13,7 @@ from numbers import Integral
 import torch, torch.distributed as dist
 
 # %% auto #0
-__all__ = ['start_group', 'stop_group', 'together', 'tell_failure', 'launch']
+__all__ = ['start_group', 'stop_group', 'together', 'tell_failure', 'all_ended', 'launch']
 
 # %% ../nbs/api/16b_processes.ipynb #14e45e89
 def start_group(
@@ -21,7 +21,7 @@ def start_group(
     backend:str|None=None  # Default NCCL for tensors on a GPU and gloo for others
 ) -> bool: # Is there more than one rank?
     "Join the process group that torchrun's environment describes; without one, or with one rank, do nothing"
-    if dist.is_initialized(): return dist.get_world_size() > 1
+    if dist.is_initialized(): return _remember()
     if int(os.environ.get('WORLD_SIZE', 1)) == 1: return False
     if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', 0)))
     wait = timedelta(seconds=timeout)
@@ -31,7 +31,7 @@ def start_group(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
     atexit.register(stop_group)
     sys.excepthook = _telling(sys.excepthook)
-    return True
+    return _remember()
 
 # %% ../nbs/api/16b_processes.ipynb #63d1cd33
 def stop_group():
@@ -57,8 +57,21 @@ def tell_failure(
     try: _store().compare_set(_key, '', '\n\n'.join([f'rank {dist.get_rank()} failed: {what}', *traceback.format_exception(e)]))
     except RuntimeError: pass                  # the store is gone as well
 
+# %% ../nbs/api/16b_processes.ipynb #e4d1a7c2
+def all_ended(
+    timeout:float=600 # Seconds that rank 0 waits
+) -> bool: # Have all? The others do not wait
+    "Say that this rank has come to its end without an error, also when its group is closed already. Rank 0 waits until all have"
+    try: return not _roll_call('end', 0 if _group['rank'] else timeout, **_group)
+    except RuntimeError: return False          # the store is gone, with the process or the agent that had it
+
 # %% ../nbs/api/16b_processes.ipynb #bde75f57
-_key,_stopped = 'fastaccum_failure','Stopped, as '
+_key,_stopped,_group = 'fastaccum_failure','Stopped, as ',{}
+
+def _remember():
+    "Keep what is needed to hear of the others when the group is closed. Is there more than one rank?"
+    _group.update(store=_store(), rank=dist.get_rank(), world=dist.get_world_size())
+    return _group['world'] > 1
 
 def _store(): return dist.distributed_c10d._get_default_store()
 
@@ -72,7 +85,22 @@ def _failure(wait):
         return _store().get(_key).decode().split('\n\n', 1)
     except RuntimeError: return '',''
 
-def _why(e): return _stopped + (_failure(2.)[0] or f'another rank is gone, or did not answer in time ({e})')
+def _why(e): return _stopped + (_failure(2.)[0] or f'{_missing()} is gone, or did not answer in time ({e})')
+
+def _missing():
+    "Which ranks do not answer a roll call? Those that wait for the same rank give up at about the same time"
+    try: away = _roll_call('here', 2., _store(), dist.get_rank(), dist.get_world_size())
+    except RuntimeError: away = []             # the store is gone: it was in a process that is
+    return f"rank {' and '.join(map(str, away))}" if away else 'another rank'
+
+def _roll_call(what, wait, store, rank, world):
+    "Say `what` to all ranks, and wait until they have said so too; returns those that have not"
+    store.set(f'fastaccum_{what}_{rank}', '1')
+    end,away = time.monotonic()+wait,list(range(world))
+    while True:
+        away = [r for r in away if not store.check([f'fastaccum_{what}_{r}'])]
+        if not away or time.monotonic() > end: return away
+        time.sleep(.05)
 
 def _telling(hook):
     def f(kind, e, tb): tell_failure(e); return hook(kind, e, tb)

@@ -14,8 +14,8 @@ from .plan import batch_sizes
 from .processes import together
 
 # %% auto #0
-__all__ = ['shard_sizes', 'ShardedDL', 'as_fastai', 'known_sizes', 'drawn_by_rank0', 'reduce_metrics', 'check_metrics', 'gather',
-           'joined_predictions', 'LocalDL']
+__all__ = ['shard_sizes', 'ShardedDL', 'as_fastai', 'known_sizes', 'drawn_by_rank0', 'reduce_metrics', 'check_metrics',
+           'from_rank0', 'gather', 'joined_predictions', 'LocalDL']
 
 # %% ../nbs/api/16c_sharding.ipynb #6d9c9dfd
 def shard_sizes(
@@ -47,14 +47,21 @@ class ShardedDL(TfmdDL):
 
     def get_idxs(self):
         "This rank's items of an epoch, in rank 0's order"
-        res,start = [],0
-        idxs = drawn_by_rank0(self.dl) if self.world > 1 else list(self.dl.get_idxs())
-        for row in self.rows:
+        return self.take_up(drawn_by_rank0(self.dl) if self.world > 1 else list(self.dl.get_idxs()))
+
+    def take_up(self, order, done=0):
+        "This rank's items of what is left of an epoch after `done` batches: `order`, of all ranks"
+        self.order,res,start = order,[],0
+        for row in self.rows[done:]:
             a = start + sum(row[:self.rank])
-            part = idxs[a:a+row[self.rank]]
-            res += part if part or not self.ghosts else idxs[start:start+1]
+            part = order[a:a+row[self.rank]]
+            res += part if part or not self.ghosts else order[start:start+1]
             start += sum(row)
         return res
+
+    def left(self, done):
+        "The items of all ranks that are left after `done` more batches, in order"
+        return self.order[done*self.dl.bs:]
 
     def create_batches(self, samps):
         dl = self.dl
@@ -96,9 +103,7 @@ def drawn_by_rank0(
     get = lambda: (random.getstate(), np.random.get_state(), torch.get_rng_state(), dl.rng.getstate())
     def put(py, numpy, pt, own): random.setstate(py); np.random.set_state(numpy); torch.set_rng_state(pt); dl.rng.setstate(own)
     first,mine = dist.get_rank() == 0,get()
-    box:list = [(mine, [int(i) for i in dl.get_idxs()]) if first else None]
-    with together(): dist.broadcast_object_list(box, 0)
-    drawn_with,idxs = box[0]
+    drawn_with,idxs = from_rank0((mine, [int(i) for i in dl.get_idxs()]) if first else None)
     if not first:
         put(*drawn_with)
         dl.get_idxs()
@@ -143,6 +148,14 @@ def _add(values):
         if any(isinstance(t, Tensor) for o in values for t in o): return [t for o in values for t in o]
         return [sum(o) for o in zip(*values)]
     return sum(values[1:], v)
+
+def from_rank0(
+    obj # On rank 0: anything that can be pickled
+): # The same on all ranks
+    "What rank 0 has"
+    box = [obj]
+    with together(): dist.broadcast_object_list(box, 0)
+    return box[0]
 
 def gather(
     obj # Anything that can be pickled

@@ -29,8 +29,9 @@ def training_state(
 ) -> dict: # For `load_training`
     "All that the training of `learn` depends on from here on. A `TypeError` if one of the main things cannot be saved"
     vs = vs or Values(known_objects(learn))
-    res = dict(learner=plain({k: learn.__dict__[k] for k in _of_learner if k in learn.__dict__}), model_attrs=_model_attrs(learn.model, given))
+    res = dict(learner=plain({k: learn.__dict__[k] for k in _of_learner if k in learn.__dict__}), model_attrs=_model_attrs(get_model(learn.model), given))
     if weights: res.update(weights_state(learn, vs))
+    else: res['has_grad'] = _has_grad(learn)      # `lr_find` puts weights back, and leaves zeros as gradients
     cbs = learn.cbs.sorted('order')
     res['callbacks'] = callback_states(cbs, vs, given)
     res['more'] = vs.attrs(learn, 'learn', {*_of_learner, *_no_state, *(cb.name for cb in cbs), *unchanged(learn, vs, given)})
@@ -46,8 +47,9 @@ def load_training(
     "Put `learn` back to where it was, but for the random numbers"
     vs = Values(known_objects(learn))
     if 'model' in state: load_weights(learn, state, vs)
+    else: _set_grads(learn, state['has_grad'])
     for name,attrs in state['model_attrs'].items():
-        for k,v in attrs.items(): setattr(learn.model.get_submodule(name), k, v)
+        for k,v in attrs.items(): setattr(get_model(learn.model).get_submodule(name), k, v)
     for k,v in state['learner'].items(): setattr(learn, k, L(v) if k == 'final_record' else v)
     load_callbacks(learn.cbs.sorted('order'), state['callbacks'], vs)
     vs.set_attrs(learn, state['more'], 'learn')
@@ -76,9 +78,9 @@ def weights_state(
     vs:Values # As for `training_state`
 ) -> dict: # For `load_weights`
     "Model, optimizer and loss"
-    model,*more = take_module(vs, get_model(learn.model), 'model')
-    params = [p for ps in learn.opt.param_lists for p in ps]
-    return dict(model=model, model_more=more, opt=vs.strict(learn.opt.state_dict(), 'opt.state_dict()'), has_grad=[p.grad is not None for p in params],
+    whole,_,_ = sharding_of(learn)
+    model,*more = take_module(vs, get_model(learn.model), 'model', whole)
+    return dict(model=model, model_more=more, opt=vs.strict(whole(learn.opt.state_dict()), 'opt.state_dict()'), has_grad=_has_grad(learn),
                 frozen_idx=_inner(learn.opt).frozen_idx, loss_func=vs.strict(_held(own_loss(learn)), 'loss_func', code=True))
 
 def load_weights(
@@ -88,17 +90,33 @@ def load_weights(
 ):
     "Put them back"
     vs = vs or Values(known_objects(learn))
-    put_module(vs, get_model(learn.model), [state['model'], *state['model_more']], 'model')
+    _,parts,load_opt = sharding_of(learn)
+    put_module(vs, get_model(learn.model), [parts(state['model']), *state['model_more']], 'model')
     vs.decode(state['loss_func'], _held(own_loss(learn)), 'loss_func')
     opt = learn.opt
-    opt.load_state_dict(vs.decode(state['opt'], None, 'opt.state_dict()'))
+    load_opt(vs.decode(state['opt'], None, 'opt.state_dict()'))
     if isinstance(opt, Optimizer):
         opt = _inner(opt)
         opt.hypers,opt.state = L(opt.hypers),defaultdict(dict, opt.state)
     opt.frozen_idx = state['frozen_idx']
-    for p,has in zip((p for ps in learn.opt.param_lists for p in ps), state['has_grad']): p.grad = torch.zeros_like(p) if has else None
+    _set_grads(learn, state['has_grad'])
 
 # %% ../nbs/api/14g_state.ipynb #9d83124d
+def _params(learn): return [p for ps in learn.opt.param_lists for p in ps]
+
+def _has_grad(learn): return [p.grad is not None for p in _params(learn)]
+
+def _set_grads(learn, has_grad):
+    "Zeros, or nothing: fastai decays the weights of a parameter with zeros, frozen ones too"
+    for p,has in zip(_params(learn), has_grad): p.grad = torch.zeros_like(p) if has else None
+
+def sharding_of(
+    learn # A `Learner` with an optimizer
+) -> tuple: # Of functions: the whole of sharded tensors, this rank's parts of whole ones, and the optimizer's `load_state_dict`
+    "How the weights are spread over several ranks, if they are: `FullyShard` knows"
+    cb = first(cb for cb in learn.cbs if hasattr(type(cb), 'sharding') and cb.many)
+    return cb.sharding() if cb is not None else (noop, noop, learn.opt.load_state_dict)
+
 def _inner(opt): return getattr(opt, 'opt', opt) if isinstance(opt, Lookahead) else opt
 
 def _held(f):
@@ -174,11 +192,12 @@ def remember_given(
     given:dict  # Is changed: what is in it already was given earlier
 ):
     "Note what the script gave to the constructors of callbacks, the `Learner` and the model, to tell it from what training has changed"
-    known,here = known_objects(learn),{id(o) for o in (*cbs, learn, learn.model)}
+    known,model = known_objects(learn),get_model(learn.model)
+    here = {id(o) for o in (*cbs, learn, model)}
     for i in [i for i in given if i not in here]: del given[i]   # of earlier fits: they would be kept for ever
     for o in (*cbs, learn):
         if id(o) not in given: given[id(o)] = o,{k: _digest(vars(o)[k], known) for k in inspect.signature(type(o).__init__).parameters if k in vars(o)}
-    if id(learn.model) not in given: given[id(learn.model)] = learn.model,_plain_attrs_of(learn.model)
+    if id(model) not in given: given[id(model)] = model,_plain_attrs_of(model)
 
 def unchanged(
     o,        # Callback or `Learner`
@@ -223,7 +242,7 @@ def known_objects(
 def generator_places(learn) -> dict: # Name -> object, for `rng_state`
     "Where generators of random numbers may be, besides the loaders"
     model = {f'model.{n}.{k}': v for n,m in get_model(learn.model).named_modules() for k,v in vars(m).items() if isinstance(v, (torch.Generator,random.Random,np.random.Generator))}
-    return {**model, 'loss_func': own_loss(learn), **{cb.name: {**{k: v for k,v in vars(cb).items() if k != 'learn'}, 'methods': _methods(cb)} for cb in learn.cbs}}
+    return {**model, 'loss_func': own_loss(learn), **{cb.name: {**{k: v for k,v in vars(cb).items() if k != 'learn'}, 'methods': _methods(cb)} for cb in learn.cbs if cb.name != 'data_parallel'}}
 
 def _methods(cb):
     return {k: f for c in type(cb).__mro__ if not c.__module__.startswith(('fastai.','fastcore.','fastaccum.','builtins')) for k,f in vars(c).items() if isinstance(f, types.FunctionType)}

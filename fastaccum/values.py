@@ -164,10 +164,11 @@ _kinds.update(
 def take_module(
     vs:Values,  # It does not copy the tensors
     m:nn.Module,# Any module
-    path:str    # Where it is
+    path:str,   # Where it is
+    whole=noop  # Makes whole tensors of sharded ones
 ) -> list: # For `put_module`
     "State of a module"
-    state = m.state_dict()
+    state = whole(m.state_dict())
     for k,v in state.items(): state[k] = v.detach().as_subclass(Tensor) if isinstance(v, Tensor) else vs.strict(v, f'{path}.{k}')
     others = {k: b.detach().as_subclass(Tensor) for k,b in m.named_buffers() if k not in state}
     return [state, others, [k for k,p in m.named_parameters() if not p.requires_grad], [k for k,o in m.named_modules() if not o.training]]

@@ -1,17 +1,18 @@
 """Trainings for tests/test_distributed.py: `torchrun --nproc-per-node 2 tests/ranks.py FOLDER` runs all over two ranks, `python tests/ranks.py FOLDER` in one process
 
 Each function is one. What it returns is saved, with the name of the function and the rank, for the test of the same name."""
-import os, sys, time
-from contextlib import nullcontext
+import io, os, shutil, signal, sys, time, warnings
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 import torch, torch.distributed as dist, torch.nn.functional as F
 torch.set_num_threads(1)
 from fastai.basics import *
 from fastai.callback.all import *
-from fastai.metrics import accuracy, F1Score
+from fastai.metrics import accuracy, F1Score, mse
 from torch.utils._pytree import tree_leaves
 from fastaccum.all import *
 from bench.comm import CommCounter
+from fastaccum.checkpoint import CheckpointFolder
 from fastaccum.processes import start_group, stop_group
 
 many = start_group(timeout=60)
@@ -58,6 +59,8 @@ class On(Callback):
 class Traffic(Callback):
     "Collectives and bytes of each step"
     run_valid,order = False,70
+    def state_dict(self): return {}
+    def load_state_dict(self, state): pass
     def before_fit(self): self.rows = []
     def before_train(self): self.mode = CommCounter().__enter__()
     def before_batch(self):
@@ -135,8 +138,9 @@ def traffic():
     big = lambda: nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 1))
     res = {}
     for bs,name in ((32, 'few'), (4, 'many')):
-        learn = learner(*data(128), model=big(), bs=bs, accum=64, cbs=[Traffic()])
+        learn = learner(*data(128), model=big(), bs=bs, accum=64, micro_batch_size=4, cbs=[Traffic(), TrainingCheckpoint(f'traffic{world}'), GradientNoiseScale()])
         with learn.no_logging(): learn.fit(1)
+        learn.training_checkpoint.finish()
         res[name] = learn.traffic.rows
     ps = list(learn.model.parameters())
     return dict(res, limit=sum(p.numel()*4 for p in ps) + 4*len(ps) + 128)
@@ -297,6 +301,41 @@ def distrib_ctx_exception():
     except KeyError: pass
     return dict(model=type(learn.model).__name__, cbs=[type(cb).__name__ for cb in learn.cbs], loaders=[type(dl).__name__ for dl in learn.dls.loaders])
 
+# --- failures
+def fork(f, r, port, timeout):
+    "A rank that runs `f`: its process, and the file with its error"
+    errors = folder/f'errors_{port}_{r}'
+    pid = os.fork()
+    if pid: return pid,errors
+    global many,rank,world
+    os.environ.update(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE='True')
+    os.dup2(os.open(errors, os.O_CREAT|os.O_WRONLY), 2)
+    try:
+        many,rank,world = start_group(timeout),r,2
+        f()
+    except Exception: sys.excepthook(*sys.exc_info()); stop_group(); os._exit(1)   # as Python does at its end
+    os._exit(0)
+
+def without_agent(f, stops=(), timeout=60):
+    "Exit code and error of two ranks, neither of which is ended when the other fails. This process has their store, as torchrun's agent does"
+    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    ranks = [fork(f, r, store.port, timeout) for r in range(2)]
+    res = []
+    for r,(pid,errors) in enumerate(ranks):        # those that stop come last
+        if r in stops: os.kill(pid, signal.SIGKILL)
+        res.append((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), errors.read_text()))
+    return res
+
+def failures():
+    def at_5(f, only):
+        def do(learn):
+            if learn.train_iter == 5: f()
+        return lambda: run(*data(97), cbs=[On('after_batch', do, only=only)])
+    def boom(): raise ValueError('boom')
+    def me(s): return lambda: os.kill(os.getpid(), s)
+    return dict(rank_0_fails=without_agent(at_5(boom, 0)), rank_1_fails=without_agent(at_5(boom, 1)),
+                rank_1_freezes=without_agent(at_5(me(signal.SIGSTOP), 1), stops=[1], timeout=3), rank_1_is_killed=without_agent(at_5(me(signal.SIGKILL), 1)))
+
 # --- Local SGD
 @case
 def local_traffic():
@@ -327,6 +366,191 @@ def local_cancelled():
     learn = learner(*data(97), accum=16, cbs=[On('after_batch', stop)], dp=LocalSGD(3))
     with learn.no_logging(): learn.fit(4)
     return state(learn)
+
+# --- checkpoints
+class PowerCut(Callback):
+    "An error on all ranks, after a batch of the fit"
+    order,run_valid = 1001,False
+    def __init__(self, done): self.done = done
+    def after_batch(self):
+        if self.learn.train_iter == self.done: raise OSError('the power is out')
+
+def restart(): CheckpointFolder.in_use.clear()     # as in a new process
+
+def trained(learn, fit):
+    with learn.no_logging():
+        try: fit(learn)
+        except OSError as e: assert 'the power is out' in str(e)
+    learn.random = torch.get_rng_state(),tensor(random.getstate()[1]),tensor(np.random.get_state()[1].astype(int))
+    return learn
+
+def interrupted(make, fname, fit=lambda l: l.fit(3), end=lambda: PowerCut(9), every_steps=2, **kwargs):
+    "A whole training, one that goes on where another was interrupted, and where that was"
+    checkpoint = lambda: TrainingCheckpoint(fname, every_steps, **kwargs)
+    whole = trained(make(), fit)
+    restart()
+    first = trained(make(checkpoint(), end()), fit)
+    restart()
+    again = trained(make(checkpoint(), began := Began()), fit)
+    again.training_checkpoint.finish()
+    return whole,again,dict(interrupted=len(first.recorder.losses), began=began.at)
+
+class Began(Callback):
+    "Where the training goes on"
+    run_valid,at = False,None
+    def before_batch(self): self.at = self.at or (self.learn.epoch, self.learn.iter)
+
+class Noisy(ItemTransform):
+    split_idx = 0
+    def encodes(self, o): return o[0] + torch.randn(5)*.1, o[1]
+
+def noisy(*cbs, dp=DataParallel, **kwargs):
+    "Dropout, augmentation, BatchNorm, training metrics and a callback that counts: each rank has its own; fp16, a schedule of fastai's, one that grows"
+    x,y = data(100)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(.3), nn.Linear(8, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn = learner(x, y, model, cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3), StepLogger(), Counts(), *cbs], acc=GradientAccumulationSchedule(16, 48, 0, 1.), metrics=mse, dp=dp(), **kwargs)
+    learn.dls.train.after_item = Pipeline([Noisy()])
+    learn.recorder.train_metrics = True
+    torch.manual_seed(10+rank)
+    return learn
+
+class Counts(Callback):
+    run_valid = False
+    def __init__(self): self.sum = 0.
+    def after_batch(self): self.sum += float(self.learn.x.sum())
+
+def ends(*learns):
+    return [dict(state(l), buffers=[b.clone() for b in l.model.buffers()], opt=[t for t in tree_leaves(l.opt.state_dict()) if isinstance(t, Tensor)],
+                 rows=l.step_logger.to_df()[['loss','items','lr']].values.tolist(), sum=l.counts.sum, random=l.random) for l in learns]
+@case
+def checkpoint():
+    whole,again,more = interrupted(noisy, f'cut{world}', one_cycle_fit)
+    if many: dist.barrier()                        # rank 0 has written
+    files = sorted(f.name for f in (folder/'models').glob(f'cut{world}*'))
+    return dict(more, ends=ends(whole, again), files=files)
+@case
+def checkpoint_of_torch_loader():
+    x,y = data(97)
+    def make(*cbs):
+        learn = learner(x, y, cbs=cbs)
+        dl = torch.utils.data.DataLoader(list(zip(x[:97], y[:97])), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(0))
+        learn.dls = DataLoaders(dl, learn.dls.valid, device='cpu')
+        return learn
+    whole,again,more = interrupted(make, f'torch{world}')
+    return dict(more, ends=[state(whole), state(again)])
+@case
+def checkpoint_at_signal():
+    "Rank 1 alone gets the signal; its clock, or that of rank 0, asks for nothing"
+    if not many: return {}
+    stop = lambda: On('after_batch', lambda l: os.kill(os.getpid(), signal.SIGTERM) if l.train_iter == 5 else None)
+    whole,again,more = interrupted(noisy, 'signal', end=stop, every_steps=None)
+    return dict(more, ends=ends(whole, again))
+@case
+def checkpoint_by_the_clock():
+    "Rank 0's clock is always due, that of the others never"
+    if not many: return {}
+    saved = []
+    class Noted(TrainingCheckpoint):
+        def _save_batch(self): saved.append(self.learn.train_iter); super()._save_batch()
+    learn = learner(*data(96), bs=16, accum=16, cbs=[Noted('clock', every_minutes=(1e-9, 99)[rank])])
+    trained(learn, lambda l: l.fit(2))
+    learn.training_checkpoint.finish()
+    return dict(saved=saved)
+@case
+def checkpoint_in_background():
+    whole,again,more = interrupted(noisy, f'background{world}', end=lambda: PowerCut(12), background=True)
+    return dict(more, ends=ends(whole, again))
+@case
+def checkpoint_of_a_finished_fit():
+    "The second of two fits fails; the first is not trained again, on any rank"
+    def fits(learn): learn.fit(1, .1); learn.fit(2, .05)
+    whole,again,more = interrupted(noisy, f'two_fits{world}', fits, lambda: PowerCut(10))
+    return dict(more, ends=ends(whole, again))
+
+def plain_adam(*cbs, dp=DataParallel): return learner(*data(97), opt_func=Adam, double=True, cbs=cbs, dp=dp())
+def one_cycle_fit(learn): learn.fit_one_cycle(3, 1e-2)
+kinds = dict(parallel=plain_adam, sharded=partial(plain_adam, dp=FullyShard))
+@case
+def stopped():
+    "A training that stops in its second epoch, for another number of ranks"
+    res = {}
+    for name,make in kinds.items():
+        res[name] = whole_state(trained(make(), one_cycle_fit))
+        restart()
+        trained(make(TrainingCheckpoint(f'stopped_{name}', 1), PowerCut(10)), one_cycle_fit)
+    return res
+@case
+def goes_on():
+    "In another folder another number of ranks has stopped"
+    if not other: return {}
+    res = {}
+    for name,make in kinds.items():
+        if rank == 0: shutil.copytree(Path(other)/f'models/stopped_{name}', folder/f'models/moved_{name}')
+        if many: dist.barrier()
+        restart()
+        learn = trained(make(TrainingCheckpoint(f'moved_{name}', 1), began := Began()), one_cycle_fit)
+        res[name] = dict(whole_state(learn), began=began.at)
+    return res
+@case
+def checkpoint_of_shards():
+    whole,again,more = interrupted(partial(plain_adam, dp=partial(FullyShard, 'keep')), f'shards{world}', one_cycle_fit)
+    return dict(more, ends=[whole_state(whole), whole_state(again)])
+
+def elastic():
+    "torchrun starts the ranks anew twice: rank 1 kills itself in the second epoch; then it fails when all is trained"
+    attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
+    (folder/f'attempt_{attempt}_{rank}').touch()
+    kill = On('after_batch', lambda l: os.kill(os.getpid(), signal.SIGKILL) if l.train_iter == 9 and attempt == 0 else None)
+    learn = noisy(TrainingCheckpoint('elastic', 2), kill, began := Began())
+    trained(learn, one_cycle_fit)
+    if attempt == 1 and rank == 1: raise RuntimeError('at the very end')
+    return dict(ends=ends(learn), began=began.at)
+
+# --- the noise of the gradient
+def measured(*args, cbs=(), noise={}, **kwargs):
+    learn = learner(*args, cbs=[GradientNoiseScale(**noise), *cbs], **kwargs)
+    with learn.no_logging(): learn.fit(3)
+    rows = learn.gradient_noise_scale.rows
+    return state(learn, x=rows['x'], y=rows['y'], estimate=tuple(learn.gradient_noise_scale.estimate()))
+@case
+def noise(): return measured(*data(81), micro_batch_size=4)
+@case
+def noise_one_micro_batch(): return measured(*data(96), accum=16, micro_batch_size=8)
+@case
+def noise_class_weights(): return measured(*data(96, 3), model=mlp(3), loss=ce(weight=torch.tensor([.1, 1, 5])), micro_batch_size=4, noise=dict(every=2))
+@case
+def noise_overlap(): return measured(*data(96), micro_batch_size=4, dp=DataParallel(overlap=True, bucket_mb=1e-4), cbs=[GradientClip(.05)])
+@case
+def noise_fp16(): return measured(*data(96), micro_batch_size=4, cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3)])
+@case
+def adaptive():
+    import fastaccum.noise as module
+    fieller = module.fieller
+    module.fieller = lambda m, n, beta: fieller(m, n, beta, z=.1)  # so that sizes change early
+    try:
+        learn = learner(*data(81, 3), mlp(3), ce(), acc=AdaptiveGradientAccumulation(16, 64, micro_batch_size=4))
+        with learn.no_logging(): learn.fit(6)
+    finally: module.fieller = fieller
+    return state(learn, changes=[(c.before, c.after) for c in learn.gradient_accumulation.changes])
+
+# --- loggers
+@case
+def loggers():
+    if not many: return {}
+    import wandb
+    from fastai.callback.tensorboard import TensorBoardCallback
+    from fastaccum.wandb import WandbCallback, offline_history
+    out,here = io.StringIO(),folder/f'logs{rank}'
+    here.mkdir()
+    if rank == 0: wandb.init(mode='offline', dir=here, settings=wandb.Settings(console='off', silent=True))
+    cbs = [TensorBoardCallback(here/'tensorboard', trace_model=False, log_preds=False), WandbCallback(log_preds=False), CSVLogger(f'logs{rank}/history.csv'), ProgressCallback(), ShowGraphCallback()]
+    learn = learner(*data(97), cbs=cbs)
+    with redirect_stdout(out): learn.fit(2); learn.validate(); learn.get_preds()
+    if rank == 0: wandb.finish()
+    return dict(out=out.getvalue(), csv=(here/'history.csv').exists(), tensorboard=len(list(here.glob('tensorboard/events*'))), wandb=len(list(here.glob('wandb/offline-run*'))))
 
 # --- fully sharded
 def whole_state(learn):
@@ -452,21 +676,23 @@ def refused():
     class Largest(Metric):
         def reset(self): pass
     def alone(): learn = learner(x, y); learn.remove_cb(learn.data_parallel); learn.fit(1)
+    def saved_alone(): learn = learner(x, y, cbs=[TrainingCheckpoint()]); learn.remove_cb(learn.data_parallel); learn.fit(1)
     def nothing(): learn = learner(x, y); learn.remove_cb(learn.gradient_accumulation); learn.fit(1)
     return dict(alone=error(alone), nothing=error(nothing), normalize=error(lambda: learner(x, y, normalize=False).fit(1)), metric=error(lambda: learner(x, y, metrics=Largest()).fit(1)),
                 overlap=error(lambda: learner(x, y, dp=DataParallel(overlap=True), micro_batch_size='auto').fit(1)), two=error(lambda: learner(x, y, cbs=[DataParallel()]).fit(1)),
-                checkpoint=error(lambda: learner(x, y, cbs=[TrainingCheckpoint()]).fit(1)), noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()]).fit(1)), count=error(lambda: learner(x, y, n_items=lambda learn: 3).fit(1)))
+                checkpoint=error(lambda: learner(x, y, cbs=[TrainingCheckpoint()], dp=LocalSGD()).fit(1)), noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()], dp=LocalSGD()).fit(1)),
+                sharded_noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()], dp=FullyShard()).fit(1)), alone_saved=error(saved_alone), count=error(lambda: learner(x, y, n_items=lambda learn: 3).fit(1)))
 
 def main(names):
     for name in names or cases:
         if many: dist.barrier()
         start = time.time()
-        res = cases[name]()
+        res = (cases.get(name) or globals()[name])()
         torch.save(res, folder/f'{name}_{rank}.pt')
         if os.environ.get('RANKS_TIMES'): print(f'{name} {rank} {time.time()-start:.1f}', flush=True)
     stop_group()
 
 if __name__ == '__main__':
-    folder = Path(sys.argv[1])
+    folder,other = Path(sys.argv[1]),os.environ.get('OTHER')
     defaults.callbacks = [cb for cb in defaults.callbacks if cb is not ProgressCallback]
     main(sys.argv[2:])

@@ -7,8 +7,8 @@ script = Path(__file__).with_name('ranks.py')
 torchrun = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--rdzv-backend', 'c10d', '--rdzv-endpoint', '127.0.0.1:0', '--local-addr', '127.0.0.1']
 env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(script.parent.parent)}
 
-def start(*args, **kwargs):
-    r = subprocess.run([*map(str, args)], env=env, capture_output=True, text=True, timeout=240, **kwargs)
+def start(*args, more={}, **kwargs):
+    r = subprocess.run([*map(str, args)], env={**env, **more}, capture_output=True, text=True, timeout=240, **kwargs)
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-6000:]
     return r.stdout
 
@@ -17,7 +17,8 @@ def results(tmp_path_factory):
     "`results(name)`: of one process, rank 0 and rank 1"
     one,two = tmp_path_factory.mktemp('one'),tmp_path_factory.mktemp('two')
     start(sys.executable, script, one)
-    start(*torchrun, script, two)
+    start(*torchrun, script, two, more=dict(OTHER=str(one)))
+    start(sys.executable, script, one, 'goes_on', more=dict(OTHER=str(two)))
     return lambda name: [torch.load(f, weights_only=False) for f in (one/f'{name}_0.pt', two/f'{name}_0.pt', two/f'{name}_1.pt')]
 
 def close(a, b, eps=1e-6):
@@ -143,6 +144,72 @@ def test_local_sgd_ends_with_equal_weights(results, name):
     if name == 'local_fp16': assert (a['skipped'], b['skipped']) == (0, 1)
     for x,y in zip(a.get('buffers', []), b.get('buffers', [])): assert torch.equal(x, y)
 
+def identical(a, b):
+    "To the last bit"
+    if isinstance(a, torch.Tensor): assert torch.equal(a, b)
+    elif isinstance(a, (list,tuple,dict)):
+        assert len(a) == len(b)
+        for k in a if isinstance(a, dict) else range(len(a)): identical(a[k], b[k])
+    else: assert a == b or a != a and b != b
+
+resumed = ['checkpoint', 'checkpoint_of_torch_loader', 'checkpoint_at_signal', 'checkpoint_in_background', 'checkpoint_of_a_finished_fit', 'checkpoint_of_shards']
+@pytest.mark.parametrize('name', resumed)
+def test_interrupted_and_resumed(results, name):
+    "Each rank has what it would have had: weights, optimizer, BatchNorm's statistics, random numbers, metrics, what a callback counts"
+    _,a,b = runs = results(name)
+    for r in runs[1:] if name == 'checkpoint_at_signal' else runs: identical(*r['ends'])
+    assert torch.equal(a['ends'][1]['weights'], b['ends'][1]['weights'])
+    assert a['interrupted'] == b['interrupted'] < len(a['ends'][1]['losses']) and a['began'] == b['began'] != (0, 0)
+
+def test_one_file_for_all_ranks(results):
+    one,a,b = results('checkpoint')
+    assert a['files'] == b['files'] == ['cut2-finished'] and one['files'] == ['cut1-finished']
+    assert a['ends'][1]['sum'] != b['ends'][1]['sum'] and not torch.equal(a['ends'][1]['random'][0], b['ends'][1]['random'][0])
+
+def test_rank_0_has_the_clock(results):
+    "It asks at each step, and what it asks for is done after the next"
+    _,a,b = results('checkpoint_by_the_clock')
+    assert a['saved'] == b['saved'] == [2, 4, 6, 8, 10, 12]
+
+@pytest.mark.parametrize('kind', ['parallel', 'sharded'])
+def test_another_number_of_ranks_goes_on(results, kind):
+    whole,a,b = (r[kind] for r in results('stopped'))
+    from_two,*from_one = (r[kind] for r in results('goes_on'))
+    for r in (a, b, from_two, *from_one):
+        close(r['weights'], whole['weights'], 1e-9)
+        close(r['losses'], whole['losses'])
+        assert r['lrs'] == whole['lrs'] and r['epochs'] == whole['epochs']
+    for r in (from_two, *from_one): assert r['began'] == (1, 3)
+    assert torch.equal(from_one[0]['weights'], from_one[1]['weights'])
+
+@pytest.mark.parametrize('time', range(5 if os.environ.get('ALL_CASES') else 1))
+def test_torchrun_starts_it_anew(results, tmp_path, time):
+    "A rank kills itself; in the second attempt one fails when all is trained, which is not trained again"
+    start(*torchrun, '--max-restarts', '2', script, tmp_path, 'elastic')
+    assert sorted(f.name for f in tmp_path.glob('attempt*')) == [f'attempt_{i}_{r}' for i in range(3) for r in range(2)]
+    ends = [torch.load(tmp_path/f'elastic_{r}.pt', weights_only=False)['ends'][0] for r in range(2)]
+    for end,r in zip(ends, results('checkpoint')[1:]): identical(end['weights'], r['ends'][0]['weights']); identical(end['losses'], r['ends'][0]['losses'])
+    assert [f.name for f in (tmp_path/'models').iterdir()] == ['elastic-finished']
+
+@pytest.mark.parametrize('name', ['noise', 'noise_one_micro_batch', 'noise_class_weights', 'noise_overlap', 'noise_fp16'])
+def test_noise_is_that_of_one_process(results, name):
+    "Which has the same micro-batches"
+    one,a,b = results(name)
+    assert a['estimate'] == b['estimate'] and a['estimate'][-1] >= 3
+    for k in ('x','y'): close(a[k], one[k], 2e-2 if 'fp16' in name else 1e-4)
+    same_run(one, a, b, eps=3e-3 if 'fp16' in name else 1e-6)
+
+def test_adaptive_sizes_are_those_of_one_process(results):
+    one,a,b = results('adaptive')
+    same_run(one, a, b)
+    assert a['changes'] == b['changes'] == one['changes'] and len(a['changes']) > 1
+
+def test_only_rank_0_writes_and_shows(results):
+    _,a,b = results('loggers')
+    assert b == dict(out='', csv=False, tensorboard=0, wandb=0)
+    assert a['csv'] and a['tensorboard'] and a['wandb']
+    assert 'epoch' in a['out'] and len(a['out']) > 100
+
 sharded = dict(shard_adam=1e-5, shard_adamw_of_torch=1e-5, shard_each_batch=1e-6, shard_micro_batches=1e-6, shard_class_weights=1e-6, shard_sum_loss=1e-6, shard_offload=1e-6, shard_fp16=3e-3, shard_lr_find=1e-5)
 @pytest.mark.parametrize('name', sharded)
 def test_sharded_equals_one_process(results, name):
@@ -176,9 +243,30 @@ def test_sharded_refused(results):
     for r in results('shard_refused')[1:]:
         for k,text in says.items(): assert text in r[k], k
 
+@pytest.fixture(scope='module')
+def failures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('failures')
+    start(sys.executable, script, folder, 'failures')
+    return torch.load(folder/'failures_0.pt')
+
+@pytest.mark.parametrize('failing', [0, 1])
+def test_the_others_say_which_rank_failed_and_why(failures, failing):
+    ranks = failures[f'rank_{failing}_fails']
+    assert [code for code,_ in ranks] == [1, 1]
+    assert f'Stopped, as rank {failing} failed: ValueError: ' in ranks[1-failing][1] and 'boom' in ranks[1-failing][1]
+    assert 'ValueError: ' in ranks[failing][1] and 'Stopped' not in ranks[failing][1]
+
+def test_a_frozen_rank_is_noticed(failures):
+    (code,error),(killed,_) = failures['rank_1_freezes']
+    assert 'Stopped, as rank 1 is gone, or did not answer in time' in error and code == 1 and killed == -9
+
+def test_a_killed_rank_is_noticed(failures):
+    (code,error),(killed,_) = failures['rank_1_is_killed']
+    assert 'Stopped, as rank 1 is gone, or did not answer in time' in error and code == 1 and killed == -9
+
 def test_refused(results):
     says = dict(alone='add DataParallel()', nothing='add `GradientAccumulation', normalize='normalize=False', metric='(Largest)', overlap="micro_batch_size='auto'", two='DataParallel and DataParallel',
-                checkpoint='TrainingCheckpoint', noise='GradientNoiseScale', count='n_items=')
+                checkpoint='with LocalSGD each has', noise='with DataParallel', sharded_noise='with DataParallel', alone_saved='add DataParallel()', count='n_items=')
     for r in results('refused')[1:]:
         for k,text in says.items(): assert text in r[k], k
 

@@ -81,7 +81,8 @@ untold = {'LoopCallback', 'Learner.export', 'WandbCallback', 'Learner.load', 'Le
           'AMPMode', *(f'OwnFiles.{m}' for m in ('names', 'is_own', 'free', 'write', 'log', 'remove')), 'generator_places', 'csv_text', 'load_csv', 'Values.strict', 'NoiseEstimate', 'Change'}
 # What serves checkpoints and several ranks, shown only through what uses it
 unshown = set('''NoiseEstimate Change MemoryAdvice of_loader own_loss fit_settings run_of takes_wide sampler_weights as_fastai known_sizes drawn_by_rank0 check_metrics gather cannot_save
-                 weights_state load_weights unchanged generator_places learner_device recorder_state load_recorder csv_text load_csv Values.attrs Values.set_attrs take_module put_module'''.split())
+                 weights_state load_weights unchanged generator_places learner_device recorder_state load_recorder csv_text load_csv Values.attrs Values.set_attrs take_module put_module
+                 without_sums to_own_device from_rank0 sharding_of parts_of_whole micro_sums in_float64'''.split())
 
 def test_all_has_a_place(site):
     "Also what all modules give together is listed"

@@ -19,7 +19,7 @@ menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipe
 first = ['tutorials/' + o for o in ('bigger_batch', 'anneal', 'find_batch_size', 'mixed_precision', 'any_gpu', 'token_losses', 'many_devices', 'scaling', 'wandb', 'stop_and_resume',
          'how_exact', 'optimizers', 'attention', 'quantization', 'distillation')] + [
          'api/' + o for o in ('all', 'accumulation', 'precision', 'rates', 'noise', 'critical', 'steps', 'wandb', 'checkpoint', 'distributed', 'local_sgd', 'fully_shard', 'activations', 'advice', 'accumulator', 'losses', 'probe',
-                              'scaler', 'memory', 'grads', 'microbatch', 'plan', 'events', 'rows', 'loop', 'passes', 'coupled', 'state', 'values', 'loaders', 'fingerprint', 'folder', 'digests', 'conformance')]
+                              'scaler', 'memory', 'grads', 'microbatch', 'plan', 'events', 'rows', 'loop', 'passes', 'coupled', 'state', 'values', 'loaders', 'fingerprint', 'folder', 'digests', 'ranks', 'conformance')]
 
 def navigation(titles):
     "The menu for `titles`, path -> title of all pages in the order of their notebooks"
