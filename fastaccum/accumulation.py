@@ -94,13 +94,12 @@ class Accumulation(AccumulationState):
     def predict(self, whole):
         "Forward pass; `whole()` calls the model with the inputs that are in `learn.xb`"
         if self.learn.training: return predict_coupled(self, whole, items_in_batch(self)) if self.coupled else whole()
-        together = self.ranks and self.ranks.one_target  # sharded: all ranks go through the model as often
-        if together or self.micro_batch_size is None or keeps_state(self.learn): return whole()
+        sharded = self.ranks and self.ranks.one_target  # all ranks go through the model as often
+        if sharded or self.micro_batch_size is None or keeps_state(self.learn): return whole()
         return predict_in_parts(self, whole, items_in_batch(self))
 
     def close(self):
-        loss = self.acc.finish()
-        self.state.items = self.acc.closed.n_items
+        loss,self.state.items = self.acc.finish(),self.acc.closed.n_items
         return loss
     def reopen(self): self.acc.reopen()
 
@@ -129,7 +128,7 @@ class GradientAccumulation(Accumulation):
         n_items=None,                # `n_items(learn)`: items of the loader batch, where its inputs' first dimension does not tell
         check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of weights in half precision in fp32
-        coupled:bool|str=False,      # True: one loss over all micro-batches of a loader batch; 'head', or a module's name: that sees all too
+        coupled:bool|str=False,      # One loss over the micro-batches of a loader batch? 'head', or a module's name: that sees all, too
         drop_last=None               # Of fastxtend: use `remainder`
     ):
         check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, drop_last, grad_dtype, coupled)
@@ -233,7 +232,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         n_items=None,                # `n_items(learn)`: items of the loader batch
         check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of weights in half precision in fp32
-        coupled:bool|str=False       # True: one loss over all micro-batches of a loader batch; 'head', or a module's name: that sees all too
+        coupled:bool|str=False       # One loss over the micro-batches of a loader batch? 'head', or a module's name: that sees all, too
     ):
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
                          normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
@@ -265,7 +264,8 @@ class GradientAccumulationSchedule(GradientAccumulation):
 _remainders = 'step','drop','carry'
 
 def check_args(
-    accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None, coupled=False # As given to `GradientAccumulation`
+    accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None,
+    coupled=False # As given to `GradientAccumulation`
 ):
     "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
     if None not in (accum_bs, n_acc):
@@ -276,11 +276,11 @@ def check_args(
         raise ValueError(f"micro_batch_size={k!r}: pass the most items of a micro-batch (an int, at least 1), 'auto' for as many as fit "
                          "memory, or None for whole loader batches.")
     if not isinstance(coupled, bool) and not (isinstance(coupled, str) and coupled):
-        raise ValueError(f"coupled={coupled!r}: pass True for one loss over the whole loader batch, 'head' or the name of a module that is to see "
-                         "the whole loader batch too, or False.")
+        raise ValueError(f"coupled={coupled!r}: pass True for one loss over the whole loader batch, 'head' or the name of a module "
+                         "that is to see the whole loader batch too, or False.")
     if coupled and k is None:
-        raise ValueError(f"coupled={coupled!r} puts the micro-batches of a loader batch together, and micro_batch_size, which makes them, is "
-                         "missing: GradientAccumulation(micro_batch_size=..., coupled=True).")
+        raise ValueError(f"coupled={coupled!r} puts the micro-batches of a loader batch together, and micro_batch_size, which makes them, "
+                         "is missing: GradientAccumulation(micro_batch_size=..., coupled=True).")
     if remainder not in _remainders: raise ValueError(f"remainder={remainder!r}: it must be one of {', '.join(map(repr, _remainders))}.")
     if drop_last is not None:
         raise TypeError(f"drop_last={drop_last!r} is fastxtend's: use remainder='drop' to leave out what is left at the end of an epoch, "
@@ -327,10 +327,13 @@ def check_coupled(
     "Raise an error for what cannot work with it"
     named = lambda *names: first(type(cb).__name__ for cb in acc.learn.cbs if is_a(type(cb), *names))
     noise = named('GradientNoiseScale', 'AdaptiveGradientAccumulation')
-    if noise: raise ValueError(f"{noise} compares the gradients of micro-batches, and with coupled={acc.coupled!r} they have one loss: leave one of them out.")
+    if noise:
+        raise ValueError(f"{noise} compares the gradients of micro-batches, and with coupled={acc.coupled!r} they have one loss: "
+                         "leave one of them out.")
     if not isinstance(acc.coupled, str): return
     find_head(acc.learn.model, acc.coupled)
-    if named('Compile'): raise ValueError(f"Compile makes one piece of the model, and coupled={acc.coupled!r} calls its head by itself: use coupled=True.")
+    if named('Compile'):
+        raise ValueError(f"Compile makes one piece of the model, and coupled={acc.coupled!r} calls its head by itself: use coupled=True.")
 
 def check_sizes(
     acc # A `GradientAccumulation` that is attached to a `Learner`
@@ -350,7 +353,8 @@ def check_sizes(
     if most < max(sizes) and not acc.per_loader_batch:
         warn_once(acc, f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
                   "every loader batch is a step.")
-    if most_at_once < 8 and has_batchnorm(learn.model, but=find_head(learn.model, acc.coupled) if isinstance(acc.coupled, str) else None):
+    head = find_head(learn.model, acc.coupled) if isinstance(acc.coupled, str) else None
+    if most_at_once < 8 and has_batchnorm(learn.model, but=head):
         warn_once(acc, f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its "
                   f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_head(acc)}")
 

@@ -264,7 +264,7 @@ def example_batch(
     state = rng and rng.getstate()
     try: b = dl.one_batch()
     finally:
-        kept.restore_rng()
+        kept.rng.restore()
         if rng is not None: dl.rng = rng; rng.setstate(state)
     i = getattr(learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return b[:i],b[i:]

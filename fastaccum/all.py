@@ -6,16 +6,17 @@ Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 
 # %% auto #0
 __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation',
-           'GradientAccumulationSchedule', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
-           'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint',
-           'ActivationCheckpointing', 'ActivationOffload', 'Compile', 'MemoryAdvice', 'launch', 'DataParallel',
-           'LocalSGD', 'FullyShard']
+           'GradientAccumulationSchedule', 'CoupledBatch', 'AMPMode', 'MixedPrecision', 'StepLogger',
+           'GradientNoiseScale', 'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch',
+           'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload', 'Compile', 'MemoryAdvice', 'launch',
+           'DataParallel', 'LocalSGD', 'FullyShard']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .accumulator import GradientAccumulator, loss_weight
 from .scaler import DynamicLossScaler
 from .memory import PeakMemory
 from .accumulation import GradientAccumulation, GradientAccumulationSchedule
+from .coupled import CoupledBatch
 from .precision import AMPMode, MixedPrecision
 from .steps import StepLogger
 from .noise import AdaptiveGradientAccumulation, GradientNoiseScale
@@ -29,7 +30,7 @@ from .distributed import DataParallel
 from .local_sgd import LocalSGD
 from .fully_shard import FullyShard
 
-_all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
+_all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule', 'CoupledBatch',
          'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
          'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload',
          'Compile', 'MemoryAdvice',

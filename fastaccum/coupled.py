@@ -6,20 +6,20 @@ Docs: https://fastaccum.github.io/fastaccum/api/coupled.html.md"""
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d003
 from __future__ import annotations
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from fastai.basics import *
-from fastcore.foundation import L
 from torch.autograd.function import once_differentiable
 from .microbatch import RandomState, Replay, map_tensors, part_sizes, split_items
 
 # %% auto #0
-__all__ = ['CoupledBatch', 'tensors_in', 'Joined', 'Cut', 'find_head', 'HeadInput', 'up_to', 'in_place_of', 'predict_coupled',
-           'note_unlike', 'check_alike', 'own_items']
+__all__ = ['CoupledBatch', 'in_place_of', 'predict_coupled', 'note_unlike', 'check_alike', 'own_items', 'find_head', 'HeadInput',
+           'up_to', 'tensors_in', 'Joined', 'Cut']
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d008
 class CoupledBatch:
-    "The outputs of `model` for a batch, computed in parts. After the loss's backward pass, `backward` sends their gradients on, part by part"
+    "The outputs of `model` for a batch, computed in parts; `backward`, after the loss's, sends their gradients on, part by part"
     def __init__(self,
         model,      # A module, or any function of the inputs
         xb:tuple,   # Inputs of the batch
@@ -35,7 +35,7 @@ class CoupledBatch:
         self.replays = [Replay(module, partial(RandomState, device)) for _ in self.sizes]
         self.grads,self.differs,self.first,self.factor = {},None,0,1
 
-    def outputs(self): # What `model` would return for the whole batch
+    def outputs(self) -> Any: # What `model` would return for the whole batch
         "Forward. The graph of each part is gone when the next one begins; a single part keeps it"
         joined = Joined(self.sizes)
         for i,(xb,replay) in enumerate(zip(self.xbs, self.replays)):
@@ -50,7 +50,7 @@ class CoupledBatch:
     def _cut(self, t, i, has_grad):
         return Cut.apply(torch.ones((), requires_grad=True), t, partial(self.grads.__setitem__, i)) if has_grad else t
 
-    def backward(self):
+    def backward(self) -> None:
         "Forward and backward of each part, from the gradients that the loss's backward pass has left"
         start,(grads,self.grads) = self.first,(self.grads, {})
         for i,n in enumerate(self.sizes) if grads else ():
@@ -70,106 +70,6 @@ class CoupledBatch:
     def _again(self, i):
         if self.kept is not None: out,self.kept = self.kept,None; return out
         with self.replays[i].second(): return self.model(*self.xbs[i])
-
-# %% ../nbs/api/09a_coupled.ipynb #c0a1d00c
-def tensors_in(
-    b # Any nesting of tuples, lists and dicts
-) -> list: # Its tensors, in order
-    "The tensors that `map_tensors` meets"
-    found:list = []
-    map_tensors(found.append, b)
-    return found
-
-class Joined:
-    "The outputs of parts, written into one tensor each as they come"
-    def __init__(self,
-        sizes:list # Items of each part
-    ): self.sizes,self.whole,self.has_grad,self.differs,self.template = sizes,[],[],None,None
-
-    def add(self,
-        i:int, # Number of the part
-        out    # Its output
-    ):
-        "Copy the output of part `i` to its place"
-        ts = tensors_in(out)
-        if not i: self.template,self.whole,self.has_grad = out,[self._room(t) for t in ts],[t.requires_grad for t in ts]
-        for t,w in zip(ts, self.whole, strict=True): self._put(t.detach(), w, i)
-
-    def _room(self, t):
-        if not t.dim(): return t.detach().clone()
-        if len(t)%self.sizes[0]:
-            raise ValueError(f"coupled: the model's output has a tensor of shape {tuple(t.shape)} for a micro-batch of {self.sizes[0]} items, "
-                             "and such parts cannot be joined: an output has a row for each item (or several), or no dimension.")
-        return t.detach().new_empty((len(t)//self.sizes[0]*sum(self.sizes), *t.shape[1:]))
-
-    def _put(self, t, w, i):
-        if not t.dim():
-            unlike = ~torch.isclose(t, w, rtol=1e-5, equal_nan=True)
-            self.differs = unlike if self.differs is None else self.differs | unlike
-            return
-        per_item = len(w)//sum(self.sizes)
-        start = sum(self.sizes[:i])*per_item
-        w[start:start+len(t)] = t
-
-    def result(self):
-        "The outputs of all parts, in the form of the first"
-        whole = iter(self.whole)
-        self.template,out = None,map_tensors(lambda _: next(whole), self.template)
-        return out
-
-# %% ../nbs/api/09a_coupled.ipynb #c0a1d00e
-class Cut(torch.autograd.Function):
-    "The tensor itself, whose gradient is handed to `keep` and goes no further. It may be changed in place, as a model's output may"
-    @staticmethod
-    def forward(ctx, token, t, keep):
-        ctx.keep = keep
-        ctx.mark_dirty(t)
-        return t
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        ctx.keep(g)
-        return None,None,None
-
-# %% ../nbs/api/09a_coupled.ipynb #c0a1d011
-def find_head(
-    model:nn.Module, # Any model
-    coupled:str      # 'head' for the last child of an `nn.Sequential`, or a name in `model.named_modules()`
-) -> nn.Module:
-    "The module that is to see the whole batch"
-    model = get_model(model)
-    if coupled == 'head' and isinstance(model, nn.Sequential) and len(model) > 1: return model[-1]
-    head = dict(model.named_modules()).get(coupled) if coupled else None
-    if head is not None: return head
-    names = ', '.join(repr(n) for n,_ in model.named_children())
-    raise ValueError(f"coupled={coupled!r}: this {type(model).__name__} has no such module. Pass a name in `model.named_modules()` "
-                     f"(its children are {names}), 'head' for the last child of an nn.Sequential, or True for a loss over the whole batch.")
-
-class HeadInput:
-    "What a head is called with, in the place of its output"
-    def __init__(self, args, kwargs): self.args,self.kwargs = args,kwargs
-
-def up_to(
-    head:nn.Module, # The last thing that the model calls
-    call            # Calls the model
-) -> tuple: # `args` and `kwargs` of the head
-    "Call the model, but for its head"
-    met,own = [],head.__dict__.get('forward')
-    def stub(*args, **kwargs):
-        met.append(HeadInput(args, kwargs))
-        return met[-1]
-    head.forward = stub
-    try: out = call()
-    except (TypeError,AttributeError) as e:
-        if not met: raise
-        out = e                       # the model does something with the head's output
-    finally:
-        if own is None: del head.forward
-        else: head.forward = own
-    if len(met) == 1 and out is met[0]: return met[0].args,met[0].kwargs
-    raise ValueError(f"coupled: this {type(head).__name__} is no head. It must be called once and last, and what it returns must be what the "
-                     f"model returns; it was called {len(met)} times{'' if len(met) != 1 else ', and the model goes on after it'}.")
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d013
 @contextmanager
@@ -215,8 +115,9 @@ def check_alike(
 ):
     "Raise an error if a number of the model's output differed between parts: there is no such number for the whole batch"
     if state.differs is None or not state.differs: return
-    raise ValueError("coupled: the model returns a number (a tensor without dimensions) that is not the same for all micro-batches, such as a mean over "
-                     "its items. For the whole batch it cannot be told from these: return a value for each item, or leave it out of the output.")
+    raise ValueError("coupled: the model returns a number (a tensor without dimensions) that is not the same for all micro-batches, such "
+                     "as a mean over its items. What it is for the whole batch cannot be told from these: return a value for each item, "
+                     "or leave it out of the output.")
 
 def own_items(
     learn,  # After the loss of several ranks' items
@@ -230,3 +131,104 @@ def own_items(
         rows = len(t)//total if t.dim() and len(t)%total == 0 else 0
         return t.detach()[first*rows:(first+n)*rows] if rows else t.detach()
     learn.yb,learn.pred = yb,map_tensors(own, learn.pred)
+
+# %% ../nbs/api/09a_coupled.ipynb #c0a1d011
+def find_head(
+    model:nn.Module, # Any model
+    coupled:str      # 'head' for the last child of an `nn.Sequential`, or a name in `model.named_modules()`
+) -> nn.Module:
+    "The module that is to see the whole batch"
+    model = get_model(model)
+    if coupled == 'head' and isinstance(model, nn.Sequential) and len(model) > 1: return model[-1]
+    head = dict(model.named_modules()).get(coupled) if coupled else None
+    if head is not None: return head
+    names = ', '.join(repr(n) for n,_ in model.named_children())
+    raise ValueError(f"coupled={coupled!r}: this {type(model).__name__} has no such module. Pass a name in `model.named_modules()` "
+                     f"(its children are {names}), 'head' for the last child of an nn.Sequential, or True for a loss over the whole batch.")
+
+class HeadInput:
+    "What a head is called with, in the place of its output"
+    def __init__(self, args, kwargs): self.args,self.kwargs = args,kwargs
+
+def up_to(
+    head:nn.Module, # The last thing that the model calls
+    call            # Calls the model
+) -> tuple: # `args` and `kwargs` of the head
+    "Call the model, but for its head"
+    met,own = [],head.__dict__.get('forward')
+    def stub(*args, **kwargs):
+        met.append(HeadInput(args, kwargs))
+        return met[-1]
+    head.forward = stub
+    try: out = call()
+    except (TypeError,AttributeError) as e:
+        if not met: raise
+        out = e                       # the model does something with the head's output
+    finally:
+        if own is None: del head.forward
+        else: head.forward = own
+    if len(met) == 1 and out is met[0]: return met[0].args,met[0].kwargs
+    how = 'and the model goes on after it' if len(met) == 1 else f'but it was called {len(met)} times'
+    raise ValueError(f"coupled: this {type(head).__name__} is no head. It must be called once and last, and what it returns must be what "
+                     f"the model returns; {how}.")
+
+# %% ../nbs/api/09a_coupled.ipynb #c0a1d00c
+def tensors_in(
+    b # Any nesting of tuples, lists and dicts
+) -> list: # Its tensors, in order
+    "The tensors that `map_tensors` meets"
+    found:list = []
+    map_tensors(found.append, b)
+    return found
+
+class Joined:
+    "The outputs of parts, written into one tensor each as they come"
+    def __init__(self,
+        sizes:list # Items of each part
+    ): self.sizes,self.whole,self.has_grad,self.differs,self.template = sizes,[],[],None,None
+
+    def add(self,
+        i:int, # Number of the part
+        out    # Its output
+    ):
+        "Copy the output of part `i` to its place"
+        ts = tensors_in(out)
+        if not i: self.template,self.whole,self.has_grad = out,[self._room(t) for t in ts],[t.requires_grad for t in ts]
+        for t,w in zip(ts, self.whole, strict=True): self._put(t.detach(), w, i)
+
+    def _room(self, t):
+        if not t.dim(): return t.detach().clone()
+        if len(t)%self.sizes[0]:
+            raise ValueError(f"coupled: the model's output has a tensor of shape {tuple(t.shape)} for a micro-batch of {self.sizes[0]} "
+                             "items, and such parts cannot be joined: an output has a row for each item (or several), or no dimension.")
+        return t.detach().new_empty((len(t)//self.sizes[0]*sum(self.sizes), *t.shape[1:]))
+
+    def _put(self, t, w, i):
+        if not t.dim():
+            unlike = ~torch.isclose(t, w, rtol=1e-5, equal_nan=True)
+            self.differs = unlike if self.differs is None else self.differs | unlike
+            return
+        per_item = len(w)//sum(self.sizes)
+        start = sum(self.sizes[:i])*per_item
+        w[start:start+len(t)] = t
+
+    def result(self):
+        "The outputs of all parts, in the form of the first"
+        whole = iter(self.whole)
+        self.template,out = None,map_tensors(lambda _: next(whole), self.template)
+        return out
+
+# %% ../nbs/api/09a_coupled.ipynb #c0a1d00e
+class Cut(torch.autograd.Function):
+    "The tensor itself, whose gradient is handed to `keep` and goes no further. It may be changed in place, as a model's output may"
+    @staticmethod
+    def forward(ctx, token, t, keep):
+        ctx.keep = keep
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        ctx.keep(g)
+        return None,None,None

@@ -326,11 +326,11 @@ def quiet(
 @patch
 def gather_items(self:DataParallel,
     out=None # Outputs of this rank's items; without any, the rank only takes part
-) -> tuple: # Outputs of all ranks' items, number of this rank's first one, and what its gradients are to be multiplied by
+) -> tuple|None: # Outputs of all ranks' items, number of this rank's first one, and what its gradients are to be multiplied by
     "Put outputs and targets of all ranks together, the targets into `learn.yb`"
     learn,row = self.learn,self.rows[self.learn.iter]
     if 0 in row: parts = [p for p in gather(None if out is None else map_tensors(lambda t: t.detach().cpu(), (out, learn.yb))) if p is not None]
-    if out is None: return
+    if out is None: return None
     self.n_active,self.first_item = sum(n > 0 for n in row),sum(row[:self.rank])
     if 0 not in row:
         with together(): out,learn.yb = map_tensors(partial(_of_all_ranks, row, self.rank), (out, learn.yb))

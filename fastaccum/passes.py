@@ -21,7 +21,8 @@ from .probe import LossProbe
 
 # %% auto #0
 __all__ = ['warn_once', 'loss_info', 'look_up_loss', 'is_measuring', 'measure_loss', 'end_measuring', 'loss_rule', 'Weights',
-           'forward_backward', 'as_scalar', 'shapes_of', 'predict_in_parts', 'learn_device', 'fit_memory', 'too_big']
+           'forward_backward', 'removed_in_batch', 'as_scalar', 'shapes_of', 'predict_in_parts', 'learn_device',
+           'fit_memory', 'too_big']
 
 # %% ../nbs/api/09b_passes.ipynb #7a049188
 def warn_once(
@@ -123,7 +124,7 @@ class Weights:
     ) -> tuple: # Its weight and its share
         "After its prediction, with which a callback may have changed the targets"
         if not self.acc.normalize:
-            if self.over_ranks: raise ValueError("coupled with several ranks: the loss must be a mean, not a sum, as each rank computes that of all items.")
+            if self.over_ranks: raise ValueError("coupled with several ranks: the loss must be a mean, as each computes that of all items.")
             return 1,1
         if self.learn.yb is not self.yb or _version(self.yb) != self.version: self.early = None
         if self.early is not None: weight,share = self.early[i]
@@ -169,6 +170,7 @@ def forward_backward(
         if weights.over_ranks: own_items(learn, yb, cb.ranks.first_item, n, cb.ranks.n_items)
         if split: learn.pred = join_items(preds) if len(preds) == len(sizes) else None
         if acc.so_far.losses != before.losses: learn.loss = acc.mean_since(before)
+        if cb.learn is not learn: raise removed_in_batch(cb)
     try:
         with in_parts(learn, n, size, mixers) if split else nullcontext(range(1)) as parts:
             for i in parts:
@@ -180,6 +182,13 @@ def forward_backward(
                 if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
     except cancels: leave(); raise
     leave()
+
+def removed_in_batch(
+    acc # A `GradientAccumulation` that has left its `Learner`
+) -> Exception:
+    "The error for a loader batch that lost its accumulation on the way: some of its gradients are weighed, others not"
+    return RuntimeError(f"{type(acc).__name__} was removed while a loader batch was on its way through the model, and the step would "
+                        "not be that batch's: remove it between batches, at `before_batch` or `after_batch`.")
 
 def as_scalar(
     learn # After a prediction; its loss may have dimensions of length 1

@@ -122,8 +122,10 @@ def _no_rule(probe):
                 "if it averages over something else, pass weight=, a function that returns what it averaged over.")
     error,rule = probe.rules.seen[-1].best()
     return (f"{name} is no mean over the items, so that its micro-batches do not add up to the batch: their gradients are {error:.2%} off "
-            f"when weighed by {rule}, which is nearest. It compares items with each other, or weighs them in a way of its own: "
-            "if you know what it averages over, pass weight=, a function that returns it.")
+            f"when weighed by {rule}, which is nearest. It compares items with each other, or weighs them in a way of its own. "
+            "If it compares items: load the whole batch, and pass micro_batch_size= with coupled=True, which computes one loss over "
+            "all micro-batches. "
+            "If you know what it averages over: pass weight=, a function that returns it.")
 
 # %% ../nbs/api/00b_probe.ipynb #ec2c280d
 class _Batch:
@@ -222,7 +224,7 @@ def _gradients(loss_func, batch, dtype=None):
     is_float = lambda t: isinstance(t, Tensor) and t.is_floating_point()
     leaves = [as_type(t.detach()).requires_grad_() if is_float(t) else t for t in leaves]
     yb = tree_map(lambda t: t.to(dtype) if dtype and is_float(t) else t, batch.yb)
-    wanted = [t for t in leaves if is_float(t)]
+    wanted = [t for t in leaves if is_float(t) and t.dim()]  # a number (CLIP's scale) has no items to cut
     with torch.enable_grad(), torch.autocast(wanted[0].device.type, enabled=False):
         pred = tree_unflatten([t.clone() if is_float(t) else t for t in leaves], spec)  # a loss may change it in place
         loss = _own_copy(loss_func, dtype)(pred, *yb)

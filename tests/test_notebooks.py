@@ -5,7 +5,7 @@ import pytest
 from fastcore.nbio import read_nb
 
 api = Path(__file__).resolve().parent.parent/'nbs'/'api'
-core = ['00_accumulator', '00_losses', '00b_probe', '03_microbatch', '05_plan', '07_events', '08_rows', '09_loop', '09b_passes',
+core = ['00_accumulator', '00_losses', '00b_probe', '03_microbatch', '05_plan', '07_events', '08_rows', '09_loop', '09a_coupled', '09b_passes',
         '10_accumulation', '11_precision']
 
 def code_cells(nb): return [c for c in nb.cells if c.cell_type == 'code']

@@ -8,7 +8,7 @@ import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.utils._pytree import tree_leaves
 from fastcore.foundation import L
-from fastaccum.microbatch import Snapshot, in_parts, join_items, map_tensors, part_sizes, split_items
+from fastaccum.microbatch import RandomState, Snapshot, in_parts, join_items, map_tensors, part_sizes, split_items
 
 def test_part_sizes():
     "As few as can be, as even as can be, the larger ones first; tensors and lists are cut alike"
@@ -107,7 +107,7 @@ def test_snapshot(gradients):
         assert m.n is n and m.n==0 and m.none is None
         assert m.a.grad is grad and m.a.grad.tolist()==[3*gradients]*2 and m.b.grad.tolist()==[0, 0] and m.c.grad is None
         assert draws()==first
-    assert Snapshot(nn.Module(), []).device==torch.device('cpu')
+    assert Snapshot(nn.Module(), []).rng.device==torch.device('cpu')
 
 def test_snapshot_of_another_device():
     "Its random numbers too: of the parameters' device, by PyTorch's module for it"
@@ -119,5 +119,5 @@ def test_snapshot_of_another_device():
         module.assert_called_with(there), state.assert_called_once_with(there)
         module.return_value.set_rng_state.assert_called_once_with(state.return_value, there)
         Snapshot(m, []), state.assert_called_once()          # without parameters: the CPU's alone
-        with patch.object(Snapshot, '__init__', lambda self, kind: setattr(self, 'device', SimpleNamespace(type=kind))):
-            assert [len(Snapshot(kind)._place()) for kind in ('mps', 'cuda')]==[0, 1]
+        with patch.object(RandomState, '__init__', lambda self, kind: setattr(self, 'device', SimpleNamespace(type=kind))):
+            assert [len(RandomState(kind)._place()) for kind in ('mps', 'cuda')]==[0, 1]

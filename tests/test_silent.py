@@ -379,3 +379,17 @@ def test_dropped_parameter_stays_without_gradient():
     before = learn.model.b.weight.clone()
     learn.fit(2, .1)
     assert learn.model.b.weight.grad is None and torch.equal(learn.model.b.weight, before) and learn.model.a.weight.grad is not None
+
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward', 'after_backward'])
+@pytest.mark.parametrize('k', [None, 4])
+def test_accumulation_removed_on_the_way(event, k):
+    "The batch would be half weighed"
+    learn = learner(data, 8, GradientAccumulation(32, micro_batch_size=k), On(event, lambda l: l.remove_cb(GradientAccumulation), calls=[2]), loss_func=ce)
+    with pytest.raises(RuntimeError, match='removed while a loader batch'): learn.fit(1, .05)
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_batch'])
+def test_accumulation_removed_between_batches(event):
+    "From there on plain fastai; what was accumulated is cleared"
+    learn = learner(data, 8, GradientAccumulation(16), On(event, lambda l: l.remove_cb(GradientAccumulation), calls=[1 if event == 'after_batch' else 2]), loss_func=ce)
+    learn.fit(1, .05)
+    assert len(learn.recorder.losses) == 1+6 and learn.recorder.iters[-1] == 7

@@ -8,7 +8,7 @@ import torch
 from fastai.learner import Learner
 from torch import Tensor, nn
 from fastai.callback.schedule import SchedCos
-from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, Compile, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
+from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, Compile, CoupledBatch, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
                            GradientAccumulator, MemoryAdvice, MixedPrecision, PeakMemory, StepLogger, TrainingCheckpoint, loss_weight,
                            DataParallel, FullyShard, LocalSGD, launch,
                            AdaptiveGradientAccumulation,
@@ -96,3 +96,9 @@ def batch_size(learn:Learner) -> None:
     learn.add_cbs([GradientNoiseScale(beta=.9, every=4), ScaleLR('sqrt', bs=64, half_life=True), AdaptiveGradientAccumulation(64, 512)])
     GradientAccumulationSchedule(64, 512, schedule=batch_ramp(SchedCos(1., .1)))
     critical_batch(learn, [64, 256], n_items=1000, n_seeds=2)
+
+def coupled_loop(model:nn.Module, xb:Tensor) -> None:
+    batch = CoupledBatch(model, (xb,), len(xb), 8)
+    loss:Tensor = batch.outputs().sum()
+    loss.backward()
+    batch.backward()

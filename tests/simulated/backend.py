@@ -10,7 +10,7 @@ def seeded(seed): return torch.Generator().manual_seed(seed).get_state()
 
 class Backend(_DummyBackendModule):
     "`torch.sim`, with what `torch.cuda` has. Its generator draws what the CPU's would from the same seed"
-    rng = seeded(0)
+    rng,_initialized = seeded(0),True       # `checkpoint` keeps the random numbers of a device that says so
     def get_rng_state(self, device=None): return self.rng.clone()
     def set_rng_state(self, state, device=None): self.rng = state.clone()
     def get_rng_state_all(self): return [self.get_rng_state()]
