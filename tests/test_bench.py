@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from reference import rel_err, weights
 import torch
-from bench import against, exact, gpu, memory, peers, report, saves, speed, syncs
+from bench import against, coupled, exact, gpu, memory, peers, report, saves, speed, syncs
 from bench.__main__ import PACKAGES, PARTS, main
 from bench.jobs import job
 from bench.peers import PEERS, installed
@@ -116,6 +116,15 @@ def test_exact():
         assert exact.off(PEERS['hand'].run, a_job) > .1, name
     assert exact.off(PEERS['fastai'].run, jobs['end of epoch']) is None
 
+def test_coupled():
+    "The loss of the whole batch, in less memory than it; split it is another one"
+    off = {k: coupled.off(f, 'transformer') for k,f in coupled.RUNS.items()}
+    assert off['batch at once']==0 and off['split'] > .1 and off['split, coupled=True'] < 1e-12
+    peaks = [memory.peak(coupled.RUNS[k], coupled.make('transformer'), False) for k in ('batch at once', 'split, coupled=True')]
+    assert peaks[1] < peaks[0]/2
+    rows = coupled.times('conv net', rounds=1, steps=2)
+    assert list(rows)==list(coupled.RUNS) and rows['split']['median']==1 and all(r['median'] > 0 for r in rows.values())
+
 # -- The results file --------------------------------------------------------------------------------------------
 def test_results_are_of_all():
     assert list(results['versions'])==['python', *PACKAGES, 'fastaccum'] and all(results['versions'].values())
@@ -134,6 +143,9 @@ def test_results_hold():
         assert r['micro_batch']==0 and r['step'] <= (2 if (r['precision'], r['fused'])==('fp16', False) else 1), r
     assert kinds=={('fp32', False), ('bf16', False), ('fp16', False), ('fp16', True)}
     for r in filter(is_ours, results['exact']): assert all(r[case] < 1e-6 for case in exact.jobs()), r
+    assert [(r['model'], r['peer']) for r in results['coupled']]==[(m, k) for m in coupled.MODELS for k in coupled.RUNS]
+    for r in results['coupled']:
+        if 'coupled' in r['peer']: assert r['off'] < 1e-6 and r['time']['median'] < 1.6, r
 
 def test_page_is_of_the_results():
     "Else: run nbs/benchmarks.ipynb again"
@@ -142,7 +154,7 @@ def test_page_is_of_the_results():
     def shown(kind): return '\n'.join(''.join(data.get(kind, '')) for data in outputs)
     assert report.about(results) in shown('text/markdown') and shown('image/png').strip()
     tables = [report.speed(results['speed'], *models) for models in (('MLP 32-64-10',), ('conv net', 'transformer'), ('MLP, squared error', 'transformer, padded'))]
-    tables += [getattr(report, part)(results[part]) for part in ('memory', 'syncs', 'exact', 'comm')]
+    tables += [getattr(report, part)(results[part]) for part in ('memory', 'syncs', 'exact', 'comm', 'coupled')]
     assert re.findall('<td>(.*?)</td>', shown('text/html'))==[v for t in tables for v in t.values.flatten()]
 
 def test_tables():
