@@ -193,7 +193,9 @@ class Joined:
     ):
         "Copy the output of part `i` to its place"
         ts = tensors_in(out)
-        if not i: self.template,self.whole,self.has_grad = out,[self._room(t) for t in ts],[t.requires_grad for t in ts]
+        if not i:                         # no graph is kept with the form
+            self.template,self.whole = map_tensors(Tensor.detach, out),[self._room(t) for t in ts]
+            self.has_grad = [t.requires_grad for t in ts]
         for t,w in zip(ts, self.whole, strict=True): self._put(t.detach(), w, i)
 
     def _room(self, t):
