@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from reference import rel_err, weights
 import torch
-from bench import against, coupled, exact, gpu, memory, peers, report, saves, speed, syncs
+from bench import against, batchnorm, contrastive, coupled, exact, gpu, memory, peers, report, saves, speed, syncs
 from bench.__main__ import PACKAGES, PARTS, main
 from bench.jobs import job
 from bench.peers import PEERS, installed
@@ -146,6 +146,11 @@ def test_results_hold():
     assert [(r['model'], r['peer']) for r in results['coupled']]==[(m, k) for m in coupled.MODELS for k in coupled.RUNS]
     for r in results['coupled']:
         if 'coupled' in r['peer']: assert r['off'] < 1e-6 and r['time']['median'] < 1.6, r
+
+def test_results_of_the_tutorials():
+    assert [(r['way'], len(r['accuracy'])) for r in batchnorm.results()['rows']]==[(k, len(batchnorm.SEEDS)) for k in batchnorm.WAYS]
+    runs = {(r['way'], r['seed']) for r in contrastive.results()['rows']}
+    assert runs=={*((k, s) for k in ('not trained', *contrastive.WAYS) for s in contrastive.SEEDS), ('pixels', 0)}
 
 def test_page_is_of_the_results():
     "Else: run nbs/benchmarks.ipynb again"
