@@ -11,7 +11,8 @@ from . import report
 
 PARTS = dict(exact='Exactness: the distance to the weights of training in big batches', syncs='Host syncs: per micro-batch, and per step beyond these',
              memory='Memory: peak of live activations, MiB', speed='Speed: processor time per micro-batch, us, and beyond the hand-written loop',
-             comm='Communication: per step of 8 micro-batches on each of two ranks')
+             comm='Communication: per step of 8 micro-batches on each of two ranks',
+             coupled='A loss over the whole batch: time relative to the split batch, peak of live activations in MiB, error of the gradient')
 PACKAGES = 'torch', 'fastai', 'fastcore', 'accelerate', 'lightning', 'transformers'
 BY_HAND = 'mosaicml',    # Composer: see exact.py
 

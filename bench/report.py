@@ -68,6 +68,13 @@ def comm(rows):
                           'bytes kept a weight': f"{r['kept']/r['parameters']:.1f}", 'and at most': '' if r.get('peak') is None else f"{r['peak']:.1f}"}
     return pd.DataFrame(map(shown, rows)).set_index('')
 
+def coupled(rows):
+    "Time relative to the split batch, peak in MiB, and how far the gradient is off"
+    def shown(r):
+        off = 'exact' if r['off'] < 1e-6 else f"{r['off']:.0%}" if r['off'] > .01 else f"{r['off']:.0e}"
+        return {'model': r['model'], 'loss over': r['peer'], 'time': '{median:.2f} ({low:.2f} to {high:.2f})'.format(**r['time']), 'MiB': f"{r['peak']/2**20:.1f}", 'gradient off by': off}
+    return pd.DataFrame(map(shown, rows)).set_index(['model', 'loss over']).rename_axis([None, None])
+
 def plot(rows, model, n_acc=8):
     "Overhead of each peer, a panel for each precision"
     rows = [r for r in rows if r['model'] == model and r['n_acc'] == n_acc and not r['peer'].startswith('hand')]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from reference import rel_err, weights
 import torch
-from bench import against, exact, gpu, memory, peers, report, saves, speed, syncs, toolbox
+from bench import against, batchnorm, contrastive, coupled, exact, gpu, memory, peers, report, saves, speed, syncs, toolbox
 from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
 from bench.jobs import job
 from bench.peers import PEERS, installed
@@ -128,6 +128,15 @@ def test_failing_peer_is_no_figure(monkeypatch):
     monkeypatch.setattr(exact, 'runs', lambda: {'a peer': fails})
     with pytest.raises(RuntimeError, match='a peer, remainder(.|\\n)*of its own'): exact.run(['remainder'])
 
+def test_coupled():
+    "The loss of the whole batch, in less memory than it; split it is another one"
+    off = {k: coupled.off(f, 'transformer') for k,f in coupled.RUNS.items()}
+    assert off['batch at once']==0 and off['split'] > .1 and off['split, coupled=True'] < 1e-12
+    peaks = [memory.peak(coupled.RUNS[k], coupled.make('transformer'), False) for k in ('batch at once', 'split, coupled=True')]
+    assert peaks[1] < peaks[0]/2
+    rows = coupled.times('conv net', rounds=1, steps=2)
+    assert list(rows)==list(coupled.RUNS) and rows['split']['median']==1 and all(r['median'] > 0 for r in rows.values())
+
 # -- The results file --------------------------------------------------------------------------------------------
 def test_results_are_of_all():
     names = [k for k in results['versions'] if k not in BY_HAND]
@@ -149,6 +158,14 @@ def test_results_hold():
     tried = {(r['peer'], r['case']) for r in results['exact']}
     assert tried=={(peer, case) for peer in {r['peer'] for r in results['exact']} for case in CASES}
     for r in filter(is_ours, results['exact']): assert report.result(r).exact, r
+    assert [(r['model'], r['peer']) for r in results['coupled']]==[(m, k) for m in coupled.MODELS for k in coupled.RUNS]
+    for r in results['coupled']:
+        if 'coupled' in r['peer']: assert r['off'] < 1e-6 and r['time']['median'] < 1.6, r
+
+def test_results_of_the_tutorials():
+    assert [(r['way'], len(r['accuracy'])) for r in batchnorm.results()['rows']]==[(k, len(batchnorm.SEEDS)) for k in batchnorm.WAYS]
+    runs = {(r['way'], r['seed']) for r in contrastive.results()['rows']}
+    assert runs=={*((k, s) for k in ('not trained', *contrastive.WAYS) for s in contrastive.SEEDS), ('pixels', 0)}
 
 def test_page_is_of_the_results():
     "Else: run nbs/benchmarks.ipynb again"
@@ -160,6 +177,7 @@ def test_page_is_of_the_results():
     tools = toolbox.results()
     tables += [report.memory(results['memory']), toolbox.table(tools['rows']), toolbox.compiled_table(tools['compiled'])]
     tables += [report.syncs(results['syncs']), *(report.exact(results['exact'], half) for half in ('first', 'second')), report.comm(results['comm'])]
+    tables.append(report.coupled(results['coupled']))
     assert re.findall('<td>(.*?)</td>', shown('text/html'))==[v for t in tables for v in t.values.flatten()]
 
 def test_toolbox():

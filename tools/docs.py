@@ -16,7 +16,7 @@ menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipe
         'Migrating from other libraries': 'coming_from', 'Tutorials': 'tutorials/', 'API reference': 'api/', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks', '': '',
         'Changelog': 'changelog', 'Contributing': 'contributing'}
 # In the order in which a user needs them; those that are not named follow
-first = ['tutorials/' + o for o in ('bigger_batch', 'anneal', 'find_batch_size', 'mixed_precision', 'any_gpu', 'token_losses', 'many_devices', 'scaling', 'wandb', 'stop_and_resume',
+first = ['tutorials/' + o for o in ('bigger_batch', 'anneal', 'find_batch_size', 'mixed_precision', 'any_gpu', 'token_losses', 'contrastive', 'batchnorm', 'many_devices', 'scaling', 'wandb', 'stop_and_resume',
          'how_exact', 'optimizers', 'attention', 'quantization', 'distillation')] + [
          'api/' + o for o in ('all', 'accumulation', 'precision', 'rates', 'noise', 'critical', 'steps', 'wandb', 'checkpoint', 'distributed', 'local_sgd', 'fully_shard', 'activations', 'advice', 'accumulator', 'losses', 'probe',
                               'scaler', 'memory', 'grads', 'microbatch', 'plan', 'events', 'rows', 'loop', 'passes', 'coupled', 'state', 'values', 'loaders', 'fingerprint', 'folder', 'digests', 'ranks', 'conformance')]
