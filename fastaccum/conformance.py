@@ -46,7 +46,7 @@ class Job:
     "What a trainer has to do: train `model` in place, one step for each accumulated batch"
     model:nn.Module            # Train this object, not a copy
     batches:list               # Micro-batches `(x, y)` of one epoch; `loader()` gives the same
-    loss_func:Callable|None=None # Loss of `(model(x), y)`, a mean; default cross entropy
+    loss_func:Any=None # Loss of `(model(x), y)`, a mean; default cross entropy
     n_acc:int=4                # Micro-batches of an accumulated batch
     accum_bs:int|None=None     # The same in items, default those of `n_acc` micro-batches
     epochs:int=1               # Each one ends with a step on the items that are left

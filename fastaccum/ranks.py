@@ -71,7 +71,7 @@ class SavingRanks(OneRank):
     def load(self, folder:CheckpointFolder, fit:int, device) -> dict|None:
         state = folder.load(fit, device)             # the others have no files
         data = from_rank0(None if state is None else folder.of_fit(fit)[-1].read_bytes())
-        if data is None: return
+        if data is None: return None
         return self.own_part(read_checkpoint(io.BytesIO(data), device) if self.rank else state)
 
     def own_part(self, state:dict) -> dict:

@@ -18,7 +18,7 @@ root = Path(__file__).resolve().parent.parent
 def project(tmp_path_factory):
     "The folder of a project whose site is built"
     where = tmp_path_factory.mktemp('site')/'below'/'fastaccum'
-    for d in ('bench', 'nbs', 'tools', 'fastaccum'): shutil.copytree(root/d, where/d, ignore=shutil.ignore_patterns('__pycache__', 'models'))
+    for d in ('bench', 'nbs', 'tools', 'tests', 'fastaccum'): shutil.copytree(root/d, where/d, ignore=shutil.ignore_patterns('__pycache__', 'models'))
     for f in root.iterdir():
         if f.is_file(): shutil.copy(f, where)
     env = {**os.environ, 'PYTHONPATH': str(where), 'PYTHONWARNINGS': 'ignore'}
