@@ -1,5 +1,5 @@
 "A run that is interrupted and started again is the run that nobody interrupted: to the last bit"
-import os, pickle, resource, signal, subprocess, sys, threading
+import os, pickle, resource, shutil, signal, subprocess, sys, threading
 from collections import Counter
 from contextlib import contextmanager
 import pytest
@@ -231,6 +231,25 @@ def test_ends():
     folders = {how.name: [p.name for p in (how/'models').iterdir()] for how in Path().iterdir() if how.is_dir()}
     done,goes_on = ['checkpoint-finished'],['checkpoint']
     assert folders == dict(normal=done, exit=done, error=goes_on, _exit=goes_on, SIGTERM=goes_on, **{'Ctrl-C': goes_on})
+
+def test_gradients_that_lr_find_leaves():
+    "Zeros, by which fastai decays weights that are frozen afterwards: also where a restart skips the `lr_find` that has ended"
+    def train(stop=None):
+        set_seed(0)
+        learn = learner(data, 8, TrainingCheckpoint(every_steps=1000), model=net(), dl_type=fastai_dl, opt_func=partial(Adam, wd=.1),
+                        splitter=lambda m: L(m[:2], m[2:]).map(params))
+        learn.lr_find(show_plot=False, num_it=10)
+        frozen = learn.model[0].weight.detach().clone()
+        learn.freeze()
+        if stop: learn.add_cb(stop)
+        learn.fit(1, .05)
+        return learn,frozen
+    whole,frozen = train()
+    assert not torch.equal(host(frozen), host(whole.model[0].weight))          # it was decayed
+    shutil.rmtree('models'); new_process()
+    with pytest.raises(RuntimeError, match='stopped'): train(On('before_fit', throw(RuntimeError('stopped')), training=None))
+    new_process()
+    assert torch.equal(weights(train()[0].model), weights(whole.model))
 
 @pytest.mark.parametrize('ok', [True, False])
 def test_end_of_notebook(ok, monkeypatch):
