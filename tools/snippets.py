@@ -19,7 +19,7 @@ def plain(src):
 
 def run(page, root, n=10):
     "(seconds of a processor, what went wrong) for one page"
-    env = {k: v for k,v in os.environ.items() if k not in hidden} | {'PYTHONPATH': str(root), 'PYTHONWARNINGS': 'ignore', 'WANDB_MODE': 'offline'}
+    env = {k: v for k,v in os.environ.items() if k not in hidden} | {'PYTHONPATH': str(root), 'WANDB_MODE': 'offline'}
     with tempfile.TemporaryDirectory() as tmp:
         script = Path(tmp)/'typed.py'
         script.write_text(typed(page), encoding='utf-8')
