@@ -1,15 +1,14 @@
 """A loss that compares all items of a batch: the batch at once, split, which makes it another loss, and split with `coupled=True`
 
-Time as in speed.py, relative to the split batch's of the same round; memory as in memory.py; the gradient as in exact.py."""
+Time as in speed.py, relative to the split batch's of the same round; memory as in memory.py."""
 import random
 from functools import partial
 from statistics import median, quantiles
 import torch, torch.nn.functional as F
 from fastaccum.accumulation import GradientAccumulation
-from .exact import big_batch, gradient
 from .jobs import job
 from .memory import peak
-from .peers import PEERS, fit, joined
+from .peers import PEERS, accumulated, fit
 from .speed import time_fit
 
 MODELS,MICRO_BS,N_ACC = ('conv net', 'transformer'),4,8
@@ -19,9 +18,9 @@ def nt_xent(z, y, temperature=.1):
     z = F.normalize(z.flatten(1), dim=1)
     return F.cross_entropy((z@z.T/temperature).fill_diagonal_(-1e9), torch.arange(len(z))^1)
 
-def at_once(job): fit(job, batches=joined(job))
+def at_once(job): fit(job, batches=accumulated(job))
 def split(job, coupled=False):
-    fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=job.micro_bs, coupled=coupled, check_loss=False), batches=joined(job))
+    fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=job.micro_bs, coupled=coupled, check_loss=False), batches=accumulated(job))
 RUNS = {'batch at once': at_once, 'split': split, 'split, coupled=True': partial(split, coupled=True)}
 
 def make(model, n_steps=1):
@@ -30,13 +29,21 @@ def make(model, n_steps=1):
     if model == 'conv net': a_job.batches = [(x+2*torch.randn(len(x), 3, 1, 1), y) for x,y in a_job.batches]
     return a_job
 
+def gradient(model): return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+def of_all(a_job): # The gradient of all micro-batches as one batch
+    a_job = a_job.fresh()
+    x,y = map(torch.cat, zip(*a_job.batches))
+    a_job.loss_func(a_job.model(x), y).backward()
+    return gradient(a_job.model)
+
 def off(run, model) -> float: # Norm of the error relative to that of the gradient
     "In float64: outputs that are much alike, as those of nets that know nothing yet, make rounding large"
     a_job,grads = make(model),[]
     a_job.model.double()
     a_job.loss_func = lambda z, y: nt_xent(z, y).float()      # fastai's Recorder takes no other
     a_job.batches = [(x.double() if x.is_floating_point() else x, y) for x,y in a_job.batches]
-    exact,a_job.on_step = big_batch(a_job),lambda: grads.append(gradient(a_job.model))
+    exact,a_job.on_step = of_all(a_job),lambda: grads.append(gradient(a_job.model))
     run(a_job)
     return ((grads[0]-exact).norm()/exact.norm()).item()
 

@@ -106,7 +106,9 @@ class TrainingCheckpoint(LoopCallback):
         self._tell(vs.wrong)
         st.folder.save(dict(state, **more, settings=st.settings), st.fit, done, self.keep, self.background)
 
-    def say(self, text):
+    def say(self,
+        text:str # What to tell
+    ):
         "Print it, once for all ranks"
         if not self.state.ranks.rank: print(f'TrainingCheckpoint: {text}')
 

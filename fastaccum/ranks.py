@@ -74,7 +74,9 @@ class SavingRanks(OneRank):
         if data is None: return None
         return self.own_part(read_checkpoint(io.BytesIO(data), device) if self.rank else state)
 
-    def own_part(self, state:dict) -> dict:
+    def own_part(self,
+        state:dict # Of a checkpoint
+    ) -> dict:
         "What this rank goes on with; with another number of ranks than before some are new, and have the random numbers that they have"
         saved = state.pop('ranks', None) or [None]
         if len(saved) != self.world and not self.rank: print(f'TrainingCheckpoint: the checkpoint is of {len(saved)} rank{"s"*(len(saved) > 1)}, and {self.world} go on.')

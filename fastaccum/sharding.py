@@ -49,7 +49,10 @@ class ShardedDL(TfmdDL):
         "This rank's items of an epoch, in rank 0's order"
         return self.take_up(drawn_by_rank0(self.dl) if self.world > 1 else list(self.dl.get_idxs()))
 
-    def take_up(self, order, done=0):
+    def take_up(self,
+        order,     # Indexes of the items of the epoch, of all ranks
+        done:int=0 # Batches of the epoch that are behind
+    ):
         "This rank's items of what is left of an epoch after `done` batches: `order`, of all ranks"
         self.order,res,start = order,[],0
         for row in self.rows[done:]:
@@ -59,7 +62,9 @@ class ShardedDL(TfmdDL):
             start += sum(row)
         return res
 
-    def left(self, done):
+    def left(self,
+        done:int # Batches that are behind
+    ) -> list:
         "The items of all ranks that are left after `done` more batches, in order"
         return self.order[done*self.dl.bs:]
 

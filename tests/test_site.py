@@ -78,7 +78,7 @@ def test_symbols(site, name):
 
 # What fastai leaves open, and methods that only callbacks call
 untold = {'LoopCallback', 'Learner.export', 'WandbCallback', 'Learner.load', 'Learner.save', 'AdaptiveGradientAccumulation', 'AdaptiveGradientAccumulation.plan',
-          'AMPMode', *(f'OwnFiles.{m}' for m in ('names', 'is_own', 'free', 'write', 'log', 'remove')), 'generator_places', 'csv_text', 'load_csv', 'Values.strict', 'NoiseEstimate', 'Change'}
+          'AMPMode', *(f'OwnFiles.{m}' for m in ('names', 'is_own', 'free', 'write', 'log', 'remove')), 'generator_places', 'csv_text', 'load_csv', 'Values.strict', 'NoiseEstimate', 'Change', 'Result'}
 # What serves checkpoints and several ranks, shown only through what uses it
 unshown = set('''NoiseEstimate Change MemoryAdvice of_loader own_loss fit_settings run_of takes_wide sampler_weights as_fastai known_sizes drawn_by_rank0 check_metrics gather cannot_save
                  weights_state load_weights unchanged generator_places learner_device recorder_state load_recorder csv_text load_csv Values.attrs Values.set_attrs take_module put_module
