@@ -186,11 +186,12 @@ def test_full_disk(monkeypatch):
 
 def test_background():
     "The run is the same; training waits for a copy, not for the file"
-    whole,gate,writes = run({}),threading.Event(),[]
+    whole,began,gate,writes = run({}),threading.Event(),threading.Event(),[]
     real = torch.save
     def slow(state, file, *args, **kwargs):
         if isinstance(file, Path):
             writes.append(threading.current_thread() is threading.main_thread())
+            began.set()
             assert gate.wait(60)
         return real(state, file, *args, **kwargs)
     class Open(Callback):
@@ -199,7 +200,9 @@ def test_background():
         def state_dict(self): return {}
         def load_state_dict(self, s): pass
         def after_batch(self):
-            if writes and (self.learn.epoch,self.learn.iter) == (0, 5): gate.set()
+            if (self.learn.epoch,self.learn.iter) != (0, 5): return
+            assert began.wait(60)              # the thread may be late
+            gate.set()
     with pytest.MonkeyPatch.context() as m:
         m.setattr(torch, 'save', slow)
         learn = run({}, TrainingCheckpoint(every_steps=4, background=True), Open())
