@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/coupled.html.md"""
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d003
 from __future__ import annotations
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from fastai.basics import *
@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from .microbatch import RandomState, Replay, map_tensors, part_sizes, split_items
 
 # %% auto #0
-__all__ = ['CoupledBatch', 'in_place_of', 'predict_coupled', 'note_unlike', 'check_alike', 'own_items', 'find_head', 'HeadInput',
-           'up_to', 'tensors_in', 'Joined', 'Cut']
+__all__ = ['CoupledBatch', 'predict_coupled', 'note_unlike', 'check_alike', 'own_items', 'find_head', 'HeadInput', 'up_to',
+           'tensors_in', 'Joined', 'Cut']
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d008
 class CoupledBatch:
@@ -72,16 +72,7 @@ class CoupledBatch:
         with self.replays[i].second(): return self.model(*self.xbs[i])
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d013
-@contextmanager
-def in_place_of(
-    learn, # A `Learner`
-    **attrs# Its attributes within
-):
-    "`learn` with other attributes"
-    old = {k: getattr(learn, k) for k in attrs}
-    vars(learn).update(attrs)
-    try: yield
-    finally: vars(learn).update(old)
+_replacing = contextmanager(replacing_yield)
 
 def predict_coupled(
     cb,   # A `GradientAccumulation` with `coupled`
@@ -94,13 +85,14 @@ def predict_coupled(
     if n <= size and ranks is None: return whole()
     head = find_head(model, cb.coupled) if isinstance(cb.coupled, str) else None
     def call(*xb):
-        with in_place_of(learn, model=model, xb=xb): return whole() if head is None else up_to(head, whole)
+        with _replacing(learn, 'model', model), _replacing(learn, 'xb', xb):
+            return whole() if head is None else up_to(head, whole)
     st.batch = CoupledBatch(call, learn.xb, n, size, model, None if ranks is None else ranks.gather_items)
     out = st.batch.outputs()
     note_unlike(st, st.batch.differs)
     if head is None: return out
     args,kwargs = out
-    with in_place_of(learn, model=partial(head, **kwargs), xb=args): return whole()
+    with _replacing(learn, 'model', partial(head, **kwargs)), _replacing(learn, 'xb', args): return whole()
 
 def note_unlike(
     state,  # Of a `GradientAccumulation`
@@ -141,8 +133,7 @@ def find_head(
     "The module that is to see the whole batch"
     model = get_model(model)
     if coupled == 'head' and isinstance(model, nn.Sequential) and len(model) > 1: return model[-1]
-    head = dict(model.named_modules()).get(coupled) if coupled else None
-    if head is not None: return head
+    with suppress(AttributeError): return model.get_submodule(coupled)
     names = ', '.join(repr(n) for n,_ in model.named_children())
     raise ValueError(f"coupled={coupled!r}: this {type(model).__name__} has no such module. Pass a name in `model.named_modules()` "
                      f"(its children are {names}), 'head' for the last child of an nn.Sequential, or True for a loss over the whole batch.")
