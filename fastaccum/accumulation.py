@@ -82,6 +82,7 @@ class Accumulation(AccumulationState):
     def train_batch(self):
         "Forward and backward of the loader batch"
         st,n = self.state,items_in_batch(self)
+        st.counted = None
         look_up_loss(self)
         if st.opens: self.acc.normalize = self.normalize and (self.weight is not None or st.info.reduction != 'sum')
         if self.ranks is not None and self.ranks.passes(): pass        # this rank has no items in the batch
@@ -168,7 +169,7 @@ class GradientAccumulation(Accumulation):
 
 def _state(micro_bs):
     return SimpleNamespace(running=False, opens=True, closes=False, last=False, inexact=False, items=0, micro_bs=micro_bs,
-                           info=None, probe=None, batch=None, differs=None, without_grad=[], size_by_shape={})
+                           info=None, probe=None, batch=None, counted=None, differs=None, without_grad=[], size_by_shape={})
 
 # %% ../nbs/api/10_accumulation.ipynb #22c4ee3d
 @patch
@@ -392,10 +393,12 @@ def items_in_batch(
     acc # A `GradientAccumulation`
 ) -> int:
     "Number of items in the loader batch"
-    learn = acc.learn
+    learn,st = acc.learn,acc.state
     if acc.items_func is not None: return acc.items_func(learn)
+    if st.counted is not None and st.counted[0] is learn.xb and st.counted[1] is learn.yb: return st.counted[2]
     n,agree = count_items(learn.xb, learn.yb)
     if not agree: warn_of_items(acc, n)
+    if type(learn.xb) is tuple and type(learn.yb) is tuple: st.counted = learn.xb,learn.yb,n   # a list may change
     return n
 
 def warn_of_items(

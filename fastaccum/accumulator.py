@@ -6,15 +6,15 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulator.html.md"""
 
 # %% ../nbs/api/00_accumulator.ipynb #4e38840c
 from __future__ import annotations
-from numbers import Integral, Number
+from numbers import Integral
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from .losses import ignore_empty, loss_weight, n_items  # a loop of your own needs the last two
 
 # %% auto #0
-__all__ = ['nonzero', 'as_tensor', 'mean_loss', 'scale_grads', 'rescale', 'check_scalar', 'as_weight', 'weighted',
-           'back_propagate', 'scalar', 'Accumulated', 'check_accum_bs', 'Tally', 'GradientAccumulator', 'correct']
+__all__ = ['nonzero', 'as_tensor', 'scalar', 'mean_loss', 'scale_grads', 'rescale', 'check_scalar', 'as_weight', 'weighted',
+           'back_propagate', 'Accumulated', 'check_accum_bs', 'Tally', 'GradientAccumulator', 'correct']
 
 # %% ../nbs/api/00_accumulator.ipynb #71ca502b
 def nonzero(
@@ -31,12 +31,27 @@ def as_tensor(
     "`v` on `device`. A number is filled in on the device, because copying it would make the host wait"
     return v.to(device, non_blocking=True) if isinstance(v, Tensor) else torch.full((), v, device=device)
 
+_scalars = {}  # the same few numbers come again and again, and each new one is an operation
+
+def scalar(
+    v:float|Tensor, # A number, or a tensor without dimensions on `device`
+    dtype, device
+) -> Tensor: # Without dimensions
+    "`v` as a tensor, the same one each time"
+    if isinstance(v, Tensor): return v if v.dtype == dtype else v.to(dtype)
+    t = _scalars.get((v, dtype, device))
+    if t is None:
+        if len(_scalars) > 100: _scalars.clear()
+        t = torch.full((), v, dtype=dtype, device=device)
+        if type(t) is Tensor: _scalars[v,dtype,device] = t   # and not a fake one
+    return t
+
 def _as(w, dtype): return w.to(dtype) if isinstance(w, Tensor) and dtype is torch.float64 else w  # int/int would be float32
 
 # %% ../nbs/api/00_accumulator.ipynb #bf6a7a18
 def mean_loss(
     losses,              # Losses of micro-batches, one element each
-    weights,             # Their weights: numbers, and tensors without dimensions
+    weights,             # Their weights: numbers, and tensors without dimensions; or one tensor of all
     normalize:bool=True, # The weighted mean? If False the sum
     total=None           # The sum of the weights, made `nonzero`, where it is known
 ) -> tuple: # The loss, and the sum of the weights: a number if all of them are
@@ -44,17 +59,20 @@ def mean_loss(
     if not losses: return torch.zeros(()),0
     if len(losses) == 1:
         loss,w = losses[0],weights[0]
-        if isinstance(w, Tensor): return torch.where(w > 0, loss, 0.),w
+        if isinstance(w, Tensor): return torch.where(w > 0, loss, scalar(0., loss.dtype, loss.device)),w
         return (loss if w or not normalize else torch.zeros_like(loss)),w
     loss = torch.stack(losses)
     if not normalize: return loss.sum(),len(losses)
-    if all(isinstance(w, Number) and w for w in weights):
+    stacked = isinstance(weights, Tensor)
+    if not (stacked or any(isinstance(w, Tensor) or not w for w in weights)):
         if len(set(weights)) == 1: return loss.mean(),sum(weights)
         w = torch.tensor(weights, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.device, non_blocking=True)
         return (loss*w).sum()/sum(weights),sum(weights)
-    w = torch.stack([as_tensor(w, loss.device) for w in weights])
-    if total is None: total = w.sum()
-    return torch.where(w > 0, loss*w, 0.).sum()/nonzero(total),total
+    w = weights if stacked else torch.stack([as_tensor(w, loss.device) for w in weights])
+    divisor = total
+    if total is None: total = w.sum(); divisor = nonzero(total)
+    loss = loss*w
+    return torch.where(w > 0, loss, scalar(0., loss.dtype, loss.device)).sum()/divisor,total
 
 # %% ../nbs/api/00_accumulator.ipynb #81a29307
 def scale_grads(
@@ -115,21 +133,6 @@ def back_propagate(
     "Back-propagate `loss` times `share`, without a multiplication"
     loss.backward(scalar(share, loss.dtype, loss.device) if isinstance(share, Tensor) or share != 1 else None)
 
-_scalars = {}  # the same few numbers come again and again, and each new one is an operation
-
-def scalar(
-    v:float|Tensor, # A number, or a tensor without dimensions on `device`
-    dtype, device
-) -> Tensor: # Without dimensions
-    "`v` as a tensor for `backward`"
-    if isinstance(v, Tensor): return v if v.dtype == dtype else v.to(dtype)
-    if (v,dtype,device) not in _scalars:
-        if len(_scalars) > 100: _scalars.clear()
-        t = torch.full((), v, dtype=dtype, device=device)
-        if type(t) is not Tensor: return t   # a fake one, say
-        _scalars[v,dtype,device] = t
-    return _scalars[v,dtype,device]
-
 # %% ../nbs/api/00_accumulator.ipynb #c55c41a2
 class Accumulated(NamedTuple):
     "What an accumulated batch contains so far. Keep one to return to it after a retry, a cancelled step or a checkpoint"
@@ -140,15 +143,15 @@ class Accumulated(NamedTuple):
     planned:int=-1                 # items whose weights add up to `target`, where all were known at the start
     computed:tuple|None=None       # the mean loss and the sum of the weights, once they were computed
 
-    def plus(self, loss, weight, n_items):
-        "With one more micro-batch"
-        return Accumulated(self.n_items+n_items, (*self.losses, loss), (*self.weights, weight), self.target, self.planned)
+    def plus(self, losses, weights, n_items):
+        "With more micro-batches, of `n_items` items in all"
+        return Accumulated(self.n_items+n_items, (*self.losses, *losses), (*self.weights, *weights), self.target, self.planned)
 
-    def mean(self, normalize=True, since=0):
-        "Loss of the micro-batches from number `since` on, and the sum of their weights"
+    def mean(self, normalize=True, since=0, weights=None):
+        "Loss of the micro-batches from number `since` on, and the sum of their weights, which may be given as one tensor"
         if not since and self.computed is not None: return self.computed
         total = self.target if self.complete and not since else None
-        return mean_loss(self.losses[since:], self.weights[since:], normalize, total)
+        return mean_loss(self.losses[since:], self.weights[since:] if weights is None else weights, normalize, total)
 
     def with_target(self, weights, n_items, accum_bs, nominal=None, complete=False):
         "With a target, if there is none yet: `accum_bs` items that weigh what these do; or their own sum, if they are `complete`"
@@ -182,9 +185,20 @@ def check_accum_bs(
 # %% ../nbs/api/00_accumulator.ipynb #d3800a5e
 class Tally:
     "Counts the micro-batches of an accumulated batch; the base of `GradientAccumulator`"
+    dtype = torch.float32  # of a loss from a checkpoint
     def __init__(self, accum_bs, normalize):
         self.accum_bs,self.normalize = accum_bs,normalize
         self.so_far = self.closed = Accumulated()
+
+    @property
+    def so_far(self) -> Accumulated:
+        "The record of the accumulated batch; what was counted since it was last read is added now"
+        if self._new:
+            losses,weights,sizes = zip(*self._new)
+            self.so_far = self._so_far.plus(losses, weights, sum(sizes))
+        return self._so_far
+    @so_far.setter
+    def so_far(self, record): self._so_far,self._new = record,[]
 
     @property
     def n_items(self) -> int: return self.so_far.n_items
@@ -200,13 +214,14 @@ class Tally:
         n_items:int          # Number of items in it
     ):
         "Count a micro-batch. Nothing is computed before `finish`"
-        self.so_far = self.so_far.plus(loss, weight, n_items)
+        self._new.append((loss, weight, n_items))
 
     def mean_since(self,
-        before:Accumulated # `so_far` of some time before
+        before:Accumulated, # `so_far` of some time before
+        weights:Tensor|None=None # Of the micro-batches since then, where they are in one tensor
     ) -> Tensor: # On the device
         "Loss of the micro-batches that were counted since then"
-        mean = self.so_far.mean(self.normalize, len(before.losses))
+        mean = self.so_far.mean(self.normalize, len(before.losses), weights)
         if not before.losses: self.so_far = self.so_far._replace(computed=mean)   # `finish` need not compute it again
         return mean[0]
 
@@ -224,9 +239,8 @@ class Tally:
         state:dict # From `state_dict`
     ):
         "Restore what `state_dict` returned"
-        s = self.so_far = Accumulated(target=state['target'])
-        self.accum_bs = state['accum_bs']
-        if state['n_items']: self.so_far = s.plus(torch.tensor(state['loss']), state['weight'], state['n_items'])
+        self.so_far,self.accum_bs = Accumulated(target=state['target']),state['accum_bs']
+        if state['n_items']: self.count(torch.tensor(state['loss'], dtype=self.dtype), state['weight'], state['n_items'])
 
 # %% ../nbs/api/00_accumulator.ipynb #ec47d92a
 class GradientAccumulator(Tally):
@@ -272,13 +286,13 @@ class GradientAccumulator(Tally):
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
         "Make the gradients those of the accumulated batch and return its loss on the device. The next `add` starts a new one"
-        s = self.so_far
-        loss,weight = s.mean(self.normalize)
+        s,(loss,weight) = self.so_far,self.so_far.mean(self.normalize)
         if self.reduce is not None:
             loss,weight,n_items = self.reduce(loss, weight, s.n_items, s.target)
             s = s._replace(n_items=n_items)
         elif self.normalize and s.losses and not s.complete: rescale(self.params, s.target, _as(weight, self.dtype))
-        self.closed,self.so_far = s._replace(computed=(loss, weight)),Accumulated()
+        known = s.computed is not None and self.reduce is None
+        self.closed,self.so_far = s if known else s._replace(computed=(loss, weight)),Accumulated()
         return loss
 
     def reset(self,

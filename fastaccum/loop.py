@@ -78,7 +78,7 @@ class LoopParts:
     def __init__(self,
         learn # Whose `one_batch` it is
     ):
-        self.learn,self.now,self.step_loss,self.device,self.n_inp = learn,Progress(),None,None,None
+        self.learn,self.now,self.step_loss,self.device,self.n_inp,self.stock_backward = learn,Progress(),None,None,None,True
         self.in_fit,self.busy,self.nested,self.attached = False,False,False,set()  # attached: ids of callbacks, of no copies
         self.every_batch,self.as_it_is,self.rows = EveryBatch(self),AsItIs(self),Rows(self)
         self.call = Events(learn, self.rows.condition)
@@ -99,13 +99,20 @@ class LoopParts:
         learn,self.call.cbs = self.learn,None  # `order` and methods may have changed, which the list does not show
         self.device = next((p.device for p in learn.model.parameters()), None)
         self.n_inp = getattr(learn.dls, 'n_inp', None) if is_stock(learn, '_split') else None
+        self.stock_backward = is_stock(learn, '_backward')
 
     def place(self, b):
         "`Learner._set_device` and `Learner._split`, the first only where a tensor is elsewhere"
         learn = self.learn
-        if not (isinstance(b, (tuple,list)) and all(isinstance(o, Tensor) and o.device == self.device for o in b)): b = learn._set_device(b)
+        if not self._in_place(b): b = learn._set_device(b)
         if self.n_inp is None: learn._split(b)
         else: learn.xb,learn.yb = b[:self.n_inp],b[self.n_inp:]
+
+    def _in_place(self, b):
+        if not isinstance(b, (tuple,list)): return False
+        for o in b:
+            if not isinstance(o, Tensor) or o.device != self.device: return False
+        return True
 
     def read(self,
         flag:Tensor # On the device

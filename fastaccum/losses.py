@@ -28,8 +28,11 @@ _element_funcs  = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.bina
 _fastai_element_losses = 'FocalLoss', 'LabelSmoothingCrossEntropy'  # by name: this module does not import fastai
 
 # %% ../nbs/api/00_losses.ipynb #f01f5c59
-def _options(module):
-    d = vars(module)
+def _inside(f): return f if isinstance(f, (nn.Module, partial)) else getattr(f, 'func', f)  # of a `BaseLoss`
+
+def _options(f):
+    if not isinstance(f, nn.Module): return () if inspect.isfunction(f) and not vars(f) else None  # None: they may be anywhere
+    d = vars(f)
     return d.get('reduction'),d.get('ignore_index'),d.get('label_smoothing'),id(d['_buffers'].get('weight')),id(d.get('weight'))
 
 class LossInfo:
@@ -46,7 +49,7 @@ class LossInfo:
             self.func = self.func.func
         get = lambda k, default=None: kw.get(k, getattr(self.func, k, default))
         self.reduction,self.class_weight,self.ignore_index = get('reduction', 'mean'),get('weight'),get('ignore_index', -100)
-        self.options = _options(loss_func) if self.func is loss_func and isinstance(loss_func, nn.Module) else None
+        self.options = _options(self.func) if self.func is _inside(loss_func) else None
         # with these PyTorch's gradients are NaN, not 0, if no target counts
         self.nan_if_empty = self.class_weight is not None or bool(get('label_smoothing'))
         self.over = self._over()
@@ -68,8 +71,9 @@ class LossInfo:
         return res
 
     def holds_for(self, loss_func):
-        "Is `loss_func` a module that this is known of, with the same options? (To find out all takes longer.)"
-        return loss_func is self.func and self.options is not None and _options(loss_func) == self.options
+        "Is this known of `loss_func`, and has it the same options? (To find out all takes longer.)"
+        if loss_func is not self.loss_func or self.options is None: return False
+        return _inside(loss_func) is self.func and _options(self.func) == self.options
 
     @property
     def key(self): return self.over,self.reduction,repr(self.ignore_index),self.target,self.channel,id(self.class_weight)
@@ -180,7 +184,7 @@ def count_items(
 def _agree(xb, yb):
     "Do the first input and the first target, both tensors, have the same number of rows? Mostly they do, which needs no search"
     x,y = xb[0] if type(xb) is tuple and xb else None,yb[0] if type(yb) is tuple and yb else None
-    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[:1] == y.shape[:1] != ()
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() and y.dim() and x.size(0) == y.size(0)
 
 def _counts(b, is_batch=False):
     "Candidates for the number of items in `b`, likeliest first: the rows of its tensors, the length of a list"

@@ -13,7 +13,6 @@ from .accumulator import as_tensor, as_weight, back_propagate, check_scalar, cor
 from .coupled import own_items, predict_coupled
 from .events import cancels
 from .losses import LossInfo, ignore_empty, loss_weight, loss_weights
-from .loop import is_stock
 from .memory import free_memory, is_out_of_memory
 from .microbatch import Snapshot, in_parts, join_items, map_tensors, part_sizes
 from .probe import LossProbe
@@ -101,19 +100,22 @@ class Weights:
     """The weight and the share of each micro-batch of a loader batch
 
     They are known before the first micro-batch (`early`), or one by one with the predictions."""
+    early = stacked = yb = over_ranks = None
     def __init__(self,
         cb,   # A `GradientAccumulation`
         n:int,# Items of the loader batch
         sizes # Items of each micro-batch
     ):
-        self.cb,self.learn,self.acc,self.sizes,self.early,self.yb = cb,cb.learn,cb.acc,sizes,None,None
-        self.over_ranks = cb.coupled and cb.ranks
-        if self.over_ranks: self.sizes = [cb.ranks.n_items]   # the loss is that of all ranks' items
-        if cb.weight is not None or not self.acc.normalize or is_measuring(cb) or self.over_ranks: return
+        self.cb,self.learn,self.acc,self.sizes = cb,cb.learn,cb.acc,sizes
+        if cb.coupled and cb.ranks: self.over_ranks,self.sizes = True,[cb.ranks.n_items]   # the loss is that of all ranks' items
+        if cb.weight is not None or not cb.acc.normalize or is_measuring(cb) or self.over_ranks: return
         weights = loss_weights(cb.state.info, self.learn.yb, sizes)
         nominal = self.learn.yb[0].numel() if isinstance(weights, Tensor) or isinstance(weights[0], Tensor) else None
         shares = self.acc.shares(weights, n, nominal, complete=cb.complete)
-        self.early = list(zip(weights.unbind(), shares.unbind()) if isinstance(weights, Tensor) else zip(weights, shares))
+        if isinstance(weights, Tensor): self.stacked,weights,shares = weights,weights.unbind(),shares.unbind()
+        self.early = list(zip(weights, shares))
+        # may one be 0, and the loss's gradient NaN then?
+        self.may_be_empty = cb.state.info.nan_if_empty if nominal is not None else not all(weights)
 
     def begin(self):
         "A micro-batch is in place, whose targets a callback may change"
@@ -123,22 +125,23 @@ class Weights:
         i:int # Number of the micro-batch
     ) -> tuple: # Its weight and its share
         "After its prediction, with which a callback may have changed the targets"
+        if self.yb is not None and (self.learn.yb is not self.yb or _version(self.yb) != self.version): self.early = self.stacked = None
+        if self.early is None: return self._late(i)
+        if self.may_be_empty: self._ignore_empty(self.early[i][0])
+        return self.early[i]
+
+    def _late(self, i):
         if not self.acc.normalize:
             if self.over_ranks: raise ValueError("coupled with several ranks: the loss must be a mean, as each computes that of all items.")
             return 1,1
-        if self.yb is not None and (self.learn.yb is not self.yb or _version(self.yb) != self.version): self.early = None
-        if self.early is not None: weight,share = self.early[i]
-        else:
-            weight = loss_weight(self.cb.state.info, self.learn.yb, self.sizes[i]) if self.cb.weight is None else self.cb.weight(self.learn)
-            weight = as_weight(weight, self.learn.loss_grad.device)
-            if self.over_ranks: weight = weight/self.cb.ranks.n_active
-            share, = self.acc.shares([weight], self.sizes[i])
-        if self._may_be_empty(weight): ignore_empty(self.learn.pred, as_tensor(weight, self.learn.loss_grad.device))
+        weight = loss_weight(self.cb.state.info, self.learn.yb, self.sizes[i]) if self.cb.weight is None else self.cb.weight(self.learn)
+        weight = as_weight(weight, self.learn.loss_grad.device)
+        if self.over_ranks: weight = weight/self.cb.ranks.n_active
+        share, = self.acc.shares([weight], self.sizes[i])
+        if isinstance(weight, Tensor) or not weight: self._ignore_empty(weight)
         return weight,share
 
-    def _may_be_empty(self, weight):
-        "May it be 0, and the loss's gradient NaN then?"
-        return (self.cb.state.info.nan_if_empty or self.early is None) if isinstance(weight, Tensor) else not weight
+    def _ignore_empty(self, weight): ignore_empty(self.learn.pred, as_tensor(weight, self.learn.loss_grad.device))
 
 def _version(yb):
     y = yb[0] if len(yb) else None
@@ -157,7 +160,7 @@ def forward_backward(
     keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
     mixers = [o for o in table['mixers'] if o.run and hasattr(o, 'yb1')] if split else ()
     predict = partial(predict_coupled, cb, loop.precision.predict, n, part) if cb.coupled else loop.precision.predict
-    stock,measuring = is_stock(learn, '_backward'),is_measuring(cb)
+    stock,measuring,state = loop.stock_backward,is_measuring(cb),cb.state
     def backward():
         if learn.loss_grad.dim(): as_scalar(learn)
         weight,share = weights.of(i)
@@ -165,13 +168,15 @@ def forward_backward(
         else:                                                            # accelerate's, for instance
             learn.loss_grad = weighted(learn.loss_grad, share)
             learn._backward()
-        if cb.state.batch is not None: cb.state.batch.backward()
-        acc.count(learn.loss.detach() if learn.loss.requires_grad else learn.loss, weight, sizes[i])
+        if state.batch is not None: state.batch.backward()
+        loss = learn.loss
+        acc.count(loss.detach() if loss.requires_grad else loss, weight, sizes[i])
     def leave():
-        cb.state.batch = None
+        state.batch = None
         if weights.over_ranks: own_items(learn, yb, cb.ranks.first_item, n, cb.ranks.n_items)
         if split: learn.pred = join_items(preds) if len(preds) == len(sizes) else None
-        if len(acc.so_far.losses) > len(before.losses): learn.loss = acc.mean_since(before)
+        n_done = len(acc.so_far.losses) - len(before.losses)
+        if n_done: learn.loss = acc.mean_since(before, weights.stacked if n_done == len(sizes) else None)
         if cb.learn is not learn: raise removed_in_batch(cb)
     def both():
         if table['after_pred'] or table['after_loss'] or table['before_backward']: weights.begin()

@@ -42,11 +42,12 @@ def row_loss(
 def on_host(
     learn,      # A `Learner`
     loss:Tensor # The loss of a row
-) -> float:
+) -> tuple[Tensor,float]:
     "Its value on the host, where `BatchLoop.read` may have put it already"
     copied = getattr(getattr(learn.__dict__.get('one_batch'), 'now', None), 'on_host', None)
-    if copied is not None and copied[0] is loss and copied[1] == loss._version: return copied[2]
-    return row_loss(loss).float().item()
+    if copied is not None and copied[0] is loss and copied[1] == loss._version: return torch.tensor(copied[2]),copied[2]
+    loss = row_loss(loss).to('cpu', torch.float32)
+    return loss,loss.item()
 
 def record_step(
     rec:Recorder, # Its `losses`, `lrs` and `smooth_loss` get a row
@@ -54,8 +55,8 @@ def record_step(
 ) -> bool: # Was the loss finite?
     "Give `rec` the row of one step. Copies the loss to the host, as `Recorder` does: the one sync of a step"
     smooth,learn = rec.smooth_loss,rec.learn
-    value = on_host(learn, loss)
-    loss,finite = torch.tensor(value),math.isfinite(value)
+    loss,value = on_host(learn, loss)
+    finite = math.isfinite(value)
     if finite: smooth.val = torch.lerp(loss, smooth.val, smooth.beta)  # `AvgSmoothLoss.accumulate`
     elif n := smooth.count: smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if the loss had been the smooth loss
     if finite or smooth.count: smooth.count += 1
@@ -65,6 +66,19 @@ def record_step(
     return finite
 
 # %% ../nbs/api/08_rows.ipynb #4466e3c2
+_of_fastai = TrainEvalCallback.after_batch
+
+def _advance(learn):
+    "What it does, without its search for each attribute; and False: it is not to do it again"
+    learn.pct_train += 1./(learn.n_iter*learn.n_epoch)
+    learn.train_iter += 1
+    return False
+
+def _has_subclasses(learn):
+    for o in (*learn.xb, *learn.yb):
+        if type(o) is not Tensor: return True
+    return False
+
 class Rows:
     "The rows of a batch loop: who gets one, and when"
     def __init__(self,
@@ -76,20 +90,21 @@ class Rows:
         event # An event of a batch
     ): # For `EventTable`
         "Callbacks that take rows are told of the first batch of an accumulated batch and of the last"
-        if event == 'before_batch' and type(cb) is CastToTensor: return self._has_subclasses
+        if event == 'before_batch' and type(cb) is CastToTensor: return partial(_has_subclasses, self.loop.learn)
         if event == 'before_batch' and is_a(type(cb), 'ParamScheduler', 'WandbCallback'): return lambda: self.loop.accumulation.opens
         if event == 'after_batch' and is_recorder(cb): return partial(self.record, cb)
+        if event == 'after_batch' and getattr(getattr(cb, event, None), '__func__', None) is _of_fastai: return partial(_advance, cb.learn)
         if event == 'after_batch' and takes_rows(cb): return (lambda: self.loop.now.closed) if is_a(type(cb), 'StepLogger') else self.due
-
-    def _has_subclasses(self): return any(type(o) is not Tensor for b in (self.loop.learn.xb, self.loop.learn.yb) for o in b)
 
     def due(self):
         "Is there a row for this batch?"
-        return self.loop.now.closed or self.loop.accumulation is self.loop.every_batch or not self.one_a_step()
+        if self.loop.now.closed: return True
+        acc = self.loop.accumulation
+        return acc is self.loop.every_batch or not self.one_a_step(acc)
 
-    def one_a_step(self):
+    def one_a_step(self, acc=None):
         "And not one a loader batch? `lr_find` counts steps, whatever was asked for"
-        return self.loop.accumulation.log_accum_batch or self.loop.lr_finder is not None
+        return (acc or self.loop.accumulation).log_accum_batch or self.loop.lr_finder is not None
 
     def next_loss(self) -> Tensor|None:
         "The loss of the row that the Recorder will take for this step; `None` without a Recorder"

@@ -128,14 +128,16 @@ class SwapLoss(Callback):
     def before_train(self): self.learn.loss_func = nn.CrossEntropyLoss(weight=cw)
 class SwapWeights(Callback):
     def before_batch(self):
-        if self.training and self.epoch==1: self.learn.loss_func.weight = cw
+        f = self.learn.loss_func
+        if self.training and self.epoch==1: getattr(f, 'func', f).weight = cw
 class InPlace(Callback):
     "Changes targets after the prediction"
     def after_pred(self):
         if self.training: self.learn.y[self.learn.x[:,0] > .5] = -100
 
 def test_loss_replaced(): same(masked, nn.MSELoss(), SwapLoss, valid=Data(masked.x[:2], torch.zeros(2, 4)))
-def test_weights_changed(): same(data, nn.CrossEntropyLoss(weight=torch.ones(4)), SwapWeights)
+@pytest.mark.parametrize('loss', [nn.CrossEntropyLoss, CrossEntropyLossFlat])
+def test_weights_changed(loss): same(data, loss(weight=torch.ones(4)), SwapWeights)
 def test_targets_in_place():
     for k in (None, 5):
         fresh = lambda: Data(data.x, data.y[0].clone())
