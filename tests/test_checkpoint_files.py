@@ -124,7 +124,7 @@ def test_failed_child():
     assert run.returncode==0, run.stderr
 
 def test_message_at_exit():
-    assert 'Did it end too early? To go on, move 1-end.pt back from run1-finished to' in script('normal').stdout
+    assert 'Did it end too early? To continue it, move 1-end.pt back from run1-finished to' in script('normal').stdout
     Path('models/run1').mkdir()
     Path('models/run1-finished/1-end.pt').rename('models/run1/1-end.pt')
     assert 'fit 1 was finished; its end state is loaded' in script('normal').stdout
