@@ -216,7 +216,7 @@ class CheckpointFolder:
         name = f'{fit}-end.pt' if done == inf else f'{fit}-{done:09d}.pt'
         try: path = self.own.write(state, name)
         except (OSError,RuntimeError) as e:
-            self.failed = f"TrainingCheckpoint could not save {self.path/name}: {str(e).splitlines()[0]} Training goes on."
+            self.failed = f"TrainingCheckpoint could not save {self.path/name}: {str(e).splitlines()[0]} Training continues."
             return
         self.files = sorted({*self.files, path}, key=_place)
         old = self.of_fit(fit)[:-keep] + [f for f in self.files if _place(f)[0] < fit and _place(f)[1] != inf]

@@ -1,4 +1,4 @@
-"""What of an object can be saved, and how it is put back where it was
+"""Which parts of an object a checkpoint can save, and how they go back to where they were
 
 Docs: https://fastaccum.github.io/fastaccum/api/values.html.md"""
 
@@ -18,18 +18,18 @@ __all__ = ['Values', 'take_module', 'put_module', 'digest']
 
 # %% ../nbs/api/14c_values.ipynb #13caa6d0
 class Values:
-    "Takes objects apart for a checkpoint, and puts what was saved back into those that are there"
+    "Takes objects apart for a checkpoint, and puts the saved values back into existing objects"
     def __init__(self,
-        known={} # Name -> object of which only the name is to be saved
+        known={} # Name -> object for which only the name is saved
     ):
-        self.known,self.wrong,self.seen,self.used,self.code = known,{},{},{},True   # wrong: path -> what cannot be saved, or not be put back
+        self.known,self.wrong,self.seen,self.used,self.code = known,{},{},{},True   # wrong: path -> what cannot be saved or restored
         self.names = {id(o): n for n,o in known.items()}
         self.storages = {_storage(o): n for n,o in known.items() if isinstance(o, Tensor) and o.numel()}
 
     def encode(self,
         o,        # Any object
         path:str, # Where it is
-        own=False # Its content, although it is known?
+        own=False # Save the content, even of a known object?
     ): # Tensors, numbers, strings, lists and tuples
         "What `decode` puts back"
         if type(o) in _scalars: return o
@@ -38,14 +38,14 @@ class Values:
         if isinstance(o, np.generic): return self.encode(o.item(), path)
         if self.code and _is_code(o): return 'kept',None,None
         if id(o) in self.seen: return 'same',None,self.seen[id(o)][0]
-        self.seen[id(o)] = path,o         # with `o`: no other object is to get its id
+        self.seen[id(o)] = path,o         # keeps `o` alive, so that no other object gets its id
         for kind,(fits,take,_) in _kinds.items():
             if fits(o): return kind,type(o).__name__,take(self, o, path)
         self.wrong[path] = f'a {type(o).__name__} cannot be saved'
         return 'kept',None,None
 
     def strict(self, o, path, code=False):
-        "`encode`, or a `TypeError` that names what cannot be saved; functions cannot, unless `code`"
+        "As `encode`, but raises a `TypeError` that names what cannot be saved. Functions cannot, unless `code`"
         before,self.code = len(self.wrong),code
         try: res = self.encode(o, path, own=True)
         finally: self.code = True
@@ -55,10 +55,10 @@ class Values:
 
     def decode(self,
         e,       # From `encode`
-        old,     # What is there now, or None
+        old,     # The existing value, or None
         path:str # As for `encode`
-    ): # `old` where that is possible: a tensor, a list, a dict, an object
-        "Put what was saved back into `old`"
+    ): # `old` if possible: a tensor, a list, a dict, an object; else a new value
+        "Put the saved value back into `old`"
         if isinstance(e, Tensor): return self.into(old, e)
         if not isinstance(e, tuple): return e
         kind,name,e = e
@@ -68,8 +68,8 @@ class Values:
 
     def into(self,
         old,    # A tensor, or anything else
-        t:Tensor# What it is to be
-    ) -> Tensor: # `old`, or `t` where that is no place for it
+        t:Tensor# The new values
+    ) -> Tensor: # `old`, or `t` if it does not fit into `old`
         "Copy a tensor into another"
         if not (isinstance(old, Tensor) and old.shape == t.shape and old.dtype == t.dtype and id(old) not in self.used): return t
         self.used[id(old)] = old
@@ -115,7 +115,7 @@ def _fill(vs, old, name, values, path, plain):
     elif type(old).__name__ == name: res = copy(old)
     elif name in _made: res = _made[name]()
     else:
-        vs.wrong[path] = f'there is no {name} to put its values into: they are in a {plain.__name__}'
+        vs.wrong[path] = f'there is no {name} for its values: they are in a {plain.__name__}'
         res = plain()
     inner = vars(res) if isinstance(res, SimpleNamespace) else res.items if isinstance(res, L) else res
     inner.clear()
@@ -140,7 +140,7 @@ def _put_deque(vs, old, name, e, path):
 def _put_named(vs, old, name, e, path):
     v = vs.each_back(e, old, path)
     if type(old).__name__ == name: return type(old)(*v)
-    vs.wrong[path] = f'there is no {name} to make another of: its values are in a tuple'
+    vs.wrong[path] = f'there is no {name} to copy: its values are in a tuple'
     return tuple(v)
 
 def _take_array(vs, o, path): return [o.dtype.str, list(o.shape), vs.each(o.ravel().tolist(), path) if o.dtype.hasobject else _bytes_of(o)]
@@ -162,7 +162,7 @@ _kinds.update(
 
 # %% ../nbs/api/14c_values.ipynb #c0083df4
 def take_module(
-    vs:Values,  # It does not copy the tensors
+    vs:Values,  # Does not copy the tensors
     m:nn.Module,# Any module
     path:str,   # Where it is
     whole=noop  # Makes whole tensors of sharded ones
@@ -179,10 +179,10 @@ def put_module(
     state:list, # From `take_module`
     path:str    # As for `take_module`
 ):
-    "Put a state back into a module, whose parameters stay the tensors they are"
+    "Restore the state of a module; its parameters stay the same tensors"
     tensors,others,frozen,evaluated = state
     extra = {k: vs.decode(v, None, f'{path}.{k}') for k,v in tensors.items() if not isinstance(v, Tensor)}
-    tensors.update(extra)         # it is an `OrderedDict` with the versions of its modules
+    tensors.update(extra)         # in place, as this `OrderedDict` holds the versions of its modules
     m.load_state_dict(tensors)
     buffers = dict(m.named_buffers())
     for k,v in others.items(): vs.into(buffers.get(k), v)
@@ -197,7 +197,7 @@ _generators = {    # type -> its state; to set it
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state)}
 
 def is_generator(o): return type(o) in _generators
-def keeps_state(o): return all(hasattr(type(o), k) for k in ('state_dict', 'load_state_dict'))   # of itself: `GetAttr` finds the model's
+def keeps_state(o): return all(hasattr(type(o), k) for k in ('state_dict', 'load_state_dict'))   # its own methods: `GetAttr` would find the model's
 
 def _take_attrs(vs, o, path): return {k: vs.encode(v, f'{path}.{k}') for k,v in vars(o).items()}
 def _put_attrs(vs, o, e, path):
@@ -205,10 +205,10 @@ def _put_attrs(vs, o, e, path):
     for k,v in e.items(): object.__setattr__(o, k, vs.decode(v, vars(o).get(k), f'{path}.{k}'))
 
 def _there(put):
-    "A kind that is put back into the object that is there"
+    "A kind that is restored in the existing object"
     def back(vs, old, name, e, path):
         if type(old).__name__ == name: put(vs, old, e, path)
-        else: vs.wrong[path] = f'there is no {name} to put its state into'
+        else: vs.wrong[path] = f'there is no {name} for its state'
         return old
     return back
 
@@ -231,7 +231,7 @@ def _is_code(o):
     return isinstance(o, _code) or cls.__module__.split('.')[0] in _shown or any(c.__name__ in ('Hook','Hooks','RemovableHandle') for c in cls.__mro__)
 
 def _is_plain_object(o):
-    "All that it is stands in its attributes, and its class is the user's, or fastai's"
+    "Do its attributes hold all of its state, and is its class the user's or fastai's?"
     cls = type(o)
     in_c = any(not c.__flags__ & 1<<9 or '__slots__' in vars(c) for c in cls.__mro__[:-1])    # or in slots
     if not hasattr(o, '__dict__') or in_c or cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__: return False
@@ -259,7 +259,7 @@ _kinds['view'] = lambda o: False,None,_put_view
 def digest(
     o # From `encode`, or a tensor
 ) -> str: # Eight bytes, in hexadecimal digits
-    "What is the same for equal values, bit for bit"
+    "A hash that is the same for values that are equal bit for bit"
     h = hashlib.blake2b(digest_size=8)
     _feed(h, o)
     return h.hexdigest()
