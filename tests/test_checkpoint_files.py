@@ -102,7 +102,7 @@ def test_endings(how):
     assert bool(ours) != complete and Path('models/run1-finished').exists() == complete, first_run.stderr
     if how in ('fork', 'Ctrl-C'):                        # the next start trains anew, or goes on
         text = script('normal').stdout
-        assert ('goes on' in text) == (not complete) and 'was finished' not in text and check_tree(Path('models/run1').resolve(), before) == []
+        assert ('continues in epoch' in text) == (not complete) and 'was finished' not in text and check_tree(Path('models/run1').resolve(), before) == []
 
 failed_child = '''
 import multiprocessing, sys
