@@ -21,7 +21,8 @@ from .fingerprint import callback_list, callbacks_wrong, data_fingerprint, data_
 from .folder import OwnFiles, copied, read_checkpoint
 from .loaders import check_loader, drawn_in_workers, item_order, rest_of_loader, rng_state, set_rng_state
 from .loop import LoopCallback, in_fit
-from .state import callback_states, cannot_save, generator_places, known_objects, learner_device, load_training, plain, remember_given, training_state
+from .state import callback_states, cannot_save, generator_places, known_objects, learner_device, load_training, plain
+from .state import remember_given, training_state
 from .values import Values
 
 _all_ = ['plain', 'first_difference']
@@ -64,8 +65,8 @@ class TrainingCheckpoint(LoopCallback):
         new = {k: v for k,v in wrong.items() if k not in self.state.told}
         self.state.told.update(new)
         if new and not self.state.ranks.rank:
-            warn(f"A run that continues from a checkpoint will not have: {'; '.join(f'{k} ({v})' for k,v in new.items())}. If training depends "
-                 "on it, give its callback `state_dict` and `load_state_dict`.")
+            warn(f"A run that continues from a checkpoint will not have: {'; '.join(f'{k} ({v})' for k,v in new.items())}. If training "
+                 "depends on it, give its callback `state_dict` and `load_state_dict`.")
 
     def _plan_next(self):
         st,never = self.state,self.state.lr_find
@@ -74,7 +75,8 @@ class TrainingCheckpoint(LoopCallback):
 
     def before_train(self):
         self.state.before = 0   # batches of this epoch that another process trained
-        if not isinstance(self.learn.dl, DataLoader): self.state.epoch_rng = self._rng()   # these random numbers determine the order of its items
+        # these random numbers determine the order of its items
+        if not isinstance(self.learn.dl, DataLoader): self.state.epoch_rng = self._rng()
 
     def after_batch(self):
         st = self.state
@@ -146,8 +148,8 @@ def check_resumable(
     check_loader(learn.dls.train)
     ranks = ranks_of(cbs)
     if num_distrib() > 1 and type(ranks) is OneRank:
-        raise ValueError("Several processes train, and TrainingCheckpoint would save the training of each one separately: add DataParallel() to "
-                         "the Learner's callbacks, which trains them together, or leave out TrainingCheckpoint.")
+        raise ValueError("Several processes train, and TrainingCheckpoint would save the training of each one separately: add "
+                         "DataParallel() to the Learner's callbacks, which trains them together, or leave out TrainingCheckpoint.")
     if 'TrainingCheckpoint' in ranks.refuses: raise ValueError(f"TrainingCheckpoint {ranks.refuses['TrainingCheckpoint']}")
     if any(isinstance(cb, ModelResetter) for cb in cbs):
         raise ValueError("The Learner has a ModelResetter, so this model keeps a state from one batch to the next that is not in its "
@@ -168,7 +170,8 @@ class CheckpointFolder:
     ):
         self._begin(path, ranks or OneRank())
         self.own = OwnFiles(path)
-        self.files = [] if self.own.finished is not None else sorted((path/n for n in self.own.names(r'\d+-(\d+|end)(-\w+)?\.pt')), key=_place)
+        names = [] if self.own.finished is not None else self.own.names(r'\d+-(\d+|end)(-\w+)?\.pt')
+        self.files = sorted((path/n for n in names), key=_place)
 
     def _begin(self, path, ranks):
         self.path,self.ranks,self.n_fits,self.unfinished,self.stopped,self.pid = path,ranks,0,False,None,os.getpid()
@@ -195,7 +198,8 @@ class CheckpointFolder:
             try: return read_checkpoint(f, device)
             except torch.OutOfMemoryError: raise
             except Exception as e:
-                warn(f"The checkpoint {f} is damaged ({type(e).__name__}: {str(e).splitlines()[0]}). TrainingCheckpoint uses the one before it.")
+                warn(f"The checkpoint {f} is damaged ({type(e).__name__}: {str(e).splitlines()[0]}). TrainingCheckpoint uses the one "
+                     "before it.")
             self.files.remove(f)
 
     def forget(self, fit:int):
@@ -207,7 +211,8 @@ class CheckpointFolder:
         self.wait()
         if background:
             state,self.spare = copied(state, self.spare)
-            self.writer = threading.Thread(target=self._save, args=(state, fit, done, keep))   # not a daemon, so Python waits for it before it exits
+            # not a daemon, so Python waits for it before it exits
+            self.writer = threading.Thread(target=self._save, args=(state, fit, done, keep))
             return self.writer.start()
         self._save(state, fit, done, keep)
         self.wait()
@@ -234,21 +239,22 @@ class CheckpointFolder:
         self._call_off()
         self.in_use.pop(self.path, None)
         self.wait()
-        self._try(partial(self.own.finish, [*(f.name for f in self.files[-1:]), *self.own.logs()]), 'move the end of the run, which is complete')
+        self._try(partial(self.own.finish, [*(f.name for f in self.files[-1:]), *self.own.logs()]),
+                  'move the end of the run, which is complete')
 
     def _try(self, f, what):
         try: f()
         except OSError as e:
-            warn(f"TrainingCheckpoint could not {what}: {e}. If {self.path} still has checkpoints, the next start loads their fits instead of "
-                 "training them; to train again, delete them or use TrainingCheckpoint(resume=False).")
+            warn(f"TrainingCheckpoint could not {what}: {e}. If {self.path} still has checkpoints, the next start loads their fits "
+                 "instead of training them; to train again, delete them or use TrainingCheckpoint(resume=False).")
 
     def _at_exit(self):
         later = any(_place(f)[0] > self.n_fits for f in self.files)   # fits that another process had begun
         if os.getpid() != self.pid or not self.n_fits or self.unfinished or self.stopped or later or _failed(): return
         if not self.ranks.all_ended(): return
         self.finish()
-        if self.files: print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}. Did it end too early? "
-                             f"To continue it, move {self.files[-1].name} back from {self.path.name}-finished to {self.path}.")
+        if self.files: print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}. Did it end too "
+                             f"early? To continue it, move {self.files[-1].name} back from {self.path.name}-finished to {self.path}.")
 
 class OthersFolder(CheckpointFolder):
     "The folder of a rank other than 0: it has no files"
@@ -291,7 +297,8 @@ def ranks_of(
 # %% ../nbs/api/15_checkpoint.ipynb #977514d2
 def _call_at_exit(f):
     "Call `f` when this process ends; returns a function that cancels the call"
-    if multiprocessing.parent_process() is not None: return Finalize(None, f, exitpriority=100).cancel   # such a process does not run `atexit` functions
+    # such a process does not run `atexit` functions
+    if multiprocessing.parent_process() is not None: return Finalize(None, f, exitpriority=100).cancel
     atexit.register(f)
     return partial(atexit.unregister, f)
 
@@ -350,7 +357,8 @@ def _rest_of_epoch(learn, cb, state):
     put_back = partial(_set_rng, learn)
     _put_back(learn, state)
     cb.state.epoch_rng,cb.state.before = state.get('epoch_rng'),state['batch']
-    rest = rest_of_loader(learn.dl, state.get('order'), state['batch'], partial(put_back, cb.state.epoch_rng), partial(put_back, state['rng']))
+    rest = rest_of_loader(learn.dl, state.get('order'), state['batch'], partial(put_back, cb.state.epoch_rng),
+                          partial(put_back, state['rng']))
     for i,b in enumerate(rest, state['batch']): learn.one_batch(i, b)
 
 def _set_rng(learn, rng):
@@ -358,15 +366,15 @@ def _set_rng(learn, rng):
 
 def _put_back(learn, state):
     if wrong := load_training(learn, state):
-        warn(f"The checkpoint has states that cannot be restored: {'; '.join(f'{k} ({v})' for k,v in wrong.items())}. Create the objects that "
-             "hold them in `__init__` or `before_fit`.")
+        warn(f"The checkpoint has states that cannot be restored: {'; '.join(f'{k} ({v})' for k,v in wrong.items())}. Create the objects "
+             "that hold them in `__init__` or `before_fit`.")
 
 def _check_replaced(learn, st, state):
     "If callbacks replaced the data during the fit, they must have done so again by now"
     if wrong := data_wrong(state['data'], data_fingerprint(learn.dls, st.read)):
-        raise ValueError(f"The data were replaced during the fit, and the present data differ from those at the checkpoint: {'; '.join(wrong)}. "
-                         "Replace the data in a callback's `before_fit` or `before_epoch`, in every epoch, or in the script between two fits; "
-                         "or start a new run: TrainingCheckpoint(resume=False).")
+        raise ValueError("The data were replaced during the fit, and the present data differ from those at the checkpoint: "
+                         f"{'; '.join(wrong)}. Replace the data in a callback's `before_fit` or `before_epoch`, in every epoch, or in "
+                         "the script between two fits; or start a new run: TrainingCheckpoint(resume=False).")
 
 @contextmanager
 def resumed(
@@ -423,8 +431,9 @@ def _check_same(learn, st, state):
     refused,told = callbacks_wrong(saved.pop('callbacks'), now.pop('callbacks'))
     data = data_wrong(saved.pop('data'), now.pop('data'))
     wrong = differences(saved, now, state.get('model'), get_model(learn.model).state_dict()) + data + refused
-    if wrong: raise ValueError(f"{st.folder.path} has checkpoints of another training run. Fit {st.fit}: {'; '.join(wrong)}. Undo the change, or "
-                               "start a new run: use TrainingCheckpoint(resume=False) or another `fname`, or delete the folder.")
+    if wrong: raise ValueError(f"{st.folder.path} has checkpoints of another training run. Fit {st.fit}: {'; '.join(wrong)}. Undo the "
+                               "change, or start a new run: use TrainingCheckpoint(resume=False) or another `fname`, or delete the "
+                               "folder.")
     if told and not st.ranks.rank:
         warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the present callbacks.")
 
@@ -455,5 +464,6 @@ def fit(self:Learner,
     if len(found) > 1: raise ValueError(f"{len(found)} TrainingCheckpoint callbacks are attached. Keep one.")
     if reset_opt or not self.opt: self.create_opt()
     found[0].state.fitting = True
-    try: checkpointed_fit(self, found[0], [*self.cbs, *cbs], do, epochs=n_epoch, lr=ifnone(lr, self.lr), wd=ifnone(wd, self.wd), start_epoch=start_epoch)
+    try: checkpointed_fit(self, found[0], [*self.cbs, *cbs], do, epochs=n_epoch, lr=ifnone(lr, self.lr), wd=ifnone(wd, self.wd),
+                          start_epoch=start_epoch)
     finally: found[0].state.fitting = False

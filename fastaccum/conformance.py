@@ -186,18 +186,23 @@ def to_device(job, device):
     if device == 'cpu': return job
     loss_func = job.loss_func
     if isinstance(loss_func, partial): loss_func = partial(loss_func.func, **{k: v.to(device) for k,v in loss_func.keywords.items()})
-    return replace(job, model=job.model.to(device), batches=[(x.to(device), y.to(device)) for x,y in job.batches], loss_func=loss_func, device=device)
+    return replace(job, model=job.model.to(device), batches=[(x.to(device), y.to(device)) for x,y in job.batches], loss_func=loss_func,
+                   device=device)
 
 CASES = {
-    'ragged end': Case('Does the last micro-batch, of 2 items after three of 8, count as 2 items?', lambda: Job(net(), micro_batches(8, 8, 8, 2)),
+    'ragged end': Case('Does the last micro-batch, of 2 items after three of 8, count as 2 items?',
+        lambda: Job(net(), micro_batches(8, 8, 8, 2)),
         'Weigh the loss of each micro-batch by its items; divide by the items of the step.'),
-    'any size': Case('Is a step of 20 items in micro-batches of 8 the mean of the 24 that it takes?', lambda: Job(net(), micro_batches(*[8]*6), n_acc=3, accum_bs=20),
+    'any size': Case('Is a step of 20 items in micro-batches of 8 the mean of the 24 that it takes?',
+        lambda: Job(net(), micro_batches(*[8]*6), n_acc=3, accum_bs=20),
         'Divide by the items that were taken, not by those that were asked for.'),
-    'tokens': Case('Does each token count alike, however the sentences are padded?', lambda: Job(net(ClassesFirst()), [sentences(most) for most in (20, 4, 8, 2)]),
+    'tokens': Case('Does each token count alike, however the sentences are padded?',
+        lambda: Job(net(ClassesFirst()), [sentences(most) for most in (20, 4, 8, 2)]),
         'A mean over tokens has to be weighted by the tokens that are not ignored.'),
     'class weights': Case('Does each item count with the weight of its class?', lambda: Job(net(), micro_batches(8, 8, 8, 8), weighted()),
         'Cross entropy divides by the sum of the class weights: weigh each micro-batch by that.'),
-    'two epochs': Case('Does what an epoch leaves over stay out of the next one?', lambda: Job(net(), micro_batches(8, 8, 8), n_acc=2, epochs=2),
+    'two epochs': Case('Does what an epoch leaves over stay out of the next one?',
+        lambda: Job(net(), micro_batches(8, 8, 8), n_acc=2, epochs=2),
         'Step at the end of each epoch, and count from zero in the next.'),
     'remainder': Case('Is a step on 3 micro-batches of 4, all that is left, their mean?', lambda: Job(net(), micro_batches(8, 8, 8)),
         'Divide by the micro-batches that are there, not always by `n_acc`.'),
@@ -205,7 +210,8 @@ CASES = {
         'Clip before the optimizer steps, after unscaling, and never after a single micro-batch.'),
     'schedules': Case('Does the learning rate move once a step?', lambda: Job(net(), micro_batches(*[8]*16), lr_at=lambda pos: 1-.9*pos),
         'Call the schedule where you call the optimizer, and give it the number of steps, not of micro-batches.'),
-    'precision skip': Case('If fp16 overflows, is the whole step skipped, and no other?', lambda: Job(net(), overflowing(), n_acc=2, precision='fp16'),
+    'precision skip': Case('If fp16 overflows, is the whole step skipped, and no other?',
+        lambda: Job(net(), overflowing(), n_acc=2, precision='fp16'),
         'Check for infinity and update the loss scale once a step; zero the gradients after a skipped step too.', tol=2e-3),
     'several fits': Case('Does a fit begin clean if the one before failed half-way?', lambda: Job(net(), micro_batches(*[8]*8)),
         'Zero the gradients before the first step of a fit.', interrupted=True)}
@@ -254,9 +260,11 @@ def check_case(train, name, device='cpu') -> Result:
     except ProtocolError: raise
     except Exception as e: return Result(name, None, 0, expected, f'{type(e).__name__}: {e}', traceback.format_exc())
     if steps and found.equal(before):
-        raise ProtocolError(f"{name}: the optimizer took {steps} steps, but job.model did not change. Train job.model itself, not a copy of it.")
+        raise ProtocolError(f"{name}: the optimizer took {steps} steps, but job.model did not change. Train job.model itself, not a copy "
+                            "of it.")
     if not steps and not found.equal(before):
-        raise ProtocolError(f"{name}: job.model has changed, but no step was counted. Make the optimizer with job.optimizer(job.model.parameters()).")
+        raise ProtocolError(f"{name}: job.model has changed, but no step was counted. Make the optimizer with "
+                            "job.optimizer(job.model.parameters()).")
     off = ((found-exact).norm()/(exact-before).norm()).item()
     return Result(name, off if off == off else float('inf'), steps, expected)
 
@@ -310,7 +318,8 @@ def main(
     args=None # Arguments of the command line
 ) -> int: # Exit code: 0 if nothing is wrong, 1 if something is not exact, 2 if nothing could be measured
     "`python -m fastaccum.conformance my_loop.py`"
-    parser = argparse.ArgumentParser(prog='python -m fastaccum.conformance', description='Compare a training loop with training in big batches.')
+    parser = argparse.ArgumentParser(prog='python -m fastaccum.conformance',
+                                     description='Compare a training loop with training in big batches.')
     parser.add_argument('file', help='a Python file that defines train(job)')
     parser.add_argument('--case', action='append', choices=list(CASES), metavar='NAME', help=f"run only this case: {', '.join(CASES)}")
     parser.add_argument('--device', default='cpu', help='where to train (cpu)')

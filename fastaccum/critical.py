@@ -55,11 +55,13 @@ def check_branches(
     "Raise an error if the sizes cannot be compared"
     count = lambda v, least: isinstance(v, Integral) and not isinstance(v, bool) and v >= least
     sizes,bs = sorted(set(sizes)),loader_bs(learn)
-    if len(sizes) < 2 or not all(count(s, 1) for s in sizes): raise ValueError(f"sizes={sizes}: pass two or more numbers of items per step.")
+    if len(sizes) < 2 or not all(count(s, 1) for s in sizes):
+        raise ValueError(f"sizes={sizes}: pass two or more numbers of items per step.")
     if bs is None: raise ValueError("critical_batch needs a loader with a fixed batch size.")
     if sizes[0] < bs:
         raise ValueError(f"sizes={sizes}: a step takes at least a loader batch, {bs} items here. Give the loader a smaller batch size.")
-    if not count(n_seeds, 2): raise ValueError(f"n_seeds={n_seeds!r}: pass at least two, because fewer than two do not show how sure the result is.")
+    if not count(n_seeds, 2):
+        raise ValueError(f"n_seeds={n_seeds!r}: pass at least two, because fewer than two do not show how sure the result is.")
     if len(learn.dls.loaders) < 2 or not len(learn.dls.valid):
         raise ValueError("critical_batch compares losses on the validation set, but there is none.")
     if not getattr(learn.dls.train, 'shuffle', True):
@@ -80,8 +82,9 @@ def branch_of(
     "A copy of `learn` to train: same data and settings, its own weights, optimizer and callbacks"
     own = [_copy(cb) for cb in learn.cbs if type(cb) not in _defaults and not isinstance(cb, _stay_behind) and not takes_rows(cb)]
     loss_func = deepcopy(learn.loss_func) if isinstance(learn.loss_func, nn.Module) else learn.loss_func
-    res = Learner(learn.dls, deepcopy(learn.model), loss_func=loss_func, opt_func=learn.opt_func, lr=learn.lr, splitter=learn.splitter, cbs=[*own, *cbs],
-                  path=learn.path, model_dir=learn.model_dir, wd=learn.wd, wd_bn_bias=learn.wd_bn_bias, train_bn=learn.train_bn, moms=learn.moms)
+    res = Learner(learn.dls, deepcopy(learn.model), loss_func=loss_func, opt_func=learn.opt_func, lr=learn.lr, splitter=learn.splitter,
+                  cbs=[*own, *cbs], path=learn.path, model_dir=learn.model_dir, wd=learn.wd, wd_bn_bias=learn.wd_bn_bias,
+                  train_bn=learn.train_bn, moms=learn.moms)
     res.remove_cbs([cb for cb in res.cbs if isinstance(cb, ProgressCallback)])
     if learn.opt is not None: _copy_opt(learn, res)
     return res
@@ -150,12 +153,12 @@ def advice(
         res = (f"Accumulation is not worth it here: steps of {smallest} items learn most from the same data ({told(larger[0])}).")
     else:
         best = good[-1]
-        res = (f"Use steps of up to {best} items: {steps[smallest]/steps[best]:.3g} times fewer steps than with {smallest} items, and a loss at most "
-               f"{spread:.2g} higher, which is how much runs with {smallest} items differ ({told(best)}).")
+        res = (f"Use steps of up to {best} items: {steps[smallest]/steps[best]:.3g} times fewer steps than with {smallest} items, and a "
+               f"loss at most {spread:.2g} higher, which is how much runs with {smallest} items differ ({told(best)}).")
         if worse is not None: res += f" With more items the loss is higher ({told(worse)})."
         if err[best] > spread: res += " The seeds differ too much to be sure: use more seeds."
     rule = 'the same learning rate' if scale_lr is None else f"the learning rate scaled by '{scale_lr.rule}'"
-    return res + (f" (Compared with {smallest} items, with {rule}; 90% intervals of {len(more)} seeds.) On one device, fewer steps save little "
-                  "time, because each step takes longer.")
+    return res + (f" (Compared with {smallest} items, with {rule}; 90% intervals of {len(more)} seeds.) On one device, fewer steps save "
+                  "little time, because each step takes longer.")
 
 def _t90(v): return 1.6449 + (1.6449**3+1.6449)/(4*v) + (5*1.6449**5+16*1.6449**3+3*1.6449)/(96*v*v)   # Student's quantile

@@ -128,8 +128,10 @@ def verdict(
 ) -> str:
     "What the table says"
     a,b,c,_ = runs
-    return (f'(b) is (a): the same {len(b.steps.items)} steps, weights equal to within {difference(b, a):.0e}, {a.peak.peak/b.peak.peak:.1f} times less memory.\n'
-            f'(c) is not: {len(c.steps.items)} steps, because the items left at the end of an epoch wait for the next epoch; weights off by {difference(c, a):.0e}.')
+    return (f'(b) is (a): the same {len(b.steps.items)} steps, weights equal to within {difference(b, a):.0e}, '
+            f'{a.peak.peak/b.peak.peak:.1f} times less memory.\n'
+            f'(c) is not: {len(c.steps.items)} steps, because the items left at the end of an epoch wait for the next epoch; '
+            f'weights off by {difference(c, a):.0e}.')
 
 # %% ../nbs/api/90_demo.ipynb #bc82d25e
 def figure(
@@ -138,7 +140,8 @@ def figure(
     "Losses and the distance to (a) over the steps, and the batch size over training"
     a,b,c,d = (r.steps for r in runs)
     fig,(loss,off,size) = plt.subplots(1, 3, figsize=(12, 3.4), layout='constrained')
-    styles = dict(a=dict(c='C0', lw=5, alpha=.35, label='(a) batches of 256'), b=dict(c='C0', lw=1.4, ls='--', label='(b) 8 x 32, fastaccum'),
+    styles = dict(a=dict(c='C0', lw=5, alpha=.35, label='(a) batches of 256'),
+                  b=dict(c='C0', lw=1.4, ls='--', label='(b) 8 x 32, fastaccum'),
                   c=dict(c='C3', lw=1.4, label='(c) 8 x 32, fastai'), d=dict(c='C2', lw=1.4, label='(d) 32, from 64 to 512'))
     for s,style in zip((a, b, c, d), styles.values()):
         loss.semilogy(s.losses, **style)

@@ -41,7 +41,8 @@ class StepDigests(Callback):
 
     def _write(self, row):
         try:
-            text = '' if self.path.exists() else json.dumps(dict(training_checkpoint=1, columns=['fit', 'epoch', 'batch of the epoch', *_parts])) + '\n'
+            head = dict(training_checkpoint=1, columns=['fit', 'epoch', 'batch of the epoch', *_parts])
+            text = '' if self.path.exists() else json.dumps(head) + '\n'
             with open(self.path, 'a') as f: f.write(f'{text}{json.dumps(row)}\n')
         except OSError as e: warn(f'TrainingCheckpoint could not write the digests of a step: {e}. Training continues.')
 

@@ -34,7 +34,8 @@ class GradientBuckets:
         self.lists,size = [],0                     # backwards from the last parameter, whose gradient comes first
         for p in reversed([p for p in params if p.requires_grad]):
             n,b = p.numel()*p.element_size(),self.lists[-1] if self.lists else [p]
-            if not self.lists or size+n > bucket_mb*2**20 or (p.dtype, p.device) != (b[0].dtype, b[0].device): self.lists.append([]); size = 0
+            if not self.lists or size+n > bucket_mb*2**20 or (p.dtype, p.device) != (b[0].dtype, b[0].device):
+                self.lists.append([]); size = 0
             self.lists[-1].append(p)
             size += n
         self.place = {p: i for i,b in enumerate(self.lists) for p in b}
@@ -48,7 +49,8 @@ class GradientBuckets:
         "Send the next bucket. Its gradients are multiplied by `scale`"
         params = self.lists[len(self.sent)]
         if any(p.grad is not None and p.grad.is_sparse for p in params):
-            raise TypeError("A gradient is sparse (nn.Embedding(sparse=True)?), and several ranks would send it as a dense tensor: use sparse=False.")
+            raise TypeError("A gradient is sparse (nn.Embedding(sparse=True)?), and several ranks would send it as a dense tensor: use "
+                            "sparse=False.")
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         flags = grads[0].new_tensor([p.grad is not None for p in params])
         flat = torch.cat([*(g.reshape(-1) for g in grads), flags])
@@ -247,13 +249,13 @@ def _where(self:DataParallel, kind):
 def _check_same(self:DataParallel, kind, same_place, same_rule):
     learn = self.learn
     if not same_place:
-        raise RuntimeError(f"The ranks have parted: this one is at {kind!r} (epoch {learn.epoch}, batch {getattr(learn, 'iter', 0)}), another is "
-                           "not. Something ends an epoch or a validation on some ranks only (`CancelTrainException`, `CancelEpochException`, "
-                           "`CancelValidException`): end it on all ranks, or raise `CancelFitException`.")
+        raise RuntimeError(f"The ranks have parted: this one is at {kind!r} (epoch {learn.epoch}, batch {getattr(learn, 'iter', 0)}), "
+                           "another is not. Something ends an epoch or a validation on some ranks only (`CancelTrainException`, "
+                           "`CancelEpochException`, `CancelValidException`): end it on all ranks, or raise `CancelFitException`.")
     if not same_rule:
         raise RuntimeError("The ranks disagree about what the loss averages over. This rank has measured: "
-                           f"{self.accumulation.loss_rule}. Pass weight= to the accumulation callback: a function that takes the Learner and "
-                           "returns what its loss averaged over.")
+                           f"{self.accumulation.loss_rule}. Pass weight= to the accumulation callback: a function that takes the Learner "
+                           "and returns what its loss averaged over.")
 
 @patch
 def _without_pred(self:DataParallel):
@@ -286,7 +288,8 @@ def device(self:DataParallel): return next(self.learn.model.parameters()).device
 @patch
 def _shard(self:DataParallel, dl, ghosts=False):
     "The rank's part of `dl`, the same object each time"
-    if not ghosts and not (isinstance(dl, (DataLoader, torch.utils.data.DataLoader)) and len(getattr(dl, 'dataset', ())) >= self.world): return LocalDL(dl)
+    if not ghosts and not (isinstance(dl, (DataLoader, torch.utils.data.DataLoader)) and len(getattr(dl, 'dataset', ())) >= self.world):
+        return LocalDL(dl)
     old = self._loaders.get(ghosts)
     if old is None or old.source is not dl:
         old = self._loaders[ghosts] = ShardedDL(dl, self.rank, self.world, ghosts)
@@ -310,18 +313,18 @@ def check_ranks(
     acc = first(o for o in learn.cbs if isinstance(o, Accumulation))
     name = type(cb).__name__
     if acc is None:
-        raise ValueError(f"{name} needs an accumulation callback, and there is none: add `GradientAccumulation(accum_bs=...)`, even if every "
-                         "loader batch is a step.")
+        raise ValueError(f"{name} needs an accumulation callback, and there is none: add `GradientAccumulation(accum_bs=...)`, even if "
+                         "every loader batch is a step.")
     if acc.coupled: check_coupled_ranks(cb, acc)
     if cb.overlap and acc.micro_batch_size == 'auto':
         raise ValueError("overlap=True sends gradients during the backward pass, but micro_batch_size='auto' may have to repeat that pass. "
                          "Use one of the two.")
     if not acc.normalize:
-        raise ValueError(f"normalize=False adds up the mean losses of micro-batches. With {cb.world} ranks there are more micro-batches, so the "
-                         "gradient would grow with the number of ranks. Use normalize=True, or a loss with reduction='sum'.")
+        raise ValueError(f"normalize=False adds up the mean losses of micro-batches. With {cb.world} ranks there are more micro-batches, "
+                         "so the gradient would grow with the number of ranks. Use normalize=True, or a loss with reduction='sum'.")
     if acc.items_func is not None:
-        raise ValueError("n_items= counts only the items of a rank's part of a batch, so the ranks would not know when to close the accumulated "
-                         "batch together: leave out n_items= with several ranks.")
+        raise ValueError("n_items= counts only the items of a rank's part of a batch, so the ranks would not know when to close the "
+                         "accumulated batch together: leave out n_items= with several ranks.")
     refused = first((o, why) for o in learn.cbs for k,why in cb.refuses.items() if is_a(type(o), k))
     if refused is not None: raise ValueError(f"{type(refused[0]).__name__} {refused[1]}")
     check_metrics(learn.metrics)
@@ -346,7 +349,8 @@ def gather_items(self:DataParallel,
 ) -> tuple|None: # Outputs of all ranks' items, index of this rank's first item, and the factor for its gradients
     "Gather the outputs and targets of all ranks; the targets go into `learn.yb`"
     learn,row = self.learn,self.rows[self.learn.iter]
-    if 0 in row: parts = [p for p in gather(None if out is None else map_tensors(lambda t: t.detach().cpu(), (out, learn.yb))) if p is not None]
+    if 0 in row:
+        parts = [p for p in gather(None if out is None else map_tensors(lambda t: t.detach().cpu(), (out, learn.yb))) if p is not None]
     if out is None: return None
     self.n_active,self.first_item = sum(n > 0 for n in row),sum(row[:self.rank])
     if 0 not in row:
@@ -358,8 +362,8 @@ def _of_all_ranks(row, rank, t):
     if not t.dim(): return t
     per_item = len(t)//row[rank]
     if len(t) != per_item*row[rank]:
-        raise ValueError(f"coupled: a tensor of shape {tuple(t.shape)} has no row for each of this rank's {row[rank]} items, so it cannot be "
-                         "joined with the tensors of the other ranks.")
+        raise ValueError(f"coupled: a tensor of shape {tuple(t.shape)} has no row for each of this rank's {row[rank]} items, so it "
+                         "cannot be joined with the tensors of the other ranks.")
     room = t.new_zeros((max(row)*per_item, *t.shape[1:])).as_subclass(Tensor)   # ranks may have one item more
     room[:len(t)] = t
     all_ranks = [torch.empty_like(room) for _ in row]
@@ -410,9 +414,10 @@ def join_gathered(
 ):
     "Let `get_preds` return the items of all ranks, in order"
     if cb.save_preds is not None or cb.save_targs is not None:
-        raise ValueError("save_preds and save_targs write one file per batch, and each rank would write its own: leave them out, and save what "
-                         "get_preds returns.")
-    names = [k for k,on in (('preds', cb.with_preds), ('targets', cb.with_targs), ('inputs', cb.with_input), ('losses', cb.with_loss)) if on]
+        raise ValueError("save_preds and save_targs write one file per batch, and each rank would write its own: leave them out, and "
+                         "save what get_preds returns.")
+    names = [k for k,on in (('preds', cb.with_preds), ('targets', cb.with_targs), ('inputs', cb.with_input), ('losses', cb.with_loss))
+             if on]
     for k,v in zip(names, joined_predictions([getattr(cb, k) for k in names], rows, cb.concat_dim)): setattr(cb, k, v)
 
 def save_for_lr_find(
@@ -452,6 +457,7 @@ if find_spec('accelerate'):
     @patch
     def detach_distributed(self:Learner):
         "Undo `to_distributed`, also after an exception"
-        if not hasattr(self, 'distributed_trainer') or not isinstance(self.distributed_trainer, DistributedShell): return _detach_distributed(self)
+        if not hasattr(self, 'distributed_trainer') or not isinstance(self.distributed_trainer, DistributedShell):
+            return _detach_distributed(self)
         if isinstance(self.model, nn.parallel.DistributedDataParallel): self.model = self.model.module
         return self.remove_cbs([self.distributed_trainer, self.data_parallel])

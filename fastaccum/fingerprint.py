@@ -48,7 +48,8 @@ def _function(f, depth):
     code = getattr(f, '__code__', None)
     if code is None or '<' not in f.__qualname__: return f.__qualname__
     around = [c.cell_contents for c in f.__closure__ or () if c != type(c)()]
-    return [f.__qualname__, digest(repr((code.co_code, code.co_names, [c for c in code.co_consts if not hasattr(c, 'co_code')]))), setting(around, depth-1) if depth else []]
+    return [f.__qualname__, digest(repr((code.co_code, code.co_names, [c for c in code.co_consts if not hasattr(c, 'co_code')]))),
+            setting(around, depth-1) if depth else []]
 
 def _arguments(o):
     names = dict.fromkeys(n for c in type(o).__mro__[:-1] if '__init__' in vars(c) for n in inspect.signature(c.__init__).parameters)
@@ -59,7 +60,8 @@ def _object(o, depth):
     name = type(o).__name__
     if depth <= 0 or name in ('Learner','DataLoaders'): return name
     res = {k: setting(v, depth-1) for k,v in _arguments(o).items() if k not in ('self','args','kwargs')}
-    if isinstance(o, nn.Module): res.update({k: setting(b) for k,b in o.named_buffers()}, inside=[[k, setting(m, depth-1)] for k,m in o.named_children()])
+    if isinstance(o, nn.Module):
+        res.update({k: setting(b) for k,b in o.named_buffers()}, inside=[[k, setting(m, depth-1)] for k,m in o.named_children()])
     if isinstance(getattr(o, 'func', None), nn.Module): res['func'] = setting(o.func, depth-1)     # fastai's losses
     return [name, res]
 
@@ -82,7 +84,8 @@ def of_loader(
 ) -> dict: # Name -> plain value
     "How a loader handles its items"
     ds = getattr(dl, 'dataset', None)
-    pipes = {k: p for k in ('after_item','before_batch','after_batch') if (p := vars(dl).get(k)) is not None} if isinstance(dl, DataLoader) else dict(collate=dl.collate_fn)
+    pipes = ({k: p for k in ('after_item','before_batch','after_batch') if (p := vars(dl).get(k)) is not None} if isinstance(dl, DataLoader)
+             else dict(collate=dl.collate_fn))
     for i,tl in enumerate(vars(ds).get('tls', ()) if hasattr(ds, '__dict__') else ()): pipes[f'target {i}' if i else 'input'] = tl.tfms
     for k in ('transform','target_transform','transforms','tfms'):
         if k in getattr(ds, '__dict__', {}): pipes[k] = vars(ds)[k]
@@ -114,7 +117,8 @@ def _read(ds, idxs):
     if isinstance(ds, torch_data.Subset): return _read(ds.dataset, [ds.indices[i] for i in idxs])
     if isinstance(ds, (Tensor,np.ndarray)): return [ds[i] for i in idxs]
     if isinstance(ds, (list,tuple)): return [(list if isinstance(ds, list) else tuple).__getitem__(ds, i) for i in idxs]
-    held = ds.items if isinstance(ds, (FilteredBase,L)) or 'items' in getattr(ds, '__dict__', {}) else list(getattr(ds, '__dict__', {}).values())
+    held = (ds.items if isinstance(ds, (FilteredBase,L)) or 'items' in getattr(ds, '__dict__', {})
+            else list(getattr(ds, '__dict__', {}).values()))
     columns = _columns(held, len(ds))
     if columns: return [[_row(c, i) for c in columns] for i in idxs]
     holders = dict(ds=ds)
@@ -126,7 +130,8 @@ def _read(ds, idxs):
 def _columns(v, n, depth=2):
     "The parts of `v` that have `n` rows"
     if isinstance(v, (Tensor,np.ndarray,list,L,pd.DataFrame,pd.Series,tuple)) and _length(v) == n: return [v]
-    if depth and isinstance(v, (list,tuple,dict)) and len(v) <= 64: return [c for o in (v.values() if isinstance(v, dict) else v) for c in _columns(o, n, depth-1)]
+    if depth and isinstance(v, (list,tuple,dict)) and len(v) <= 64:
+        return [c for o in (v.values() if isinstance(v, dict) else v) for c in _columns(o, n, depth-1)]
     return []
 
 def _row(c, i): return c.iloc[i] if isinstance(c, (pd.DataFrame,pd.Series)) else c[i]
@@ -137,7 +142,8 @@ def _content(o):
     if isinstance(o, (list,tuple,L)): return [_content(v) for v in o]
     if isinstance(o, pd.Series): return [_content(v) for v in o.tolist()]
     if isinstance(o, dict): return [[str(k), _content(v)] for k,v in o.items()]
-    if hasattr(o, 'tobytes') and hasattr(o, 'size'): return [type(o).__name__, str(o.size), getattr(o, 'mode', ''), o.tobytes()]    # arrays, pictures
+    # arrays, pictures
+    if hasattr(o, 'tobytes') and hasattr(o, 'size'): return [type(o).__name__, str(o.size), getattr(o, 'mode', ''), o.tobytes()]
     return setting(o)
 
 def _relative(items):
@@ -163,11 +169,13 @@ def data_wrong(
         a,b = saved.get(k),now.get(k)
         if a is None or b is None: res.append(f"the dataset `{k}` is {'not in the file' if a is None else 'missing here'}"); continue
         of = '' if k == 'train' else f' of `{k}`'
-        res += [f'{key}{of}: {a.get(key)} in the file, {b.get(key)} here' for key in {**a, **b} if key != 'sample' and a.get(key) != b.get(key)]
+        res += [f'{key}{of}: {a.get(key)} in the file, {b.get(key)} here' for key in {**a, **b} if key != 'sample'
+                and a.get(key) != b.get(key)]
         n = sum(x != y for x,y in zip(a['sample'], b['sample']))
         if n and a['items'] == b['items']:
-            res.append(f"the items of `{k}`: {n} of {len(a['sample'])} compared items are different. If you split the items at random, split them "
-                       "with a seed (`RandomSplitter(seed=42)`, `from_folder(..., seed=42)`), or every process makes a new split")
+            res.append(f"the items of `{k}`: {n} of {len(a['sample'])} compared items are different. If you split the items at random, "
+                       "split them with a seed (`RandomSplitter(seed=42)`, `from_folder(..., seed=42)`), or every process makes a new "
+                       "split")
     return res
 
 # %% ../nbs/api/14f_fingerprint.ipynb #83ae676d
@@ -187,11 +195,13 @@ def fit_settings(
     "What must be the same for a fit to continue"
     opt = learn.opt
     if isinstance(opt, (OptimWrapper,Lookahead)): opt = opt.opt
-    res = {'fastaccum': fastaccum.__version__, **{k: setting(v) for k,v in kwargs.items()}, 'batches': len(learn.dls.train), 'loss': setting(own_loss(learn)),
+    res = {'fastaccum': fastaccum.__version__, **{k: setting(v) for k,v in kwargs.items()}, 'batches': len(learn.dls.train),
+           'loss': setting(own_loss(learn)),
            'optimizer': [type(opt).__name__, *[getattr(f, 'func', f).__name__ for f in getattr(opt, 'cbs', ())], setting(learn.opt_func)],
            'parameter groups': [len(ps) for ps in learn.opt.param_lists]}
     for cb in cbs:
-        if cb.name in ('gradient_accumulation','mixed_precision'): res[cb.name] = {'class': type(cb).__name__, **{k: setting(v) for k,v in _own_arguments(cb).items()}}
+        if cb.name in ('gradient_accumulation','mixed_precision'):
+            res[cb.name] = {'class': type(cb).__name__, **{k: setting(v) for k,v in _own_arguments(cb).items()}}
         if isinstance(cb, ParamScheduler): res[f'schedule of {" and ".join(cb.scheds)}'] = [_schedule(f) for f in cb.scheds.values()]
     return res
 
@@ -214,7 +224,8 @@ def differences(
     res = [f'{k}: {saved.get(k)} in the file, {now.get(k)} here' for k in {**saved, **now} if saved.get(k) != now.get(k)]
     if model is None: return res
     what = lambda t: f'{tuple(t.shape)} {t.dtype}' if isinstance(t, Tensor) else 'nothing' if t is None else type(t).__name__
-    wrong = [f"the model's {k}: {what(model.get(k))} in the file, {what(ours.get(k))} here" for k in {**model, **ours} if what(model.get(k)) != what(ours.get(k))]
+    wrong = [f"the model's {k}: {what(model.get(k))} in the file, {what(ours.get(k))} here" for k in {**model, **ours}
+             if what(model.get(k)) != what(ours.get(k))]
     return res + wrong[:3] + ([f'and {len(wrong)-3} more of its tensors'] if len(wrong) > 3 else [])
 
 # %% ../nbs/api/14f_fingerprint.ipynb #264db295
@@ -226,7 +237,8 @@ def callback_list(
     "The callbacks of a fit, by their classes"
     res = {}
     for cb in cbs:
-        if cb.name in ('progress','training_checkpoint','gradient_accumulation','mixed_precision'): continue    # not part of the training, or compared with their arguments
+        # not part of the training, or compared with their arguments
+        if cb.name in ('progress','training_checkpoint','gradient_accumulation','mixed_precision'): continue
         res.setdefault(type(cb).__name__, [0, _changes_training(cb)])[0] += 1
     return res
 

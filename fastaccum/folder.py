@@ -46,7 +46,8 @@ def read_checkpoint(
     if bad is not None: raise zipfile.BadZipFile(f'wrong checksum of {bad}')
     if hasattr(path, 'seek'): path.seek(0)
     place = lambda storage, location: storage if location == 'cpu' else torch.serialization.default_restore_location(storage, str(device))
-    return _changed(torch.load(path, map_location=place, weights_only=True), dict, lambda d: d['from_device'].to(device) if 'from_device' in d else None)
+    return _changed(torch.load(path, map_location=place, weights_only=True), dict,
+                    lambda d: d['from_device'].to(device) if 'from_device' in d else None)
 
 # %% ../nbs/api/14d_folder.ipynb #0aff60f7
 def copied(
@@ -59,7 +60,8 @@ def copied(
         key = t.data_ptr(),t.dtype,t.shape,t.stride()      # tied weights stay one
         if key not in made:
             kind = t.dtype,t.shape
-            new = spare[kind].pop() if spare.get(kind) else torch.empty(t.shape, dtype=t.dtype) if t.layout == torch.strided else t.detach().cpu().clone()
+            new = (spare[kind].pop() if spare.get(kind) else torch.empty(t.shape, dtype=t.dtype) if t.layout == torch.strided
+                   else t.detach().cpu().clone())
             used.setdefault(kind, []).append(new.copy_(t.detach()))
             made[key] = new if t.device.type == 'cpu' else dict(from_device=new)
         return made[key]
@@ -99,20 +101,23 @@ class OwnFiles:
         self.path = path
         now = self._read()
         self.run,self.made,self.listed,self.finished = now.get('run'),now.get('made', False),set(now.get('files', ())),now.get('finished')
-        if self.run is None: self.run = first(filter(None, map(run_of, sorted(path.glob('*.pt'))))) or secrets.token_hex(4)   # the files were copied here, or the manifest is lost
+        # the files were copied here, or the manifest is lost
+        if self.run is None: self.run = first(filter(None, map(run_of, sorted(path.glob('*.pt'))))) or secrets.token_hex(4)
 
     def _read(self):
         text,mark = '','{"training_checkpoint": 1'
         for file in (self.path/n for n in self._manifests):
             try: text = file.read_text(errors='replace')
             except (FileNotFoundError,NotADirectoryError): continue
-            if not (text.startswith(mark) or mark.startswith(text)): raise ValueError(f"{file} was not written by TrainingCheckpoint. Choose another `fname`.")
+            if not (text.startswith(mark) or mark.startswith(text)):
+                raise ValueError(f"{file} was not written by TrainingCheckpoint. Choose another `fname`.")
         try: return json.loads(text) if (self.path/self.manifest).exists() else {}
         except ValueError: return {}     # incomplete
 
     def note(self):
         "Write the manifest"
-        tmp,text = self.path/self._manifests[0],dict(training_checkpoint=1, run=self.run, made=self.made, finished=self.finished, files=sorted(self.listed))
+        tmp,text = self.path/self._manifests[0],dict(training_checkpoint=1, run=self.run, made=self.made, finished=self.finished,
+                                                     files=sorted(self.listed))
         tmp.write_text(json.dumps(text))
         os.replace(tmp, self.path/self.manifest)
 
@@ -134,7 +139,8 @@ class OwnFiles:
 
     def begin(self):
         "Make sure that the folder exists"
-        self.made = self.made or not self.path.exists() or {f.name for f in self.path.iterdir()} <= {*self._manifests}   # ours if nothing else is in it
+        # ours if nothing else is in it
+        self.made = self.made or not self.path.exists() or {f.name for f in self.path.iterdir()} <= {*self._manifests}
         self.path.mkdir(parents=True, exist_ok=True)
 
     def write(self, state:dict, name:str) -> Path:

@@ -32,7 +32,8 @@ class FullyShard(DataParallel):
         **kwargs           # `timeout` of `DataParallel`
     ):
         if sync not in ('every','last','keep'): raise ValueError(f"sync={sync!r}: pass 'every', 'last' or 'keep'.")
-        if kwargs.get('overlap'): raise ValueError("overlap=True is an option of DataParallel; FSDP always sends while it computes: leave it out.")
+        if kwargs.get('overlap'):
+            raise ValueError("overlap=True is an option of DataParallel; FSDP always sends while it computes: leave it out.")
         super().__init__(**kwargs)
         store_attr('sync,units,offload')
         self.left = 0
@@ -147,17 +148,17 @@ def check_shards(
     acc = cb.accumulation
     k = acc.micro_batch_size
     if k == 'auto':
-        raise ValueError("micro_batch_size='auto' lets each rank find its own size, but with FullyShard all ranks go through the model together: "
-                         "pass a number.")
+        raise ValueError("micro_batch_size='auto' lets each rank find its own size, but with FullyShard all ranks go through the model "
+                         "together: pass a number.")
     if cb.sync != 'every' and acc.remainder != 'step':
-        raise ValueError(f"With sync={cb.sync!r}, remainder={acc.remainder!r} leaves gradients that are not sharded yet: use remainder='step', or "
-                         "sync='every'.")
+        raise ValueError(f"With sync={cb.sync!r}, remainder={acc.remainder!r} leaves gradients that are not sharded yet: use "
+                         "remainder='step', or sync='every'.")
     sizes = shard_sizes(known_sizes(as_fastai(cb.learn.dls.train)), cb.world)
     uneven = first(row for row in sizes if k is not None and len({-(-max(n, 1)//k) for n in row}) > 1)
     if uneven is not None:
-        raise ValueError(f"micro_batch_size={k} splits the ranks' {' and '.join(map(str, dict.fromkeys(uneven)))} items into different numbers of "
-                         "micro-batches, but with FullyShard all ranks go through the model together: use a loader batch size that divides "
-                         "evenly, or another micro_batch_size.")
+        raise ValueError(f"micro_batch_size={k} splits the ranks' {' and '.join(map(str, dict.fromkeys(uneven)))} items into different "
+                         "numbers of micro-batches, but with FullyShard all ranks go through the model together: use a loader batch "
+                         "size that divides evenly, or another micro_batch_size.")
 
 # %% ../nbs/api/17c_fully_shard.ipynb #7bd3cb3b
 _save,_load = Learner.save,Learner.load
@@ -167,13 +168,13 @@ def _sharded(learn): return isinstance(getattr(learn, 'data_parallel', None), Fu
 @patch
 @delegates(save_model)
 def save(self:Learner, file, **kwargs):
-    "Save model and optimizer state (if `with_opt`) to `self.path/self.model_dir/file`. All ranks gather a sharded model, and rank 0 saves it"
+    "Save model and optimizer state (if `with_opt`) to `self.path/self.model_dir/file`; of a sharded model, rank 0 saves the whole"
     return save_whole(self, file, **kwargs) if _sharded(self) else _save(self, file, **kwargs)
 
 @patch
 @delegates(load_model)
 def load(self:Learner, file, device=None, **kwargs):
-    "Load model and optimizer state (if `with_opt`) from `self.path/self.model_dir/file` to `device`. Each rank takes its part if the model is sharded"
+    "Load model and optimizer state (if `with_opt`) from `self.path/self.model_dir/file` to `device`; each rank takes its part of a sharded model"
     return load_parts(self, file, **kwargs) if _sharded(self) else _load(self, file, device=device, **kwargs)
 
 # %% ../nbs/api/17c_fully_shard.ipynb #9f0107df
@@ -211,7 +212,8 @@ def load_parts(
     reshard(learn.model)
     def load_state(state, strict=True): learn.model.load_state_dict(parts_of_whole(learn.model, state), strict=strict)
     with together(): dist.barrier()                # wait until rank 0 has written the file
-    load_model(join_path_file(file, learn.path/learn.model_dir, ext='.pth'), _With(load=load_state), _With(load=partial(load_opt, learn.opt)), **kwargs)
+    load_model(join_path_file(file, learn.path/learn.model_dir, ext='.pth'), _With(load=load_state),
+               _With(load=partial(load_opt, learn.opt)), **kwargs)
     return learn
 
 def parts_of_whole(

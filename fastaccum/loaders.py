@@ -48,8 +48,8 @@ def rest_of_loader(
 
 _settings_of_torch = 'collate_fn','num_workers','pin_memory','timeout','worker_init_fn','multiprocessing_context','prefetch_factor'
 
-_other_number = ("One process began the epoch of a PyTorch DataLoader and several should continue it, or the other way round: the checkpoint does "
-                 "not say which items are left. Continue with the same number of processes, or use a fastai DataLoader.")
+_other_number = ("One process began the epoch of a PyTorch DataLoader and several should continue it, or the other way round: the "
+                 "checkpoint does not say which items are left. Continue with the same number of processes, or use a fastai DataLoader.")
 
 def _is_cut(dl): return hasattr(type(dl), 'take_up')   # over several ranks
 
@@ -138,7 +138,8 @@ def generators(
     return found
 
 # %% ../nbs/api/14e_loaders.ipynb #e105de10
-_no_place = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray, pd.DataFrame, type, types.ModuleType, types.BuiltinFunctionType, Learner)
+_no_place = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray, pd.DataFrame, type, types.ModuleType,
+             types.BuiltinFunctionType, Learner)
 
 _no_users = 'torch','torchvision','numpy','pandas','fastcore','fastai','builtins'
 
@@ -148,7 +149,8 @@ def _inside(o):
     if isinstance(o, partial): return dict(func=o.func, args=o.args, **o.keywords)
     if isinstance(o, (list,tuple,set,L)): return {str(i): v for i,v in enumerate(o)} if len(o) <= 64 else {}   # longer ones are data
     if isinstance(o, dict): return {str(k): v for k,v in o.items()} if len(o) <= 64 else {}
-    functions = {k: f for c in type(o).__mro__ if c.__module__.split('.')[0] not in _no_users for k,f in vars(c).items() if isinstance(f, types.FunctionType)}
+    functions = {k: f for c in type(o).__mro__ if c.__module__.split('.')[0] not in _no_users for k,f in vars(c).items()
+                 if isinstance(f, types.FunctionType)}
     return {**getattr(o, '__dict__', {}), **functions}
 
 def _used_by(f):
@@ -158,7 +160,8 @@ def _used_by(f):
 
 def n_workers(dl): return dl.fake_l.num_workers if isinstance(dl, DataLoader) else getattr(dl, 'num_workers', 0)
 
-def _parts_of(dl, *names): return {k: v for k in names if getattr(v := getattr(dl, k, None), '__self__', None) is not dl}   # not its own methods
+# not its own methods
+def _parts_of(dl, *names): return {k: v for k in names if getattr(v := getattr(dl, k, None), '__self__', None) is not dl}
 def _item_places(dl): return _parts_of(dl, 'dataset', 'after_item', 'before_batch', 'collate_fn', 'create_batch')
 
 def _places(loaders, others):

@@ -21,8 +21,9 @@ __all__ = ['LocalSGD']
 class LocalSGD(DataParallel):
     "Each rank steps on its own; weights are averaged every `period` steps, before validation, and at the end"
     outer_momentum = .9
-    refuses = dict(TrainingCheckpoint="saves one state for all ranks, but with LocalSGD each rank has its own weights and optimizer: leave it out, "
-                   "and use SaveModelCallback.", GradientNoiseScale=no_noise, AdaptiveGradientAccumulation=no_noise)
+    refuses = dict(TrainingCheckpoint="saves one state for all ranks, but with LocalSGD each rank has its own weights and optimizer: "
+                                      "leave it out, and use SaveModelCallback.",
+                   GradientNoiseScale=no_noise, AdaptiveGradientAccumulation=no_noise)
     def __init__(self,
         period:int=8,              # Steps between two averages
         warmup_steps:int=0,        # Steps of data parallel training first

@@ -45,7 +45,8 @@ class RunningRatio:
     def add(self, x:Tensor, y:Tensor):
         "Add a step; one that is not finite does not count"
         v = torch.stack([x, y, x*x, y*y, x*y])
-        if self.m.device != v.device or self.m.dtype != v.dtype: self.n,self.m = self.n.to(v, non_blocking=True),self.m.to(v, non_blocking=True)
+        if self.m.device != v.device or self.m.dtype != v.dtype:
+            self.n,self.m = self.n.to(v, non_blocking=True),self.m.to(v, non_blocking=True)
         ok = v.isfinite().all()
         self.m = torch.where(ok, torch.lerp(v, self.m, self.beta), self.m)
         self.n = self.n + ok

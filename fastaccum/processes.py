@@ -132,8 +132,8 @@ def _check_launch(fn, n):
     if dist.is_initialized() or int(os.environ.get('WORLD_SIZE', 1)) > 1:
         raise RuntimeError("This process is already a rank of a process group: call `launch` from a process that is not.")
     if torch.cuda.is_initialized():
-        raise RuntimeError("CUDA is initialized in this process, and does not survive the fork that `launch` makes. Restart the kernel, and use "
-                           "the GPU only in the function that you launch; or run a script with torchrun.")
+        raise RuntimeError("CUDA is initialized in this process, and does not survive the fork that `launch` makes. Restart the kernel, "
+                           "and use the GPU only in the function that you launch; or run a script with torchrun.")
 
 def _run_rank(fn, args, timeout):
     "What each process of `launch` runs"
@@ -150,7 +150,8 @@ def _run_rank(fn, args, timeout):
 @contextmanager
 def _signals_kept():
     "Restore the signal handlers that torch's agent sets, and silence its log, as our error says the same"
-    main,logs = threading.current_thread() is threading.main_thread(),[logging.getLogger(f'torch.{o}') for o in ('distributed.elastic','multiprocessing')]
+    main,logs = threading.current_thread() is threading.main_thread(),[logging.getLogger(f'torch.{o}')
+                                                                       for o in ('distributed.elastic','multiprocessing')]
     old = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)} if main else {}
     levels = [log.level for log in logs]
     for log in logs: log.setLevel(logging.CRITICAL)

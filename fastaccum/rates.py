@@ -119,11 +119,12 @@ def check_scale_lr(
         raise ValueError("ScaleLR has nothing to scale by: add GradientAccumulation, or pass `bs=`, the number of items per step that the "
                          "learning rate was chosen for.")
     if cb.bs is None and base_bs(learn, accum) is None or accum is None and loader_bs(learn) is None:
-        raise ValueError("This loader does not say how many items its batches have: add an accumulation callback, and pass ScaleLR(bs=...).")
+        raise ValueError("This loader does not say how many items its batches have: add an accumulation callback, and pass "
+                         "ScaleLR(bs=...).")
     hypers = learn.opt.hypers[0]
     if cb.half_life and hypers.get('mom') and 'sqr_mom' not in hypers:
-        warn("ScaleLR(half_life=True) lowers `mom`, and with this optimizer that shortens each step, because its momentum is a sum and not an "
-             "average as in Adam. Leave out half_life.")
+        warn("ScaleLR(half_life=True) lowers `mom`, and with this optimizer that shortens each step, because its momentum is a sum and "
+             "not an average as in Adam. Leave out half_life.")
 
 # %% ../nbs/api/14b_rates.ipynb #db8255b4
 def batch_ramp(

@@ -33,15 +33,17 @@ class ShardedDL(TfmdDL):
         dl,               # fastai's or PyTorch's loader of whole batches
         rank:int,         # Of this process
         world:int,        # Number of ranks
-        ghosts:bool=False # Give a rank without items in a batch one item that does not count? Then all ranks have the same number of batches
+        ghosts:bool=False # Give a rank without items one that does not count? Then all ranks have the same number of batches
     ):
         self.dl,self.rank,self.world,self.ghosts = as_fastai(dl),rank,world,ghosts
         self.rows = shard_sizes(known_sizes(self.dl), world)
         dl = self.dl
         self.bs,self.n = max(1, -(-(dl.bs-rank)//world)),dl.n
-        for k in ('dataset','drop_last','num_workers','offs','pin_memory','after_item','before_batch','after_batch'): setattr(self, k, getattr(dl, k))
+        for k in ('dataset','drop_last','num_workers','offs','pin_memory','after_item','before_batch','after_batch'):
+            setattr(self, k, getattr(dl, k))
         self._device,f = dl.device,dl.fake_l
-        self.fake_l = _FakeLoader(self, f.pin_memory, f.num_workers, f.timeout, persistent_workers=f.persistent_workers, pin_memory_device=f.pin_memory_device)
+        self.fake_l = _FakeLoader(self, f.pin_memory, f.num_workers, f.timeout, persistent_workers=f.persistent_workers,
+                                  pin_memory_device=f.pin_memory_device)
 
     def __len__(self): return len(self.rows) if self.ghosts else sum(row[self.rank] > 0 for row in self.rows)
 
@@ -70,7 +72,8 @@ class ShardedDL(TfmdDL):
 
     def create_batches(self, samps):
         dl = self.dl
-        for chunk in chunked(samps, self.bs): yield dl.do_batch([o for o in map(dl.do_item, chunk) if o is not None])  # None: the item was skipped
+        # None: the item was skipped
+        for chunk in chunked(samps, self.bs): yield dl.do_batch([o for o in map(dl.do_item, chunk) if o is not None])
 
     def before_iter(self): self.dl.before_iter()
     def after_iter(self): self.dl.after_iter()
@@ -85,12 +88,14 @@ def as_fastai(
     "`dl`, or a fastai loader with its items, order and `collate_fn`"
     if not isinstance(dl, torch.utils.data.DataLoader): return dl
     if dl.batch_size is None or isinstance(dl.dataset, IterableDataset): raise ValueError(_no_sizes(dl))
-    return TfmdDL(dl.dataset, bs=dl.batch_size, drop_last=dl.drop_last, num_workers=dl.num_workers, pin_memory=dl.pin_memory, n=len(dl.sampler),
+    return TfmdDL(dl.dataset, bs=dl.batch_size, drop_last=dl.drop_last, num_workers=dl.num_workers, pin_memory=dl.pin_memory,
+                  n=len(dl.sampler),
                   get_idxs=lambda: list(dl.sampler), create_batch=dl.collate_fn, do_setup=False)
 
 def _no_sizes(dl):
-    return (f"The batches of this {type(dl).__name__} cannot be split over the ranks, because their sizes are not known before training (it has an "
-            "iterable dataset, a batch sampler, or its own length). Use a loader with a fixed batch size and a dataset with a length.")
+    return (f"The batches of this {type(dl).__name__} cannot be split over the ranks, because their sizes are not known before training "
+            "(it has an iterable dataset, a batch sampler, or its own length). Use a loader with a fixed batch size and a dataset with "
+            "a length.")
 
 def known_sizes(
     dl # fastai's loader
@@ -104,7 +109,7 @@ def known_sizes(
 def drawn_by_rank0(
     dl # fastai's loader, on each rank
 ) -> list: # Indices, the same on all ranks
-    "The order of an epoch. All ranks draw it with rank 0's random numbers, as a loader may shuffle more than indices (`LMDataLoader` shuffles texts)"
+    "The order of an epoch; all ranks draw it with rank 0's random numbers, as `LMDataLoader` shuffles texts, not only indices"
     get = lambda: (random.getstate(), np.random.get_state(), torch.get_rng_state(), dl.rng.getstate())
     def put(py, numpy, pt, own): random.setstate(py); np.random.set_state(numpy); torch.set_rng_state(pt); dl.rng.setstate(own)
     first,mine = dist.get_rank() == 0,get()

@@ -29,14 +29,16 @@ def training_state(
 ) -> dict: # For `load_training`
     "Everything that the further training of `learn` depends on. A `TypeError` if an essential part cannot be saved"
     vs = vs or Values(known_objects(learn))
-    res = dict(learner=plain({k: learn.__dict__[k] for k in _of_learner if k in learn.__dict__}), model_attrs=_model_attrs(get_model(learn.model), given))
+    res = dict(learner=plain({k: learn.__dict__[k] for k in _of_learner if k in learn.__dict__}),
+               model_attrs=_model_attrs(get_model(learn.model), given))
     if weights: res.update(weights_state(learn, vs))
     else: res['has_grad'] = _has_grad(learn)      # `lr_find` restores the weights, and leaves zeros as gradients
     cbs = learn.cbs.sorted('order')
     res['callbacks'] = callback_states(cbs, vs, given)
     res['more'] = vs.attrs(learn, 'learn', {*_of_learner, *_no_state, *(cb.name for cb in cbs), *unchanged(learn, vs, given)})
     res['metrics'] = [vs.encode(m, f'metrics[{i}]', own=True) for i,m in enumerate(_users(learn.metrics))]
-    res['samplers'] = [{k: vs.encode(v, f'dls[{i}].sampler.{k}') for k,v in sampler_weights(dl).items()} for i,dl in enumerate(learn.dls.loaders)]
+    res['samplers'] = [{k: vs.encode(v, f'dls[{i}].sampler.{k}') for k,v in sampler_weights(dl).items()}
+                       for i,dl in enumerate(learn.dls.loaders)]
     res['rng'] = rng_state(learner_device(learn), learn.dls.loaders, generator_places(learn))
     return res
 
@@ -121,7 +123,8 @@ def _inner(opt): return getattr(opt, 'opt', opt) if isinstance(opt, Lookahead) e
 
 def _held(f):
     "A loss; if it is a function, the variables that it uses from outside"
-    if isinstance(f, types.FunctionType): return {k: c.cell_contents for k,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c != types.CellType()}
+    if isinstance(f, types.FunctionType):
+        return {k: c.cell_contents for k,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c != types.CellType()}
     if isinstance(f, types.MethodType): return dict(self=f.__self__)
     if isinstance(f, partial): return dict(func=_held(f.func), args=f.args, keywords=f.keywords)
     return f
@@ -143,7 +146,8 @@ def _state_of(cb, vs, given):
     if isinstance(cb, CSVLogger): return dict(csv=csv_text(cb))
     before = list(vs.wrong)
     res = dict(attrs=vs.attrs(cb, cb.name, {'learn', *unchanged(cb, vs, given)}))
-    if type(cb).__module__.startswith('fastai.'): vs.wrong = {k: vs.wrong[k] for k in before}    # fastai's callbacks do not need what cannot be saved
+    # fastai's callbacks do not need what cannot be saved
+    if type(cb).__module__.startswith('fastai.'): vs.wrong = {k: vs.wrong[k] for k in before}
     return res if res['attrs'] else None
 
 def load_callbacks(
@@ -196,7 +200,8 @@ def remember_given(
     here = {id(o) for o in (*cbs, learn, model)}
     for i in [i for i in given if i not in here]: del given[i]   # objects of earlier fits would never be freed
     for o in (*cbs, learn):
-        if id(o) not in given: given[id(o)] = o,{k: _digest(vars(o)[k], known) for k in inspect.signature(type(o).__init__).parameters if k in vars(o)}
+        if id(o) not in given: given[id(o)] = o,{k: _digest(vars(o)[k], known) for k in inspect.signature(type(o).__init__).parameters
+                                                 if k in vars(o)}
     if id(model) not in given: given[id(model)] = model,_plain_attrs_of(model)
 
 def unchanged(
@@ -212,7 +217,8 @@ def unchanged(
 def _digest(v, known): return digest(Values(known).encode(v, ''))
 
 def _plain_attrs_of(model):
-    return {(n,k): v for n,m in model.named_modules() for k,v in vars(m).items() if k != 'training' and (v is None or type(v) in (bool,int,float,str))}
+    return {(n,k): v for n,m in model.named_modules() for k,v in vars(m).items() if k != 'training'
+            and (v is None or type(v) in (bool,int,float,str))}
 
 def _model_attrs(model, given):
     "Plain values that training has changed: a model's counter, the `p` of a dropout"
@@ -222,7 +228,8 @@ def _model_attrs(model, given):
     return res
 
 _of_learner = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','smooth_loss','final_record','training','loss'
-_no_state = {*inspect.signature(Learner.__init__).parameters, *L.split('xb yb x y pred loss_grad dl lock logger create_mbar one_batch all_batches _do_fit _metrics opt')} - {'lr','wd','moms'}
+_no_state = {*inspect.signature(Learner.__init__).parameters, *L.split('xb yb x y pred loss_grad dl lock logger create_mbar one_batch '
+                                                                       'all_batches _do_fit _metrics opt')} - {'lr','wd','moms'}
 
 def _users(metrics): return [m for m in metrics if not type(m).__module__.startswith(('fastai.','fastaccum.'))]
 
@@ -232,20 +239,26 @@ def known_objects(
 ) -> dict: # Name -> object
     "Objects that are saved elsewhere, or made by the script"
     loss,model = own_loss(learn),get_model(learn.model)
-    res = dict(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=loss, whole_model=learn.model)
+    res = dict(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=loss,
+               whole_model=learn.model)
     for i,dl in enumerate(learn.dls.loaders): res.update({f'dls[{i}]': dl, f'dls[{i}].dataset': getattr(dl, 'dataset', None)})
     res.update({f'cbs.{cb.name}': cb for cb in learn.cbs}, **{f'metrics[{i}]': m for i,m in enumerate(learn.metrics)})
     for root,m in dict(model=model, loss_func=loss).items():
-        for named in (m.named_modules, m.named_parameters, m.named_buffers) if isinstance(m, nn.Module) else (): res.update({f'{root}.{k}': o for k,o in named()})
+        for named in (m.named_modules, m.named_parameters, m.named_buffers) if isinstance(m, nn.Module) else ():
+            res.update({f'{root}.{k}': o for k,o in named()})
     return {k: o for k,o in res.items() if o is not None}
 
 def generator_places(learn) -> dict: # Name -> object, for `rng_state`
     "Where random number generators may be, besides the loaders"
-    model = {f'model.{n}.{k}': v for n,m in get_model(learn.model).named_modules() for k,v in vars(m).items() if isinstance(v, (torch.Generator,random.Random,np.random.Generator))}
-    return {**model, 'loss_func': own_loss(learn), **{cb.name: {**{k: v for k,v in vars(cb).items() if k != 'learn'}, 'methods': _methods(cb)} for cb in learn.cbs if cb.name != 'data_parallel'}}
+    model = {f'model.{n}.{k}': v for n,m in get_model(learn.model).named_modules() for k,v in vars(m).items()
+             if isinstance(v, (torch.Generator,random.Random,np.random.Generator))}
+    cbs = {cb.name: {**{k: v for k,v in vars(cb).items() if k != 'learn'}, 'methods': _methods(cb)} for cb in learn.cbs
+           if cb.name != 'data_parallel'}
+    return {**model, 'loss_func': own_loss(learn), **cbs}
 
 def _methods(cb):
-    return {k: f for c in type(cb).__mro__ if not c.__module__.startswith(('fastai.','fastcore.','fastaccum.','builtins')) for k,f in vars(c).items() if isinstance(f, types.FunctionType)}
+    return {k: f for c in type(cb).__mro__ if not c.__module__.startswith(('fastai.','fastcore.','fastaccum.','builtins'))
+            for k,f in vars(c).items() if isinstance(f, types.FunctionType)}
 
 def learner_device(
     learn # A `Learner`
@@ -265,7 +278,8 @@ def plain(
     if isinstance(o, tuple): return tuple(plain(v) for v in o)
     if isinstance(o, (list,L)): return [plain(v) for v in o]
     if isinstance(o, dict): return {plain(k): plain(v) for k,v in o.items()}
-    raise TypeError(f"A {type(o).__name__} cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists and tuples of them can.")
+    raise TypeError(f"A {type(o).__name__} cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists and tuples "
+                    "of them can.")
 
 def recorder_state(
     rec:Recorder, # During a fit
@@ -276,7 +290,8 @@ def recorder_state(
     for k,v in vars(rec).items():
         with suppress(TypeError): own[k] = plain(v)
     own = {k: v for k,v in own.items() if k not in ('losses','start_epoch')}
-    mets = [vs.encode(m, f'recorder.train_metrics[{i}]', own=True) for i,m in enumerate(rec._train_mets[1:])] if hasattr(rec, 'cancel_train') else []
+    mets = ([vs.encode(m, f'recorder.train_metrics[{i}]', own=True) for i,m in enumerate(rec._train_mets[1:])]
+            if hasattr(rec, 'cancel_train') else [])
     return dict(own=own, losses=plain(torch.stack(losses) if losses else torch.zeros(0)), smooth=plain((s.count, s.val)), mets=mets)
 
 def load_recorder(

@@ -50,7 +50,8 @@ class Values:
         try: res = self.encode(o, path, own=True)
         finally: self.code = True
         if wrong := [f'{k}: {v}' for k,v in list(self.wrong.items())[before:]]:
-            raise TypeError(f"{'; '.join(wrong)}. It cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists and tuples of them can.")
+            raise TypeError(f"{'; '.join(wrong)}. It cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists "
+                            "and tuples of them can.")
         return res
 
     def decode(self,
@@ -86,11 +87,15 @@ _scalars = type(None),bool,int,float,str
 
 def _value(cls, parts, make):
     "A kind without identity: it is made anew of its parts"
-    return (lambda o: type(o) is cls), (lambda vs, o, path: vs.each(parts(o), path)), (lambda vs, old, name, e, path: make(vs.each_back(e, old, path)))
+    return ((lambda o: type(o) is cls), (lambda vs, o, path: vs.each(parts(o), path)),
+            (lambda vs, old, name, e, path: make(vs.each_back(e, old, path))))
 
-def _bytes_of(a): return torch.from_numpy(np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8).copy()) if a.size else torch.zeros(0, dtype=torch.uint8)
+def _bytes_of(a):
+    if not a.size: return torch.zeros(0, dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8).copy())
 
-def _frame_parts(df): return [list(df.columns), df.index.to_numpy(), [str(t) for t in df.dtypes], [df.iloc[:,i].to_numpy() for i in range(df.shape[1])]]
+def _frame_parts(df):
+    return [list(df.columns), df.index.to_numpy(), [str(t) for t in df.dtypes], [df.iloc[:,i].to_numpy() for i in range(df.shape[1])]]
 
 def _frame_of(columns, index, dtypes, data):
     res = pd.DataFrame({i: pd.Series(d, index, t) for i,(d,t) in enumerate(zip(data, dtypes))}, index=index)
@@ -98,14 +103,17 @@ def _frame_of(columns, index, dtypes, data):
 
 _kinds = dict(
     tuple=_value(tuple, list, tuple), frozenset=_value(frozenset, list, frozenset),
-    bytes=_value(bytes, lambda o: [np.frombuffer(o, np.uint8)], lambda v: v[0].tobytes()), complex=_value(complex, lambda o: [o.real, o.imag], lambda v: complex(*v)),
-    slice=_value(slice, lambda o: [o.start, o.stop, o.step], lambda v: slice(*v)), range=_value(range, lambda o: [o.start, o.stop, o.step], lambda v: range(*v)),
+    bytes=_value(bytes, lambda o: [np.frombuffer(o, np.uint8)], lambda v: v[0].tobytes()),
+    complex=_value(complex, lambda o: [o.real, o.imag], lambda v: complex(*v)),
+    slice=_value(slice, lambda o: [o.start, o.stop, o.step], lambda v: slice(*v)),
+    range=_value(range, lambda o: [o.start, o.stop, o.step], lambda v: range(*v)),
     path=_value(type(Path()), lambda o: [str(o)], lambda v: Path(*v)), size=_value(torch.Size, list, torch.Size),
     device=_value(torch.device, lambda o: [str(o)], lambda v: torch.device(*v)),
     dtype=_value(torch.dtype, lambda o: [str(o)], lambda v: getattr(torch, v[0].split('.')[1])),
     time=_value(datetime, lambda o: [o.isoformat()], lambda v: datetime.fromisoformat(*v)),
     span=_value(timedelta, lambda o: [o.days, o.seconds, o.microseconds], lambda v: timedelta(*v)),
-    frame=_value(pd.DataFrame, _frame_parts, lambda v: _frame_of(*v)), series=_value(pd.Series, lambda o: [o.name, o.to_frame('x')], lambda v: v[1]['x'].rename(v[0])))
+    frame=_value(pd.DataFrame, _frame_parts, lambda v: _frame_of(*v)),
+    series=_value(pd.Series, lambda o: [o.name, o.to_frame('x')], lambda v: v[1]['x'].rename(v[0])))
 
 # %% ../nbs/api/14c_values.ipynb #9e1ec58e
 _made = {c.__name__: c for c in (list, L, set, dict, OrderedDict, Counter, SimpleNamespace, deque)}
@@ -155,7 +163,8 @@ def _put_array(vs, old, name, e, path):
     return old
 
 _kinds.update(
-    array=(lambda o: isinstance(o, np.ndarray), _take_array, _put_array), namedtuple=(lambda o: isinstance(o, tuple), lambda vs, o, path: vs.each(o, path), _put_named),
+    array=(lambda o: isinstance(o, np.ndarray), _take_array, _put_array),
+    namedtuple=(lambda o: isinstance(o, tuple), lambda vs, o, path: vs.each(o, path), _put_named),
     deque=(lambda o: isinstance(o, deque), lambda vs, o, path: vs.each([o.maxlen, *o], path), _put_deque),
     list=(lambda o: isinstance(o, (list,L,set)), lambda vs, o, path: vs.each(o, path), _put_list),
     dict=(lambda o: isinstance(o, (dict,SimpleNamespace)), _take_dict, _put_dict))
@@ -192,12 +201,14 @@ def put_module(
 
 # %% ../nbs/api/14c_values.ipynb #e91bd247
 _generators = {    # type -> its state; to set it
-    random.Random: (random.Random.getstate, random.Random.setstate), torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     np.random.Generator: (lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, 'state', s)),
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state)}
 
 def is_generator(o): return type(o) in _generators
-def keeps_state(o): return all(hasattr(type(o), k) for k in ('state_dict', 'load_state_dict'))   # its own methods: `GetAttr` would find the model's
+# its own methods: `GetAttr` would find the model's
+def keeps_state(o): return all(hasattr(type(o), k) for k in ('state_dict', 'load_state_dict'))
 
 def _take_attrs(vs, o, path): return {k: vs.encode(v, f'{path}.{k}') for k,v in vars(o).items()}
 def _put_attrs(vs, o, e, path):
@@ -214,27 +225,32 @@ def _there(put):
 
 _kinds.update(
     module=(lambda o: isinstance(o, nn.Module), take_module, _there(put_module)),
-    generator=(is_generator, lambda vs, o, path: vs.encode(_generators[type(o)][0](o), path), _there(lambda vs, o, e, path: _generators[type(o)][1](o, vs.decode(e, None, path)))),
+    generator=(is_generator, lambda vs, o, path: vs.encode(_generators[type(o)][0](o), path),
+               _there(lambda vs, o, e, path: _generators[type(o)][1](o, vs.decode(e, None, path)))),
     state=(keeps_state, lambda vs, o, path: vs.encode(o.state_dict(), f'{path}.state_dict()'),
            _there(lambda vs, o, e, path: o.load_state_dict(vs.decode(e, None, f'{path}.state_dict()')))),
-    enum=(lambda o: isinstance(o, Enum), lambda vs, o, path: o.name, lambda vs, old, name, e, path: type(old)[e] if type(old).__name__ == name else old),
+    enum=(lambda o: isinstance(o, Enum), lambda vs, o, path: o.name,
+          lambda vs, old, name, e, path: type(old)[e] if type(old).__name__ == name else old),
     object=(lambda o: _is_plain_object(o), _take_attrs, _there(_put_attrs)))
 
 # %% ../nbs/api/14c_values.ipynb #e382ae85
 _shown = 'matplotlib','fastprogress','IPython','tqdm','ipywidgets','logging','typing'
-_code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.GenericAlias, type, np.ufunc, partial, property, weakref.ref,
+_code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.GenericAlias, type, np.ufunc, partial,
+         property, weakref.ref,
          type(threading.Lock()), type(threading.RLock()))
 _libraries = tuple(sysconfig.get_path(k) for k in ('stdlib', 'platstdlib', 'purelib', 'platlib'))
 
 def _is_code(o):
     cls = type(o)
-    return isinstance(o, _code) or cls.__module__.split('.')[0] in _shown or any(c.__name__ in ('Hook','Hooks','RemovableHandle') for c in cls.__mro__)
+    return isinstance(o, _code) or cls.__module__.split('.')[0] in _shown or any(c.__name__ in ('Hook','Hooks','RemovableHandle')
+                                                                                 for c in cls.__mro__)
 
 def _is_plain_object(o):
     "Do its attributes hold all of its state, and is its class the user's or fastai's?"
     cls = type(o)
     in_c = any(not c.__flags__ & 1<<9 or '__slots__' in vars(c) for c in cls.__mro__[:-1])    # or in slots
-    if not hasattr(o, '__dict__') or in_c or cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__: return False
+    if not hasattr(o, '__dict__') or in_c or cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
+        return False
     file = getattr(sys.modules.get(cls.__module__), '__file__', None) or ''
     return cls.__module__.split('.')[0] in ('fastai','fastcore','fastaccum') or not file.startswith(_libraries)
 
