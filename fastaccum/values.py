@@ -86,7 +86,7 @@ class Values:
 _scalars = type(None),bool,int,float,str
 
 def _value(cls, parts, make):
-    "A kind without identity: it is made anew of its parts"
+    "A kind without identity: it is created again from its parts"
     return ((lambda o: type(o) is cls), (lambda vs, o, path: vs.each(parts(o), path)),
             (lambda vs, old, name, e, path: make(vs.each_back(e, old, path))))
 
