@@ -191,7 +191,7 @@ class Tally:
         self.so_far = self.closed = Accumulated()
 
     @property
-    def so_far(self) -> Accumulated:
+    def so_far(self): # `Accumulated`
         "The record of the accumulated batch; what was counted since it was last read is added now"
         if self._new:
             losses,weights,sizes = zip(*self._new)
