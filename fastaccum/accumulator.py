@@ -191,7 +191,7 @@ class Tally:
         self.so_far = self.closed = Accumulated()
 
     @property
-    def so_far(self) -> Accumulated:
+    def so_far(self): # `Accumulated`
         "The record of the accumulated batch. Reading it adds the micro-batches that were counted since the last read"
         if self._new:
             losses,weights,sizes = zip(*self._new)

@@ -98,13 +98,11 @@ class Rows:
 
     def due(self):
         "Is there a row for this batch?"
-        if self.loop.now.closed: return True
-        acc = self.loop.accumulation
-        return acc is self.loop.every_batch or not self.one_a_step(acc)
+        return self.loop.now.closed or self.loop.accumulation is self.loop.every_batch or not self.one_a_step()
 
-    def one_a_step(self, acc=None):
+    def one_a_step(self):
         "Is there one row per step, rather than per loader batch? `lr_find` always counts steps"
-        return (acc or self.loop.accumulation).log_accum_batch or self.loop.lr_finder is not None
+        return self.loop.accumulation.log_accum_batch or self.loop.lr_finder is not None
 
     def next_loss(self) -> Tensor|None:
         "The loss that the Recorder will log for this step; `None` without a Recorder"

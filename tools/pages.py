@@ -159,7 +159,7 @@ class Page:
 
     def blocks(self):
         """The cells with their numbers, in the order of the page, as (summary, cells). What has a summary is folded: a helper with the code
-        that shows it; a section of helpers only, below *Internals* at the end"""
+        that shows it; a section of helpers only, below *Internals* at the end, where sections go that have this name in the notebook"""
         sections = [[]]
         for o in zip(self.nb.cells, range(len(self.nb.cells))):
             if o[0].cell_type == 'markdown' and re.match(r'## ', o[0].source): sections.append([])
@@ -168,6 +168,7 @@ class Page:
         inner = [s for s in sections[1:] if not head(s).startswith('Internals') and any(self.helpers(c) for c,_ in s)
                  and all(self.helpers(c) for c,_ in s if calls(c))]
         front = [s for s in sections if not any(s is o for o in inner)]
+        front[1:] = sorted(front[1:], key=lambda s: head(s).startswith('Internals'))
         for cells in front: yield from self.folded(cells)
         if inner and not any(head(s).startswith('Internals') for s in front[1:]): yield '',[(mk_cell('## Internals', 'markdown'), -1)]
         for cells in inner: yield f'{head(cells)}: {", ".join(n for c,_ in cells for n in self.helpers(c))}',cells
