@@ -89,6 +89,11 @@ def is_typed(cell):
     d = cell.directives
     return bool(cell.source.strip()) and not (d.get('echo') == 'false' or d.get('eval') == 'false' or d.get('include') == 'false')
 
+def shown_code(cell):
+    "The code in the output of a cell"
+    texts = (''.join(o.data.get('text/markdown', '')) for o in cell.outputs if 'data' in o)
+    return [src for text in texts for src in re.findall(r'(?ms)^```python\n(.*?)^```', text)]
+
 # -- What is folded ----------------------------------------------------------------------------------------------
 def fold(summary, text, kind='info'):
     "`text` below a line that opens it"
@@ -197,8 +202,9 @@ class Page:
         return '\n'.join(lines + [f'from {self.mod.__name__} import {", ".join(own)}']*bool(own))
 
     def snippets(self):
-        "What a reader types, from the top of the page to its end"
-        cells = [c.source for _,cells in self.blocks() for c,_ in cells if c.cell_type == 'code' and not calls(c) and is_typed(c)]
+        "What a reader types, from the top of the page to its end: the code that is shown, also as the output of a cell that is not"
+        code = [c for _,cells in self.blocks() for c,_ in cells if c.cell_type == 'code' and not calls(c)]
+        cells = [src for c in code for src in ([c.source] if is_typed(c) else shown_code(c))]
         return [self.imports(), *cells] if self.mod and cells else cells
 
     def cell(self, cell, i):
