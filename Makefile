@@ -8,7 +8,7 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int
 # One thread is fastest for models as small as the tests', and they never log to a server
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
 
-.PHONY: help demo test bench snippets mutants foreign docs export readme clean bump
+.PHONY: help demo test ranks bench snippets mutants foreign docs export readme clean bump
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -29,7 +29,7 @@ else
 test: $(INSTALLED) ## check that generated files are up to date, run all notebooks, then pytest; DEVICE=cuda: on a GPU
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/test_distributed.py
 
 bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some ten minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(BIN)/python -m bench
@@ -37,6 +37,9 @@ bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs
 	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb nbs/coming_from.ipynb nbs/tutorials/how_exact.ipynb nbs/tutorials/find_batch_size.ipynb
 	$(BIN)/python tools/export.py
 endif
+
+ranks: $(INSTALLED) ## test training in several processes (some minutes); ALL_CASES=1: with every case
+	$(TEST_ENV) $(BIN)/python -m pytest tests/test_distributed.py
 
 snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a reader would (some ten minutes)
 	$(BIN)/python tools/snippets.py $(PAGES)

@@ -32,19 +32,19 @@ __all__ = ['AccumulationState', 'Accumulation', 'GradientAccumulation', 'Gradien
 
 # %% ../nbs/api/10_accumulation.ipynb #608e9118
 class AccumulationState(LoopCallback):
-    "What an accumulation callback tells of itself"
+    "The state that an accumulation callback shows to other callbacks"
     order,run_valid,name,slot = 6,False,'gradient_accumulation','accumulation'
-    ranks = None  # what cuts the loader batches over several processes, if something does
-    n_items = property(lambda self: self.acc.n_items, doc="Accumulated so far")
+    ranks = None  # the object that splits loader batches over several processes, if there is one
+    n_items = property(lambda self: self.acc.n_items, doc="Items accumulated so far")
     opens   = property(lambda self: self.state.opens, doc="Does this loader batch begin an accumulated batch?")
-    closes  = property(lambda self: self.state.closes, doc="Does it end one?")
-    items   = property(lambda self: self.state.items, doc="Of the accumulated batch that closed last")
-    running = property(lambda self: self.state.running, doc="Has it begun with this fit?")
+    closes  = property(lambda self: self.state.closes, doc="Does this loader batch end an accumulated batch?")
+    items   = property(lambda self: self.state.items, doc="Items of the last accumulated batch that closed")
+    running = property(lambda self: self.state.running, doc="Has the callback started in this fit?")
 
     loss_rule = property(loss_rule)
     @property
     def complete(self) -> bool:
-        "Do all of its micro-batches come from this loader batch, and may their weights alone set the target?"
+        "Does the accumulated batch consist of this loader batch alone, so that its weights can set the target?"
         return self.opens and self.closes and not (self.ranks and self.ranks.one_target)
 
     @property
@@ -55,20 +55,20 @@ class AccumulationState(LoopCallback):
     def clear(self): self.acc.reset(self.learn.opt)
 
 class Accumulation(AccumulationState):
-    "What all accumulation callbacks do in the loop; how large an accumulated batch is, is up to `size_at`"
+    "The base of all accumulation callbacks. `size_at` decides how large an accumulated batch is"
     @contextmanager
     def during_fit(self):
-        "Sums in `grad_dtype` within"
+        "Context in which gradients are summed in `grad_dtype`"
         with ExitStack() as stack:
             if self.grad_dtype is not None: sum_wide(self.learn, self.grad_dtype, stack)
             yield
 
     def before_fit(self):
-        if self.learn.opt is not None: begin_accumulating(self)   # a loaded Learner that only predicts has none
+        if self.learn.opt is not None: begin_accumulating(self)   # a loaded Learner that only predicts has no optimizer
 
     def before_batch(self):
         learn,st = self.learn,self.state
-        if not st.running: self.before_fit()             # it was added in the middle of a fit
+        if not st.running: self.before_fit()             # added in the middle of a fit
         n = items_in_batch(self) if self.ranks is None else self.ranks.n_items
         n_iter,i = learn.__dict__.get('n_iter', 0),learn.__dict__.get('iter', 0)
         st.opens,st.last = self.acc.n_items == 0,i == n_iter-1
@@ -80,21 +80,21 @@ class Accumulation(AccumulationState):
     def _ends(self, n): return n >= self.acc.accum_bs or (self.state.last and self.remainder == 'step' and n > 0)
 
     def train_batch(self):
-        "Forward and backward of the loader batch"
+        "Forward and backward passes of the loader batch"
         st,n = self.state,items_in_batch(self)
         st.counted = None
         look_up_loss(self)
         if st.opens: self.acc.normalize = self.normalize and (self.weight is not None or st.info.reduction != 'sum')
-        if self.ranks is not None and self.ranks.passes(): pass        # this rank has no items in the batch
+        if self.ranks is not None and self.ranks.passes(): pass        # this rank has no items in this batch
         elif self.micro_batch_size == 'auto': fit_memory(self, n)
         else: forward_backward(self, self.micro_batch_size or n, n)   # `micro_batch_size` may be more than `n`
         if self.ranks is not None: self.ranks.counted()
-        st.closes = self._ends(self.acc.n_items)                       # not, if a micro-batch was cancelled
+        st.closes = self._ends(self.acc.n_items)                       # False if a micro-batch was cancelled
         note_inexact(self)
 
     def predict(self, whole):
-        "Validation's forward pass; `whole()` calls the model with the loader batch"
-        sharded = self.ranks and self.ranks.one_target  # all ranks go through the model as often
+        "Forward pass of validation; `whole()` calls the model with the loader batch"
+        sharded = self.ranks and self.ranks.one_target  # all ranks must call the model equally often
         if sharded or self.micro_batch_size is None or keeps_state(self.learn): return whole()
         return predict_in_parts(self, whole, items_in_batch(self))
 
@@ -106,7 +106,7 @@ class Accumulation(AccumulationState):
     def after_batch(self):
         loop,learn = self.loop,self.learn
         if loop.now.closed and self.log_accum_batch: loop.now.batch_loss,learn.loss = learn.loss,loop.step_loss
-        if loop.lr_finder: learn.train_iter = len(learn.recorder.losses) + loop.now.closed   # it counts steps
+        if loop.lr_finder: learn.train_iter = len(learn.recorder.losses) + loop.now.closed   # LRFinder counts steps
 
     def after_train(self): end_epoch(self)
     def after_cancel_epoch(self): end_epoch(self)
@@ -118,18 +118,18 @@ class Accumulation(AccumulationState):
 class GradientAccumulation(Accumulation):
     "Step the optimizer once every `accum_bs` items, with the exact gradient of the mean loss over all of them"
     def __init__(self,
-        accum_bs:int|None=None,      # Items of an accumulated batch; default 32 (fastai's), or a loader batch with `micro_batch_size`
+        accum_bs:int|None=None,      # Items of an accumulated batch; default 32 as in fastai, or one loader batch with `micro_batch_size`
         n_acc:int|None=None,         # fastai's name for `accum_bs`: pass one of the two
-        log_accum_batch:bool=True,   # One log row a step, with the accumulated loss? If False one a loader batch, as fastai
-        micro_batch_size:int|str|None=None, # Most items of a micro-batch: loader batches are split; 'auto': as many as fit memory
+        log_accum_batch:bool=True,   # One log row per step, with the accumulated loss? If False, one per loader batch, as in fastai
+        micro_batch_size:int|str|None=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit
         remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
-        normalize:bool=True,         # Exact weighted mean? If False gradients are added up as they come
-        weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over, where that cannot be known or measured
-        n_items=None,                # `n_items(learn)`: items of the loader batch, where its inputs' first dimension does not tell
+        normalize:bool=True,         # Exact weighted mean? If False, the gradients are added up without weights
+        weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over, if it is not known and cannot be measured
+        n_items=None,                # `n_items(learn)`: items of the loader batch, if it is not the first dimension of its inputs
         check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
-        grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of weights in half precision in fp32
-        coupled:bool|str=False,      # One loss over the micro-batches of a loader batch? 'head', or a module's name: that sees all, too
-        drop_last=None               # Of fastxtend: use `remainder`
+        grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
+        coupled:bool|str=False,      # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
+        drop_last=None               # fastxtend's argument: use `remainder` instead
     ):
         check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, drop_last, grad_dtype, coupled)
         self.acc,self.state,self._warned = GradientAccumulator([], 1, normalize),_state(micro_batch_size),set()
@@ -140,7 +140,7 @@ class GradientAccumulation(Accumulation):
 
     @property
     def accum_bs(self) -> int:
-        "Of the accumulated batch under way"
+        "Target number of items of the current accumulated batch"
         return self.acc.accum_bs
     @accum_bs.setter
     def accum_bs(self, v):
@@ -148,22 +148,22 @@ class GradientAccumulation(Accumulation):
         self.acc.accum_bs = self._accum_bs = int(v)
 
     def size_at(self,
-        done:int,   # Loader batches of the fit so far
-        n_iter:int, # Loader batches of an epoch
-        n_epoch:int # Epochs of the fit
+        done:int,   # Number of loader batches done in this fit
+        n_iter:int, # Number of loader batches of an epoch
+        n_epoch:int # Number of epochs of the fit
     ) -> int:
-        "`accum_bs` of an accumulated batch that begins there"
+        "`accum_bs` of the accumulated batch that begins after `done` loader batches"
         return self._accum_bs
 
     def state_dict(self) -> dict: # Plain values
-        "The micro-batch sizes that 'auto' has found, for checkpoints (which are written where nothing is accumulated)"
+        "The micro-batch sizes that 'auto' has found, for checkpoints. (A checkpoint is written only when nothing is accumulated.)"
         fits = [([(list(s), str(d).split('.')[-1]) for s,d in key], size) for key,size in self.state.size_by_shape.items()]
         return dict(micro_bs=self.state.micro_bs, fits=fits)
 
     def load_state_dict(self,
         state:dict # From `state_dict`
     ):
-        "Go on with these sizes"
+        "Continue with the saved micro-batch sizes"
         self.state.micro_bs = state['micro_bs']
         self.state.size_by_shape = {tuple((torch.Size(s), getattr(torch, d)) for s,d in key): size for key,size in state['fits']}
 
@@ -177,7 +177,7 @@ def plan(self:GradientAccumulation,
     n_epoch:int=1, # Number of epochs
     dl=None        # Training loader, default the Learner's
 ) -> list: # Items of each accumulated batch
-    "The accumulated batches that a fit of `n_epoch` epochs will step on, found without training"
+    "The sizes of the optimizer steps of a fit of `n_epoch` epochs, computed without training"
     return accum_batches(self._sizes(dl), n_epoch, self.size_at, self.remainder)
 
 @patch
@@ -204,7 +204,7 @@ def plot(self:GradientAccumulation,
 
 # %% ../nbs/api/10_accumulation.ipynb #b4e97aad
 def _is_factory(f):
-    "Does `f(start, end)` make a schedule (SchedCos), or is `f(pos)` one (combine_scheds)?"
+    "Does `f(start, end)` return a schedule, like SchedCos? Otherwise `f(pos)` is itself a schedule, like those of combine_scheds"
     try: inspect.signature(f).bind(0, 1)
     except TypeError: return False
     return True
@@ -222,17 +222,17 @@ class GradientAccumulationSchedule(GradientAccumulation):
         start_accum_bs:int,          # Items of an accumulated batch until `start`
         final_accum_bs:int,          # Items of an accumulated batch from `finish` on
         start:float|int=0,           # Where the schedule begins: a float is a fraction of the fit, an int an epoch (from 0)
-        finish:float|int=.3,         # Where it ends, likewise: `1.` is the end of the fit, `1` that of its first epoch
-        schedule=SchedCos,           # fastai annealer of (start, end), or a function of the position from 0 to 1, as `combine_scheds` makes
-        log_accum_batch:bool=True,   # One log row a step, with the accumulated loss? If False one a loader batch, as fastai
-        micro_batch_size:int|str|None=None, # Most items of a micro-batch: loader batches are split; 'auto': as many as fit memory
+        finish:float|int=.3,         # Where the schedule ends: `1.` is the end of the fit, `1` the end of its first epoch
+        schedule=SchedCos,           # fastai annealer of (start, end), or a function of the position from 0 to 1, as from `combine_scheds`
+        log_accum_batch:bool=True,   # One log row per step, with the accumulated loss? If False, one per loader batch, as in fastai
+        micro_batch_size:int|str|None=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit
         remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
-        normalize:bool=True,         # Exact weighted mean? If False gradients are added up as they come
+        normalize:bool=True,         # Exact weighted mean? If False, the gradients are added up without weights
         weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over
         n_items=None,                # `n_items(learn)`: items of the loader batch
         check_loss:bool=True,        # Measure what a loss averages over, if it is not exactly PyTorch's or fastai's?
-        grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of weights in half precision in fp32
-        coupled:bool|str=False       # One loss over the micro-batches of a loader batch? 'head', or a module's name: that sees all, too
+        grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
+        coupled:bool|str=False       # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
     ):
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
                          normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
@@ -250,15 +250,15 @@ class GradientAccumulationSchedule(GradientAccumulation):
         super().before_fit()
         n = self.learn.__dict__.get('n_epoch', 1)
         if isinstance(self.finish, Integral) and self.finish == 1 < n and not self.loop.lr_finder:
-            warn_once(self, f"finish=1 is an epoch: the schedule ends with the first of {n} epochs. For the end of the fit write finish=1. "
-                            f"with a point; if you mean the first epoch, finish=1/{n} says so without this warning.")
+            warn_once(self, f"finish=1 is an epoch: the schedule ends with the first of {n} epochs. For the end of the fit write the float "
+                            f"finish=1.0. For the end of the first epoch, finish=1/{n} avoids this warning.")
 
     def size_at(self,
-        done:int,   # Loader batches of the fit so far
-        n_iter:int, # Loader batches of an epoch
-        n_epoch:int # Epochs of the fit
+        done:int,   # Number of loader batches done in this fit
+        n_iter:int, # Number of loader batches of an epoch
+        n_epoch:int # Number of epochs of the fit
     ) -> int:
-        "`accum_bs` of an accumulated batch that begins there"
+        "`accum_bs` of the accumulated batch that begins after `done` loader batches"
         a,b = (v*n_iter*(1 if isinstance(v, Integral) else n_epoch) for v in (self.start, self.finish))
         if a > b: raise ValueError(f"start={self.start} is after finish={self.finish} in a fit of {n_epoch} epochs.")
         if done < a or (self.learn is not None and self.loop.lr_finder): return self.start_accum_bs  # lr_find tries the first size
@@ -272,26 +272,26 @@ _remainders = 'step','drop','carry'
 
 def check_args(
     accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None,
-    coupled=False # As given to `GradientAccumulation`
+    coupled=False # All as in `GradientAccumulation`
 ):
-    "Raise an error for arguments of `GradientAccumulation` that cannot be meant"
+    "Raise an error if an argument of `GradientAccumulation` has the wrong type or value, or if two of them contradict each other"
     if None not in (accum_bs, n_acc):
         raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone "
                          "(n_acc is fastai's name for it).")
     k = micro_batch_size
     if not (k is None or k == 'auto' or isinstance(k, Integral) and not isinstance(k, bool) and k >= 1):
-        raise ValueError(f"micro_batch_size={k!r}: pass the most items of a micro-batch (an int, at least 1), 'auto' for as many as fit "
-                         "memory, or None for whole loader batches.")
+        raise ValueError(f"micro_batch_size={k!r}: pass the largest number of items of a micro-batch (an int, at least 1), 'auto' for as "
+                         "many as fit memory, or None for whole loader batches.")
     if not isinstance(coupled, bool) and not (isinstance(coupled, str) and coupled):
         raise ValueError(f"coupled={coupled!r}: pass True for one loss over the whole loader batch, 'head' or the name of a module "
-                         "that is to see the whole loader batch too, or False.")
+                         "that should see the whole loader batch too, or False.")
     if coupled and k is None:
-        raise ValueError(f"coupled={coupled!r} puts the micro-batches of a loader batch together, and micro_batch_size, which makes them, "
-                         "is missing: GradientAccumulation(micro_batch_size=..., coupled=True).")
+        raise ValueError(f"coupled={coupled!r} computes one loss over the micro-batches of a loader batch, and so needs micro_batch_size: "
+                         "write GradientAccumulation(micro_batch_size=..., coupled=True).")
     if remainder not in _remainders: raise ValueError(f"remainder={remainder!r} is not one of {', '.join(map(repr, _remainders))}.")
     if drop_last is not None:
-        raise TypeError(f"drop_last={drop_last!r} is fastxtend's: use remainder='drop' to leave out what is left at the end of an epoch, "
-                        "'step' (the default) to step on it.")
+        raise TypeError(f"drop_last={drop_last!r} is an argument of fastxtend: use remainder='drop' to drop the items left at the end "
+                        "of an epoch, or 'step' (the default) to step on them.")
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype={grad_dtype!r}: pass torch.float32 to sum the gradients of half-precision weights in fp32, or None.")
     if n_items is not None and not callable(n_items):
@@ -304,48 +304,50 @@ def check_args(
 def check_learner(
     acc # A `GradientAccumulation` that is attached to a `Learner`
 ):
-    "Raise an error for what cannot work with `acc`, warn of what is doubtful"
+    "Raise an error for settings of the Learner that cannot work with `acc`, and warn of doubtful ones"
     learn = acc.learn
     check_own_loop(learn)
     dist = torch.distributed
     if acc.ranks is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(f"{dist.get_world_size()} processes train together, and {type(acc).__name__} alone would accumulate in each "
-                         "of them by itself: add "
-                         "DataParallel(), LocalSGD() or FullyShard() to the Learner's callbacks, or train inside `learn.distrib_ctx()`.")
+        raise ValueError(f"{dist.get_world_size()} processes train together, but {type(acc).__name__} alone would accumulate in each "
+                         "process separately: add DataParallel(), LocalSGD() or FullyShard() to the Learner's callbacks, or train inside "
+                         "`learn.distrib_ctx()`.")
     same = [type(cb) for cb in learn.cbs if cb.name == acc.name]
     if len(same) > 1:
         names = ', '.join(f'{c.__module__}.{c.__name__}' for c in same)
-        raise ValueError(f"{len(same)} gradient accumulation callbacks are attached: {names}. Keep one: `learn.remove_cb` the other.")
+        raise ValueError(f"{len(same)} gradient accumulation callbacks are attached: {names}. Keep one: remove the other with "
+                         "`learn.remove_cb`.")
     theirs = first(cb for cb in learn.cbs if is_a(type(cb), 'MixedPrecision') and not isinstance(cb, LoopCallback))
     if theirs is not None:
-        raise ValueError("fastai's MixedPrecision is attached next to GradientAccumulation: it leaves its autocast once a micro-batch, "
-                         "and the weights would stop learning. Use fastaccum's: `from fastaccum.all import *` after fastai's import, "
-                         "then `learn.to_fp16()` or `learn.to_bf16()`, which replace it.")
+        raise ValueError("fastai's MixedPrecision is attached, but it does not work with fastaccum's GradientAccumulation: it ends its "
+                         "autocast at every micro-batch, and the weights would stop learning. Use fastaccum's: write `from fastaccum.all "
+                         "import *` after fastai's imports, then `learn.to_fp16()` or `learn.to_bf16()`, which replace fastai's.")
     if acc.micro_batch_size is not None and keeps_state(learn):
-        raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (a ModelResetter "
-                         "is there): the state of some items would be taken for that of others. Leave micro_batch_size out and give the "
-                         "loader a smaller batch size.")
+        raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (the Learner has a "
+                         "ModelResetter): some items would get the state of others. Leave micro_batch_size out and give the loader a "
+                         "smaller batch size.")
     if acc.coupled: check_coupled(acc)
     check_sizes(acc)
 
 def check_coupled(
     acc # A `GradientAccumulation` with `coupled` that is attached to a `Learner`
 ):
-    "Raise an error for what cannot work with it"
+    "Raise an error for settings of the Learner that cannot work with `coupled`"
     named = lambda *names: first(type(cb).__name__ for cb in acc.learn.cbs if is_a(type(cb), *names))
     noise = named('GradientNoiseScale', 'AdaptiveGradientAccumulation')
     if noise:
-        raise ValueError(f"{noise} compares the gradients of micro-batches, and with coupled={acc.coupled!r} they have one loss: "
-                         "leave one of them out.")
+        raise ValueError(f"{noise} compares the gradients of micro-batches, but with coupled={acc.coupled!r} these share one loss: "
+                         f"leave out {noise} or coupled.")
     if not isinstance(acc.coupled, str): return
     find_head(acc.learn.model, acc.coupled)
     if named('Compile'):
-        raise ValueError(f"Compile makes one piece of the model, and coupled={acc.coupled!r} calls its head by itself: use coupled=True.")
+        raise ValueError(f"Compile compiles the model in one piece, but coupled={acc.coupled!r} calls the head separately: use "
+                         "coupled=True.")
 
 def check_sizes(
     acc # A `GradientAccumulation` that is attached to a `Learner`
 ):
-    "The part of `check_learner` that asks how large the batches are"
+    "The part of `check_learner` that checks the sizes of the batches"
     learn = acc.learn
     try: sizes = batch_sizes(learn.dls.train)
     except ValueError: return
@@ -366,25 +368,25 @@ def check_sizes(
                   f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_head(acc)}")
 
 def has_batchnorm(
-    model:nn.Module, # Where to look
-    but=None         # A module of it where BatchNorm sees the whole loader batch
+    model:nn.Module, # Any model
+    but=None         # A module of the model that sees the whole loader batch
 ) -> bool:
-    "Is there a BatchNorm that sees micro-batches?"
+    "Does the model have a BatchNorm that sees micro-batches?"
     seen = set(but.modules()) if but is not None else ()
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in seen for m in model.modules())
 
 def advise_head(
     acc # A `GradientAccumulation` whose model has BatchNorm
 ) -> str:
-    "A sentence on coupled='head', where the head is the only place of BatchNorm"
+    "A sentence that recommends coupled='head', if only the head has BatchNorm; otherwise ''"
     model = get_model(acc.learn.model)
     if acc.micro_batch_size is None or not isinstance(model, nn.Sequential) or has_batchnorm(model, but=model[-1]): return ''
-    return " It is in the head only: with coupled='head' it sees whole loader batches."
+    return " Only the head of this model has BatchNorm: with coupled='head' it sees whole loader batches."
 
 def keeps_state(
     learn # A `Learner`
 ) -> bool:
-    "Does the model keep a state from one batch to the next? `SentenceEncoder`, of text classifiers, resets itself at each call"
+    "Does the model keep state from one batch to the next? (The `SentenceEncoder` of text classifiers resets itself at each call)"
     has_resetter = any(isinstance(cb, ModelResetter) for cb in learn.cbs)
     return has_resetter and not any(is_a(type(m), 'SentenceEncoder') for m in learn.model.modules())
 
@@ -403,22 +405,23 @@ def items_in_batch(
 
 def warn_of_items(
     acc,  # A `GradientAccumulation`
-    n:int # Items that it counted
+    n:int # Items that were counted
 ):
     "Warn that inputs and targets have different numbers of rows"
     shapes = [' and '.join(str(tuple(t.shape)) for t in tree_leaves(b) if isinstance(t, Tensor)) for b in (acc.learn.xb, acc.learn.yb)]
-    warn_once(acc, f"Inputs of shape {shapes[0]} and targets of shape {shapes[1]} do not have the same number of items: the inputs' {n} "
-              "are counted. If that is wrong, pass n_items=, a function of the Learner that returns the number of items in its batch.")
+    warn_once(acc, f"Inputs of shape {shapes[0]} and targets of shape {shapes[1]} do not have the same number of items: fastaccum counts "
+              f"the {n} items of the inputs. If this is wrong, pass n_items=, a function of the Learner that returns the number of items "
+              "in its batch.")
 
 class OptimizerParams:
-    "The parameters that the Learner's optimizer has at the time, tied ones once"
+    "The parameters that the Learner's optimizer currently has; tied parameters appear once"
     def __init__(self, learn): self.learn = learn
     def __iter__(self): return iter(dict.fromkeys(p for ps in self.learn.opt.param_lists for p in ps))
 
 def begin_accumulating(
     acc # A `GradientAccumulation` that is attached to a `Learner` with an optimizer
 ):
-    "Check everything, and start from zero gradients and counts, whatever ended the last fit"
+    "Check everything, and start with zero gradients and counts, however the last fit ended"
     learn,st = acc.learn,acc.state
     check_learner(acc)
     learn.gradient_accumulation = acc
@@ -430,10 +433,10 @@ def begin_accumulating(
 
 def sum_wide(
     learn,            # A `Learner`
-    dtype:torch.dtype,# Of the sums
-    stack:ExitStack   # Open as long as they are to be wide
+    dtype:torch.dtype,# Type of the sums
+    stack:ExitStack   # Gradients are summed in `dtype` until this stack closes
 ):
-    "Sum gradients in `dtype`; a PyTorch optimizer that refuses these gets them rounded, once, at the step"
+    "Sum gradients in `dtype`. For a PyTorch optimizer that rejects this type, the sums are rounded once, at the step"
     stack.enter_context(summed_in(learn.model.parameters(), dtype))
     opt = learn.opt.opt if isinstance(learn.opt, OptimWrapper) else None
     if opt is not None and not takes_wide(opt): stack.enter_context(rounded_at_step(opt))
@@ -447,7 +450,7 @@ def learn_dtype(
 def end_fit(
     acc # A `GradientAccumulation` whose fit ends
 ):
-    "Clear what is left over, and say so"
+    "Clear the gradients that are left over, and print a message"
     acc.state.running = False
     end_measuring(acc)
     if not acc.n_items: return
@@ -457,7 +460,7 @@ def end_fit(
 def fit_graph(
     learn # A `Learner` at the end of an epoch
 ):
-    "Let ShowGraphCallback draw the validation loss where the rows of the epoch end, not its loader batches"
+    "Make ShowGraphCallback draw the validation loss after the last row of the epoch, instead of after its last loader batch"
     graph = getattr(learn, 'show_graph', None)
     if graph is None or not getattr(graph, 'nb_batches', None): return
     n_rows = len(learn.recorder.losses)
@@ -466,7 +469,7 @@ def fit_graph(
 def note_inexact(
     acc # A `GradientAccumulation` after a loader batch
 ):
-    "Remember, on the device, whether a loss was met that no weight makes exact"
+    "Remember on the device whether no weight makes the loss exact"
     st = acc.state
     if not st.info.inexact or acc.weight is not None: return
     st.inexact = st.inexact | (st.info.class_weight is not None) | (acc.learn.yb[0] == st.info.ignore_index).any()
@@ -475,7 +478,7 @@ def note_inexact(
 def end_epoch(
     acc # A `GradientAccumulation`
 ):
-    "Deal with what is left at the end of an epoch, or of one that was cut short"
+    "Handle the items that are left at the end of an epoch, even of one that was cut short"
     check_alike(acc.state)
     if acc.state.inexact:
         warn_once(acc, "LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means with different divisors: "
@@ -484,15 +487,15 @@ def end_epoch(
     if acc.loop.now.row_due: acc.loop.rows.give()  # a callback ended the epoch between the step and its row
     if not acc.n_items or acc.remainder == 'carry': return
     if acc.remainder == 'drop' and not acc.acc.ready: return drop_remainder(acc)
-    acc.loop.busy = True                         # what validates in an event of the step does so inside the epoch
+    acc.loop.busy = True                         # a validation in an event of this step is inside the epoch
     try: acc.loop.step()
-    except (CancelBatchException, CancelTrainException, CancelEpochException): pass  # if it did not step, it goes on
+    except (CancelBatchException, CancelTrainException, CancelEpochException): pass  # without a step, the accumulated batch continues
     finally: acc.loop.busy = False
     if acc.loop.now.row_due: acc.loop.rows.give()
 
 def drop_remainder(
     acc # A `GradientAccumulation`
 ):
-    "Clear the gradients; a parameter that had none when the accumulated batch began has none again, so that the optimizer leaves it alone"
+    "Clear the gradients. Parameters that had none when the accumulated batch began get None, so that the optimizer does not touch them"
     acc.clear()
     for p in acc.state.without_grad: p.grad = None

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .losses import ignore_empty, loss_weight, n_items  # a loop of your own needs the last two
+from .losses import ignore_empty, loss_weight, n_items  # your own loop needs the last two
 
 # %% auto #0
 __all__ = ['nonzero', 'as_tensor', 'scalar', 'mean_loss', 'scale_grads', 'rescale', 'check_scalar', 'as_weight', 'weighted',
@@ -20,30 +20,30 @@ __all__ = ['nonzero', 'as_tensor', 'scalar', 'mean_loss', 'scale_grads', 'rescal
 def nonzero(
     total:float|Tensor # A sum of weights
 ) -> float|Tensor:
-    "What to divide by: `total`, or 1 where nothing counts"
+    "The divisor of a mean: `total`, or 1 if `total` is 0"
     if not isinstance(total, Tensor): return total or 1
     return torch.where(total > 0, total, 1) if total.is_floating_point() else total.clamp(min=1)
 
 def as_tensor(
     v:float|Tensor, # A number, or a tensor
-    device          # Where the tensor is to be
+    device          # Device of the result
 ) -> Tensor:
-    "`v` on `device`. A number is filled in on the device, because copying it would make the host wait"
+    "`v` on `device`. The device itself fills in a number, because copying it from the host would make the host wait"
     return v.to(device, non_blocking=True) if isinstance(v, Tensor) else torch.full((), v, device=device)
 
-_scalars = {}  # the same few numbers come again and again, and each new one is an operation
+_scalars = {}  # the same few numbers recur, and each new tensor costs an operation
 
 def scalar(
     v:float|Tensor, # A number, or a tensor without dimensions on `device`
     dtype, device
 ) -> Tensor: # Without dimensions
-    "`v` as a tensor, the same one each time"
+    "`v` as a tensor; equal numbers share one tensor"
     if isinstance(v, Tensor): return v if v.dtype == dtype else v.to(dtype)
     t = _scalars.get((v, dtype, device))
     if t is None:
         if len(_scalars) > 100: _scalars.clear()
         t = torch.full((), v, dtype=dtype, device=device)
-        if type(t) is Tensor: _scalars[v,dtype,device] = t   # and not a fake one
+        if type(t) is Tensor: _scalars[v,dtype,device] = t   # not a fake tensor
     return t
 
 def _as(w, dtype): return w.to(dtype) if isinstance(w, Tensor) and dtype is torch.float64 else w  # int/int would be float32
@@ -51,11 +51,11 @@ def _as(w, dtype): return w.to(dtype) if isinstance(w, Tensor) and dtype is torc
 # %% ../nbs/api/00_accumulator.ipynb #bf6a7a18
 def mean_loss(
     losses,              # Losses of micro-batches, one element each
-    weights,             # Their weights: numbers, and tensors without dimensions; or one tensor of all
-    normalize:bool=True, # The weighted mean? If False the sum
-    total=None           # The sum of the weights, made `nonzero`, where it is known
-) -> tuple: # The loss, and the sum of the weights: a number if all of them are
-    "The loss of several micro-batches together. One with weight 0, whose loss may be NaN, does not count"
+    weights,             # Their weights: numbers or tensors without dimensions; or one tensor with all weights
+    normalize:bool=True, # Return the weighted mean? If False, return the sum
+    total=None           # The sum of the weights after `nonzero`, if it is already known
+) -> tuple: # The loss and the sum of the weights, which is a number if all weights are numbers
+    "The combined loss of several micro-batches. A micro-batch with weight 0, whose loss may be NaN, does not count"
     if not losses: return torch.zeros(()),0
     if len(losses) == 1:
         loss,w = losses[0],weights[0]
@@ -76,7 +76,7 @@ def mean_loss(
 
 # %% ../nbs/api/00_accumulator.ipynb #81a29307
 def scale_grads(
-    params,           # Parameters whose `grad` is multiplied in place; those without one are left out
+    params,           # Parameters whose `grad` is multiplied in place; parameters without a gradient are skipped
     factor:float|Tensor # A number, or a tensor without dimensions on any device
 ):
     "Multiply all gradients by `factor`, with one foreach multiply per device"
@@ -91,17 +91,17 @@ def scale_grads(
 # %% ../nbs/api/00_accumulator.ipynb #b8c5a04b
 def rescale(
     params,             # Parameters whose gradients are a sum over micro-batches, divided by `target`
-    target:float|Tensor,# What it was divided by
-    weight:float|Tensor # What it should have been divided by: the sum of the weights
+    target:float|Tensor,# The divisor that was used
+    weight:float|Tensor # The right divisor: the sum of the weights
 ):
-    "Turn the summed gradients into the mean. Equal numbers need no multiplication; if the weight is 0, the gradients become zero"
+    "Turn the summed gradients into the mean. Equal numbers need no multiplication. If `weight` is 0, the gradients become zero"
     if isinstance(weight, Tensor): factor = torch.where(weight > 0, target/weight, 0.)
     else: factor = target/weight if weight else 0.
     if isinstance(factor, Tensor) or factor != 1: scale_grads(params, factor)
 
 # %% ../nbs/api/00_accumulator.ipynb #f8dfa618
 def check_scalar(
-    loss:Tensor # A loss that is to be back-propagated
+    loss:Tensor # A loss to back-propagate
 ):
     "Raise an error unless `loss` is one number"
     if loss.numel() == 1: return
@@ -110,9 +110,9 @@ def check_scalar(
 # %% ../nbs/api/00_accumulator.ipynb #e5ce04ff
 def as_weight(
     weight, # A number, or a tensor with one element on any device
-    device  # Where a tensor is to be
+    device  # Device of the result, if `weight` is a tensor
 ) -> float|Tensor: # A number, or a tensor without dimensions
-    "The weight of a micro-batch in the form in which it is stored"
+    "The weight of a micro-batch in the form that `GradientAccumulator` stores"
     if not isinstance(weight, Tensor): return weight
     weight = weight.detach().to(device, non_blocking=True)
     return weight.reshape(()) if weight.dim() else weight
@@ -120,8 +120,8 @@ def as_weight(
 def weighted(
     loss:Tensor,       # Loss of a micro-batch
     share:float|Tensor # From `GradientAccumulator.shares`
-) -> Tensor: # What to call `backward` on
-    "`loss` times `share`; 0 where the share is 0, even if the loss is NaN"
+) -> Tensor: # Call `backward` on it
+    "`loss` times `share`; 0 if the share is 0, even if the loss is NaN"
     if not isinstance(share, Tensor) and share: return loss if share == 1 else loss*share
     share = as_tensor(share, loss.device)
     return torch.where(share > 0, loss*share, 0.)
@@ -130,31 +130,31 @@ def back_propagate(
     loss:Tensor,        # Loss of a micro-batch, one element
     share:float|Tensor  # From `GradientAccumulator.shares`
 ):
-    "Back-propagate `loss` times `share`, without a multiplication"
+    "Back-propagate `loss` times `share`; `share` is the initial gradient, which saves a multiplication"
     loss.backward(scalar(share, loss.dtype, loss.device) if isinstance(share, Tensor) or share != 1 else None)
 
 # %% ../nbs/api/00_accumulator.ipynb #c55c41a2
 class Accumulated(NamedTuple):
-    "What an accumulated batch contains so far. Keep one to return to it after a retry, a cancelled step or a checkpoint"
+    "What an accumulated batch contains so far. Keep a record to return to it after a retry, a cancelled step or a checkpoint"
     n_items:int=0
     losses:tuple=()                # of its micro-batches, detached, on their device
     weights:tuple=()               # what each loss averaged over: a number, or a tensor without dimensions on the device
-    target:float|Tensor|None=None  # what weights are divided by before `backward`: their nominal sum
-    planned:int=-1                 # items whose weights add up to `target`, where all were known at the start
-    computed:tuple|None=None       # the mean loss and the sum of the weights, once they were computed
+    target:float|Tensor|None=None  # divisor of the weights before `backward`: their nominal sum
+    planned:int=-1                 # items whose weights add up to `target`, if all weights were known at the start; else -1
+    computed:tuple|None=None       # the mean loss and the sum of the weights, once computed
 
     def plus(self, losses, weights, n_items):
-        "With more micro-batches, of `n_items` items in all"
+        "A new record with more micro-batches, which have `n_items` items in total"
         return Accumulated(self.n_items+n_items, (*self.losses, *losses), (*self.weights, *weights), self.target, self.planned)
 
     def mean(self, normalize=True, since=0, weights=None):
-        "Loss of the micro-batches from number `since` on, and the sum of their weights, which may be given as one tensor"
+        "Loss of the micro-batches from number `since` on, and the sum of their weights; `weights` can pass these as one tensor"
         if not since and self.computed is not None: return self.computed
         total = self.target if self.complete and not since else None
         return mean_loss(self.losses[since:], self.weights[since:] if weights is None else weights, normalize, total)
 
     def with_target(self, weights, n_items, accum_bs, nominal=None, complete=False):
-        "With a target, if there is none yet: `accum_bs` items that weigh what these do; or their own sum, if they are `complete`"
+        "A new record with a target. If `complete`, it is the sum of `weights`; else, if not set yet, the weight of `accum_bs` such items"
         target = self.target
         if complete: target = nonzero(weights.sum() if isinstance(weights, Tensor) else weights[0] if len(weights) == 1 else sum(weights))
         elif target is None:
@@ -168,16 +168,16 @@ class Accumulated(NamedTuple):
         return self.planned == self.n_items
 
     def reopened(self, normalize=True):
-        "The gradients are now a mean over the sum of the weights; if that is 0 they are zero and keep their target"
+        "The record after `finish` is undone: the sum of the weights, which now divides the gradients, is the target unless it is 0"
         weight = self.computed[1]
         target = torch.where(weight > 0, weight, self.target) if isinstance(weight, Tensor) and normalize else weight or self.target
         return self._replace(target=target, planned=-1, computed=None)
 
 # %% ../nbs/api/00_accumulator.ipynb #6d2cd169
 def check_accum_bs(
-    accum_bs # What was given as the items of an accumulated batch
+    accum_bs # The argument `accum_bs` as the user passed it
 ):
-    "Raise an error if this cannot be a number of items"
+    "Raise an error if `accum_bs` cannot be a number of items"
     if not isinstance(accum_bs, Integral) or isinstance(accum_bs, bool):
         raise TypeError(f"accum_bs is {accum_bs!r}, a {type(accum_bs).__name__}: pass the number of items of an accumulated batch, an int.")
     if accum_bs < 1: raise ValueError(f"accum_bs={accum_bs}: an accumulated batch has at least 1 item.")
@@ -185,14 +185,14 @@ def check_accum_bs(
 # %% ../nbs/api/00_accumulator.ipynb #d3800a5e
 class Tally:
     "Counts the micro-batches of an accumulated batch; the base of `GradientAccumulator`"
-    dtype = torch.float32  # of a loss from a checkpoint
+    dtype = torch.float32  # type of a loss from a checkpoint
     def __init__(self, accum_bs, normalize):
         self.accum_bs,self.normalize = accum_bs,normalize
         self.so_far = self.closed = Accumulated()
 
     @property
-    def so_far(self) -> Accumulated:
-        "The record of the accumulated batch; what was counted since it was last read is added now"
+    def so_far(self): # `Accumulated`
+        "The record of the accumulated batch. Reading it adds the micro-batches that were counted since the last read"
         if self._new:
             losses,weights,sizes = zip(*self._new)
             self.so_far = self._so_far.plus(losses, weights, sum(sizes))
@@ -209,7 +209,7 @@ class Tally:
         return self.n_items >= self.accum_bs
 
     def count(self,
-        loss:Tensor,         # Loss of a micro-batch that was back-propagated: detached, one element
+        loss:Tensor,         # Loss of a back-propagated micro-batch: detached, one element
         weight:float|Tensor, # Its weight
         n_items:int          # Number of items in it
     ):
@@ -217,10 +217,10 @@ class Tally:
         self._new.append((loss, weight, n_items))
 
     def mean_since(self,
-        before:Accumulated, # `so_far` of some time before
-        weights:Tensor|None=None # Of the micro-batches since then, where they are in one tensor
+        before:Accumulated, # An earlier value of `so_far`
+        weights:Tensor|None=None # Weights of the micro-batches since then, if they are in one tensor
     ) -> Tensor: # On the device
-        "Loss of the micro-batches that were counted since then"
+        "Loss of the micro-batches that were counted since `before`"
         mean = self.so_far.mean(self.normalize, len(before.losses), weights)
         if not before.losses: self.so_far = self.so_far._replace(computed=mean)   # `finish` need not compute it again
         return mean[0]
@@ -230,7 +230,7 @@ class Tally:
         self.so_far = self.closed.reopened(self.normalize)
 
     def state_dict(self) -> dict: # Plain numbers
-        "What has been counted so far. The gradients belong to the parameters, so save this where an accumulated batch has ended"
+        "What has been counted so far. It does not contain the gradients, so save it when an accumulated batch has ended"
         s = self.so_far
         loss,weight,target = (v.item() if isinstance(v, Tensor) else v for v in (*s.mean(self.normalize), s.target))
         return dict(accum_bs=self.accum_bs, n_items=s.n_items, loss=loss, weight=weight, target=target)
@@ -248,19 +248,19 @@ class GradientAccumulator(Tally):
     def __init__(self,
         params,              # Parameters whose gradients accumulate: an iterable of `nn.Parameter`
         accum_bs:int,        # Target number of items of the accumulated batch, at least 1
-        normalize:bool=True  # Weighted mean of the losses. If False they are added up as they come
+        normalize:bool=True  # Use the weighted mean of the losses? If False, add the losses up without weights
     ):
         check_accum_bs(accum_bs)
         super().__init__(int(accum_bs), normalize)
-        self.params,self.reduce = list(params),None  # `reduce(loss, weight, n_items, target)` of several ranks leaves the mean gradient
-        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32  # of shares
+        self.params,self.reduce = list(params),None  # with several ranks, `reduce(loss, weight, n_items, target)` leaves the mean gradient
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32  # type of the shares
 
     def add(self,
         loss:Tensor,            # Loss of the micro-batch, one element
         n_items:int,            # Number of items in it
         weight:float|Tensor|None=None, # What `loss` averaged over (see `loss_weight`), default `n_items`
-        nominal:float|None=None,# What `weight` would be if nothing were ignored; for a `weight` on the device
-        pred=None               # Model output(s), for losses whose gradient is NaN where `weight` is 0
+        nominal:float|None=None,# What `weight` would be if no target were ignored; for a `weight` on the device
+        pred=None               # Model output(s), for losses whose gradient is NaN if `weight` is 0
     ) -> Tensor: # Call `backward` on it
         "Count a micro-batch, and return the loss to back-propagate"
         check_scalar(loss)
@@ -271,12 +271,12 @@ class GradientAccumulator(Tally):
         return weighted(loss, share)
 
     def shares(self,
-        weights:list|Tensor,    # Of micro-batches, one each: numbers, or tensors on the device
-        n_items:int,            # Number of items in all of them
-        nominal:float|None=None,# What the weights would add up to if nothing were ignored; for weights on the device
-        complete:bool=False     # Are these all micro-batches of the accumulated batch? Then `finish` has nothing to multiply
-    ) -> list|Tensor: # weight/target, one each
-        "What each micro-batch's loss is multiplied by. The first call for an accumulated batch sets the target"
+        weights:list|Tensor,    # One weight per micro-batch: numbers, or tensors on the device
+        n_items:int,            # Number of items in these micro-batches together
+        nominal:float|None=None,# What the weights would add up to if no target were ignored; for weights on the device
+        complete:bool=False     # Are these all micro-batches of the accumulated batch? Then `finish` multiplies nothing
+    ) -> list|Tensor: # weight/target of each micro-batch
+        "The factor for the loss of each micro-batch. The first call for an accumulated batch sets the target"
         if not self.normalize: return [1]*len(weights)
         s,on_device = self.so_far,isinstance(weights, Tensor)
         weights = _as(weights, self.dtype) if on_device else [_as(w, self.dtype) for w in weights]
@@ -285,7 +285,7 @@ class GradientAccumulator(Tally):
         return weights/s.target if on_device else [w/s.target for w in weights]
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
-        "Make the gradients those of the accumulated batch and return its loss on the device. The next `add` starts a new one"
+        "Turn the gradients into those of the accumulated batch, and return its loss on the device. The next `add` starts a new one"
         s,(loss,weight) = self.so_far,self.so_far.mean(self.normalize)
         if self.reduce is not None:
             loss,weight,n_items = self.reduce(loss, weight, s.n_items, s.target)
@@ -296,9 +296,9 @@ class GradientAccumulator(Tally):
         return loss
 
     def reset(self,
-        opt=None # An optimizer with `zero_grad`, which may leave zeros (as fastai's do) or nothing. Default: nothing
+        opt=None # Optimizer whose `zero_grad` is called: it may leave zeros (as fastai's do) or None. Default: gradients become None
     ) -> None:
-        "Discard everything that was added, gradients included"
+        "Discard everything that was added, including the gradients"
         if opt is not None: opt.zero_grad()
         else:
             for p in self.params: p.grad = None
@@ -306,13 +306,13 @@ class GradientAccumulator(Tally):
 
 # %% ../nbs/api/00_accumulator.ipynb #a096b18e
 def correct(
-    acc,   # A `GradientAccumulator` that has one micro-batch so far
-    weight # What its weight should have been; `None` for a loss that is a sum
+    acc,   # A `GradientAccumulator` with one micro-batch so far
+    weight # The right weight; `None` for a loss that is a sum
 ):
-    "Change the weight of a micro-batch that was already back-propagated: the target changes with it, the gradients stay"
+    "Change the weight of a back-propagated micro-batch. The target changes with the weight, so the gradients stay as they are"
     s,(old,) = acc.so_far,acc.so_far.weights
     if weight is None:
         scale_grads(acc.params, s.target/old)
         acc.normalize,weight = False,1
-    target = s.target*weight/old if weight else None  # without weight there is no gradient
+    target = s.target*weight/old if weight else None  # with weight 0 there is no gradient
     acc.so_far = s._replace(weights=(weight,), target=target, computed=None)

@@ -1,4 +1,4 @@
-"""A model called a micro-batch at a time, and one loss over all its outputs
+"""Call the model for one micro-batch at a time, and compute one loss over all outputs
 
 Docs: https://fastaccum.github.io/fastaccum/api/coupled.html.md"""
 
@@ -19,14 +19,14 @@ __all__ = ['CoupledBatch', 'predict_coupled', 'note_unlike', 'check_alike', 'own
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d008
 class CoupledBatch:
-    "The outputs of `model` for a batch, computed in parts; `backward`, after the loss's, sends their gradients on, part by part"
+    "The outputs of `model` for a batch, computed in parts. Call its `backward` after the loss's `backward`"
     def __init__(self,
         model,      # A module, or any function of the inputs
         xb:tuple,   # Inputs of the batch
         n:int,      # Items of the batch
         size:int,   # Most items of a part
-        module=None,# Whose buffers are read and changed, default `model`
-        gather=None # `gather(outputs)`: those of several ranks, this rank's first item in them, and a factor for their gradients
+        module=None,# Module whose buffers the call reads and changes, default `model`
+        gather=None # `gather(outputs)`: outputs of all ranks, place of this rank's first item in them, and factor for their gradients
     ):
         module = ifnone(module, model)
         device = next((p.device for p in module.parameters()), torch.device('cpu'))
@@ -36,7 +36,7 @@ class CoupledBatch:
         self.grads,self.differs,self.first,self.factor = {},None,0,1
 
     def outputs(self) -> Any: # What `model` would return for the whole batch
-        "Forward. The graph of each part is gone when the next one begins; a single part keeps it"
+        "Forward passes. The graph of each part is freed before the next part begins; a single part keeps its graph"
         joined = Joined(self.sizes)
         for i,(xb,replay) in enumerate(zip(self.xbs, self.replays)):
             with replay.first(): self.kept = self.model(*xb)
@@ -51,7 +51,7 @@ class CoupledBatch:
         return Cut.apply(torch.ones((), requires_grad=True), t, partial(self.grads.__setitem__, i)) if has_grad else t
 
     def backward(self) -> None:
-        "Forward and backward of each part, from the gradients that the loss's backward pass has left"
+        "Second forward pass and backward pass of each part, from the gradients that the loss's backward pass has left"
         start,(grads,self.grads) = self.first,(self.grads, {})
         for i,n in enumerate(self.sizes) if grads else ():
             self._backward(i, grads, start)
@@ -60,7 +60,7 @@ class CoupledBatch:
     def _backward(self, i, grads, start):
         outs,n = tensors_in(self._again(i)),self.sizes[i]
         def part(k, g):
-            if not self.of_items[k]: return g     # the same number in all parts: its gradient goes through the first
+            if not self.of_items[k]: return g     # the same number in all parts: its gradient goes through the first part
             rows = len(outs[k])//n
             g = g[start*rows:(start+n)*rows]
             return g if self.factor == 1 else g*self.factor
@@ -79,8 +79,8 @@ def predict_coupled(
     whole,# Calls the model with `learn.xb`
     n:int,# Items of the loader batch
     size:int # Most items of a micro-batch
-): # What the model says of the loader batch; with several ranks, of the ranks' loader batches
-    "Predict in micro-batches whose outputs have one loss"
+): # Prediction for the loader batch; with several ranks, for the loader batches of all ranks
+    "Predict in micro-batches whose outputs share one loss"
     learn,st,ranks,model = cb.learn,cb.state,cb.ranks,cb.learn.model
     if n <= size and ranks is None: return whole()
     head = find_head(model, cb.coupled) if isinstance(cb.coupled, str) else None
@@ -95,31 +95,31 @@ def predict_coupled(
     with _replacing(learn, 'model', partial(head, **kwargs)), _replacing(learn, 'xb', args): return whole()
 
 def note_unlike(
-    state,  # Of a `GradientAccumulation`
-    differs # Does a number of the output differ between parts? A tensor on the device, or None
+    state,  # The `state` of a `GradientAccumulation`
+    differs # Does a number in the output differ between parts? A tensor on the device, or None
 ):
-    "Remember it; the first time, look"
+    "Remember `differs` without reading it from the device; only the first time, read it and raise an error"
     if differs is None: return
     first,state.differs = state.differs is None,differs if state.differs is None else state.differs | differs
     if first: check_alike(state)
 
 def check_alike(
-    state # Of a `GradientAccumulation`
+    state # The `state` of a `GradientAccumulation`
 ):
-    "Raise an error if a number of the model's output differed between parts: there is no such number for the whole batch"
+    "Raise an error if a number in the model's output differed between parts: its value for the whole batch is unknown"
     if state.differs is None or not state.differs: return
     raise ValueError("coupled: the model returns a number (a tensor without dimensions) that is not the same for all micro-batches, such "
-                     "as a mean over its items. What it is for the whole batch cannot be told from these: return a value for each item, "
-                     "or leave it out of the output.")
+                     "as a mean over its items. These numbers do not determine its value for the whole batch: return a value for each "
+                     "item, or leave the number out of the output.")
 
 def own_items(
-    learn,  # After the loss of several ranks' items
-    yb,     # This rank's targets
-    first:int,# Its first item among all ranks'
-    n:int,  # Its items
-    total:int # All ranks' items
+    learn,  # `Learner`, after the loss over the items of all ranks
+    yb,     # Targets of this rank
+    first:int,# Place of this rank's first item among all items
+    n:int,  # Number of this rank's items
+    total:int # Number of items of all ranks
 ):
-    "Leave prediction and targets of this rank's items, for metrics"
+    "Reduce prediction and targets to this rank's items, for metrics"
     def own(t):
         rows = len(t)//total if t.dim() and len(t)%total == 0 else 0
         return t.detach()[first*rows:(first+n)*rows] if rows else t.detach()
@@ -130,7 +130,7 @@ def find_head(
     model:nn.Module, # Any model
     coupled:str      # 'head' for the last child of an `nn.Sequential`, or a name in `model.named_modules()`
 ) -> nn.Module:
-    "The module that is to see the whole batch"
+    "The module that should see the whole batch"
     model = get_model(model)
     if coupled == 'head' and isinstance(model, nn.Sequential) and len(model) > 1: return model[-1]
     with suppress(AttributeError): return model.get_submodule(coupled)
@@ -139,14 +139,14 @@ def find_head(
                      f"(its children are {names}), 'head' for the last child of an nn.Sequential, or True for a loss over the whole batch.")
 
 class HeadInput:
-    "What a head is called with, in the place of its output"
+    "The arguments of a head, in place of its output"
     def __init__(self, args, kwargs): self.args,self.kwargs = args,kwargs
 
 def up_to(
-    head:nn.Module, # The last thing that the model calls
-    call            # Calls the model
+    head:nn.Module, # The last module that the model calls
+    call            # Function that calls the model
 ) -> tuple: # `args` and `kwargs` of the head
-    "Call the model, but for its head"
+    "Call the model without its head"
     met,own = [],head.__dict__.get('forward')
     def stub(*args, **kwargs):
         met.append(HeadInput(args, kwargs))
@@ -155,28 +155,28 @@ def up_to(
     try: out = call()
     except (TypeError,AttributeError) as e:
         if not met: raise
-        out = e                       # the model does something with the head's output
+        out = e                       # the model uses the head's output
     finally:
         if own is None: del head.forward
         else: head.forward = own
     if len(met) == 1 and out is met[0]: return met[0].args,met[0].kwargs
-    how = 'and the model goes on after it' if len(met) == 1 else f'but it was called {len(met)} times'
-    raise ValueError(f"coupled: this {type(head).__name__} is no head. It must be called once and last, and what it returns must be what "
-                     f"the model returns; {how}.")
+    how = "but the model does more after the call" if len(met) == 1 else f'but the module was called {len(met)} times'
+    raise ValueError(f"coupled: this {type(head).__name__} is not a head. The model must call its head once, as its last module, "
+                     f"and return the head's output unchanged, {how}.")
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d00c
 def tensors_in(
     b # Any nesting of tuples, lists and dicts
 ) -> list: # Its tensors, in order
-    "The tensors that `map_tensors` meets"
+    "The tensors that `map_tensors` visits"
     found:list = []
     map_tensors(found.append, b)
     return found
 
 class Joined:
-    "The outputs of parts, written into one tensor each as they come"
+    "Tensors for the whole batch, into which the outputs of each part are written"
     def __init__(self,
-        sizes:list # Items of each part
+        sizes:list # Number of items of each part
     ): self.sizes,self.whole,self.has_grad,self.differs,self.template = sizes,[],[],None,None
 
     def add(self,
@@ -185,7 +185,7 @@ class Joined:
     ):
         "Copy the output of part `i` to its place"
         ts = tensors_in(out)
-        if not i:     # without its graph, which would keep the part's activations
+        if not i:     # detached, because the graph would keep the part's activations
             self.template = map_tensors(Tensor.detach, out)
             self.whole,self.has_grad = [self._room(t) for t in ts],[t.requires_grad for t in ts]
         for t,w in zip(ts, self.whole, strict=True): self._put(t.detach(), w, i)
@@ -194,7 +194,7 @@ class Joined:
         if not t.dim(): return t.detach().clone()
         if len(t)%self.sizes[0]:
             raise ValueError(f"coupled: the model's output has a tensor of shape {tuple(t.shape)} for a micro-batch of {self.sizes[0]} "
-                             "items, and such parts cannot be joined: an output has a row for each item (or several), or no dimension.")
+                             "items, and such parts cannot be joined: an output needs a row for each item (or several), or no dimension.")
         return t.detach().new_empty((len(t)//self.sizes[0]*sum(self.sizes), *t.shape[1:]))
 
     def _put(self, t, w, i):
@@ -207,14 +207,14 @@ class Joined:
         w[start:start+len(t)] = t
 
     def result(self):
-        "The outputs of all parts, in the form of the first"
+        "The outputs for the whole batch, in the structure of the first part's"
         whole = iter(self.whole)
         self.template,out = None,map_tensors(lambda _: next(whole), self.template)
         return out
 
 # %% ../nbs/api/09a_coupled.ipynb #c0a1d00e
 class Cut(torch.autograd.Function):
-    "The tensor itself, whose gradient is handed to `keep` and goes no further. It may be changed in place, as a model's output may"
+    "Returns its tensor unchanged. The tensor's gradient goes to `keep` and no further; the tensor may be changed in place, like any output"
     @staticmethod
     def forward(ctx, token, t, keep):
         ctx.keep = keep

@@ -1,4 +1,4 @@
-"""The events of a batch, sent quickly: a table of who listens
+"""Send the events of a batch quickly, with a table of the callbacks that listen
 
 Docs: https://fastaccum.github.io/fastaccum/api/events.html.md"""
 
@@ -29,41 +29,41 @@ def is_a(
     cls,   # Class of a callback
     *names # Names of classes
 ) -> bool:
-    "Does `cls` or one of its bases have one of these names? This needs no import of W&B or TensorBoard, which may be missing"
+    "Does `cls` or one of its bases have one of these names? Comparing names avoids importing W&B or TensorBoard, which may be missing"
     return any(c.__name__ in names for c in cls.__mro__)
 
 # %% ../nbs/api/07_events.ipynb #f6c2bcc1
 def with_context(
     e,    # Exception
     cb,   # Callback that raised it
-    event # at this event
+    event # Event at which it was raised
 ):
     "The exception as `Callback.__call__` changes it: its message says where it comes from"
-    if not e.args: return e  # where fastai's raises an IndexError
+    if not e.args: return e  # fastai's code would raise an IndexError
     return modify_exception(e, f'Exception occured in `{cb.__class__.__name__}` when calling event `{event}`:\n\t{e.args[0]}', replace=True)
 
 # %% ../nbs/api/07_events.ipynb #7d9c5e7e
 def _may_read_pred(cb):
-    "Is `after_batch` not the one of a class that is known not to read `learn.pred`?"
+    "May `after_batch` read `learn.pred`? False for the classes that are known not to"
     return 'after_batch' in cb.__dict__ or next(c for c in type(cb).__mro__ if 'after_batch' in vars(c)).__name__ not in _never_read_pred
 
 class EventTable:
-    "The methods of the callbacks of `learn` for the events of a batch, in order"
+    "The methods of the Learner's callbacks for the events of a batch, in the order of calling"
     def __init__(self,
-        learn,                    # Its callbacks, whatever they are at the time
-        condition=lambda *_: None # `condition(cb, event)`: None, or a function that says each time whether to call it
+        learn,                    # `Learner` with the callbacks
+        condition=lambda *_: None # `condition(cb, event)`: None, or a function that decides each time whether to call the method
     ):
         self.learn,self.condition,self.cbs,self.table = learn,condition,None,{}
 
     def current(self):
-        "The table for the callbacks that are there now: event -> what to call, slot -> its callback"
+        "The table for the current callbacks: event -> what to call, slot -> its callback"
         if self.learn.cbs.items != self.cbs: self._build()
         return self.table
 
     def slot(self,
         name:str # 'accumulation', 'precision' or 'LRFinder'
     ):
-        "The callback that fills this slot, if it should run"
+        "The callback in this slot, or None if there is none or it should not run"
         cb = self.current()[name]
         return cb if cb is not None and cb.run else None
 
@@ -72,22 +72,22 @@ class EventTable:
         self.table.update({s: first(cb for cb in self.cbs if getattr(type(cb), 'slot', None) == s) for s in _slots})
         self.table['LRFinder'] = first(cb for cb in self.cbs if is_a(type(cb), 'LRFinder'))
         self.table['mixers'] = [cb for cb in self.cbs if is_a(type(cb), 'MixHandler')]
-        self.table.update({ev: [] for ev in _batch_events})  # new lists: another event may be going through the old one
+        self.table.update({ev: [] for ev in _batch_events})  # new lists: another event may be iterating over the old one
         for cb in self.learn.cbs.sorted('order'):
-            own = type(cb).__call__ is not Callback.__call__  # it decides for itself
+            own = type(cb).__call__ is not Callback.__call__  # it has its own `__call__`, which decides
             unused = cb.__dict__.get('unused_events') or getattr(type(cb), 'unused_events', ())
             for ev in _batch_events:
                 f = partial(cb, ev) if own else getattr(cb, ev) if ev in cb.__dict__ or hasattr(type(cb), ev) else None
                 if f is not None and ev not in unused:
                     self.table[ev].append((cb, f, own or ev == 'after_cancel_step', own, self.condition(cb, ev)))
         if [cb for cb,*_ in self.table['after_pred']] == [self.table['precision']]:
-            self.table['after_pred'] = []                    # nobody changes what it returned
+            self.table['after_pred'] = []                    # no other callback changes its output
         self.table['backward'] = [e for ev in _phases['backward'] for e in self.table[ev]]
         self.table['reads_pred'] = any(getattr(type(cb), 'reads_pred', own or _may_read_pred(cb))
                                        for cb,_,_,own,_ in self.table['after_batch'])
 
     def __call__(self, event):
-        "`learn(event)` in training"
+        "The same as `learn(event)`, in training"
         for cb,f,always,own,condition in self.current()[event]:
             if own or cb.run and (always or cb.run_train):
                 try:
@@ -100,24 +100,24 @@ class EventTable:
 
 # %% ../nbs/api/07_events.ipynb #3058487c
 class Events(EventTable):
-    "The events of a batch, in training through the table"
+    "The events of a batch; in training they go through the table"
     def fire(self,
-        event:str # Such as 'after_pred'
+        event:str # For example 'after_pred'
     ):
-        "`learn(event)`. It can be omitted where the table is empty"
+        "The same as `learn(event)`. The call can be left out if the table has no method for the event"
         if self.learn.training: return self(event)
         if event != 'after_batch' or self.current()['accumulation'] is None: self.learn(event)
-        else:   # without TensorBoard, which in validation would repeat the last row, or fail if there is none
+        else:   # skip TensorBoard, which would repeat the last row in validation, or fail if there is no row
             for cb in self.learn.cbs.sorted('order'):
                 if not is_a(type(cb), 'TensorBoardCallback'): cb(event)
         self.current()
 
     def around(self,
-        f,        # What happens between the events
+        f,        # Function to call between the events
         name:str, # 'batch', 'backward' or 'step'
-        ex        # Exception that cancels it
+        ex        # Exception that cancels this phase
     ):
-        "`Learner._with_events`"
+        "The same as `Learner._with_events`"
         (before,cancelled,after),table = _phases[name],self.current()
         try:
             if table[before]: self.fire(before)

@@ -17,10 +17,10 @@ _half = torch.bfloat16,torch.float16
 
 @contextmanager
 def summed_in(
-    params,             # An iterable of `nn.Parameter`; those that are not in half precision stay as they are
-    dtype=torch.float32 # What their gradients are summed in
+    params,             # An iterable of `nn.Parameter`; only those in half precision are affected
+    dtype=torch.float32 # Type of the gradient sums
 ):
-    "Inside this context gradients are summed in `dtype`. When it ends, there are none"
+    "Inside this context gradients are summed in `dtype`. At its end all gradients are removed"
     params = list(params)
     with ExitStack() as stack:
         for p in params:
@@ -32,12 +32,12 @@ def summed_in(
 
 @contextmanager
 def _wide_grad(p, dtype):
-    if hasattr(p, 'grad_dtype'):             # PyTorch can do it
+    if hasattr(p, 'grad_dtype'):             # this PyTorch version supports it
         old,p.grad_dtype = p.grad_dtype,dtype
         try: yield
         finally: p.grad,p.grad_dtype = None,old
         return
-    def widen(p):                            # the first gradient; what comes is added to it in place
+    def widen(p):                            # the first gradient; later ones are added to it in place
         if p.grad.dtype is not dtype: p.grad.data = p.grad.data.to(dtype)
     handle = p.register_post_accumulate_grad_hook(widen)
     try: yield
@@ -47,14 +47,14 @@ def _wide_grad(p, dtype):
 def takes_wide(
     opt # A PyTorch optimizer
 ) -> bool:
-    "Can this optimizer step with gradients that are wider than the parameters?"
+    "Does this optimizer accept gradients of a wider type than the parameters?"
     return type(opt) is torch.optim.SGD and not opt.defaults.get('fused')
 
 @contextmanager
 def rounded_at_step(
     opt # A PyTorch optimizer
 ):
-    "Inside this context gradients have the type of their parameters while `opt` steps. Afterwards they are removed, for the next sum"
+    "Inside this context gradients have their parameters' type while `opt` steps. Each step then removes them, for the next sum"
     rounded = []
     def before(opt, *_):
         for p in (p for g in opt.param_groups for p in g['params'] if p.grad is not None and p.grad.dtype != p.dtype):

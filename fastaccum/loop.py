@@ -24,16 +24,16 @@ _stock = {m: getattr(Learner, m) for m in ('_split','_backward')}
 
 def is_stock(
     learn,   # Any `Learner`
-    name:str # '_split' or '_backward', which are not called where they are fastai's: what they do is done in fewer steps
+    name:str # '_split' or '_backward': the loop does their work itself, in fewer operations, if they are fastai's
 ) -> bool:
-    "Is this method fastai's, and not somebody else's, on the Learner or on its class?"
+    "Is this method fastai's own, neither overridden in a subclass nor replaced on the Learner?"
     return name not in learn.__dict__ and getattr(type(learn), name) is _stock[name]
 
 # %% ../nbs/api/09_loop.ipynb #bc953ca9
 def check_own_loop(
     learn # Any `Learner`
 ):
-    "Raise an error for a `Learner` whose own batch loop would be bypassed: of a subclass, or patched into it"
+    "Raise an error if the `Learner` has its own batch loop, from a subclass or a patch, which fastaccum's loop would bypass"
     own = next((m for m in ('one_batch','_do_one_batch','_do_grad_opt') if getattr(type(learn), m).__module__ != 'fastai.learner'), None)
     if own is None: return
     raise TypeError(f"{type(learn).__name__} has a {own} of its own, which fastaccum's batch loop would bypass: train it without "
@@ -62,24 +62,24 @@ class AsItIs:
 
 # %% ../nbs/api/09_loop.ipynb #2c23b87d
 class Progress:
-    "How far a batch has come"
+    "How far a loader batch has come"
     predicted = False # it went through the model
     attempted = False # the optimizer was called
     closed    = False # it ended an accumulated batch
-    stepped   = False # the weights changed; a tensor where only the device knows
-    row_due   = False # the Recorder has no row of the step yet
+    stepped   = False # the weights changed; a tensor if only the device knows
+    row_due   = False # the Recorder has no row for the step yet
     diverged  = False # the loss is not finite
-    losses    = None  # of its items, where the loss function makes no mean of them
-    batch_loss = None # its own loss, where `learn.loss` is the accumulated one
-    on_host   = None  # the loss of the row that is due, its version, and its value on the host
+    losses    = None  # the losses of its items, if the loss function does not reduce them
+    batch_loss = None # its own loss, if `learn.loss` is the accumulated loss
+    on_host   = None  # the loss of the row that is due, the version of this tensor, and its value on the host
 
 class LoopParts:
-    "What a batch loop consists of: its state, the callbacks that do its work, and what it looks up for them"
+    "The parts of a batch loop: its state, the callbacks in its slots, and what it looks up once per epoch"
     def __init__(self,
-        learn # Whose `one_batch` it is
+        learn # `Learner` whose `one_batch` it replaces
     ):
         self.learn,self.now,self.step_loss,self.device,self.n_inp,self.stock_backward = learn,Progress(),None,None,None,True
-        self.in_fit,self.busy,self.nested,self.attached = False,False,False,set()  # attached: ids of callbacks, of no copies
+        self.in_fit,self.busy,self.nested,self.attached = False,False,False,set()  # attached: ids of callbacks, not of copies
         self.every_batch,self.as_it_is,self.rows = EveryBatch(self),AsItIs(self),Rows(self)
         self.call = Events(learn, self.rows.condition)
 
@@ -88,21 +88,21 @@ class LoopParts:
     @property
     def accumulation(self):
         acc = self.call.slot('accumulation')
-        late = acc is not None and self.learn.training and not acc.running   # added in mid-batch: it begins with the next
+        late = acc is not None and self.learn.training and not acc.running   # added in mid-batch: it starts with the next one
         return self.every_batch if acc is None or late else acc
     precision    = property(lambda self: self.call.slot('precision') or self.as_it_is)
     lr_finder    = property(lambda self: self.call.slot('LRFinder'))
     closed       = property(lambda self: self.now.closed, doc="Did the last batch end an accumulated batch?")
 
     def begin_epoch(self):
-        "Look up what stays the same in an epoch, but takes long to find out"
-        learn,self.call.cbs = self.learn,None  # `order` and methods may have changed, which the list does not show
+        "Look up what stays the same in an epoch and is slow to find out"
+        learn,self.call.cbs = self.learn,None  # `order` or methods may have changed in the same list
         self.device = next((p.device for p in learn.model.parameters()), None)
         self.n_inp = getattr(learn.dls, 'n_inp', None) if is_stock(learn, '_split') else None
         self.stock_backward = is_stock(learn, '_backward')
 
     def place(self, b):
-        "`Learner._set_device` and `Learner._split`, the first only where a tensor is elsewhere"
+        "The work of `Learner._set_device` and `Learner._split`; the first is called only if a tensor is on another device"
         learn = self.learn
         if not self._in_place(b): b = learn._set_device(b)
         if self.n_inp is None: learn._split(b)
@@ -115,9 +115,9 @@ class LoopParts:
         return True
 
     def read(self,
-        flag:Tensor # On the device
+        flag:Tensor # One element, on the device
     ) -> float:
-        "A number of the step on the host. The host waits for it, so the loss of the row that is due comes in the same copy"
+        "Read a number of the step. The host waits for it anyway, so the same transfer also copies the loss of the row that is due"
         loss = self.rows.next_loss()
         if loss is None: return flag.item()
         flag,value = torch.stack([flag.float(), row_loss(loss).float().to(flag.device)]).tolist()
@@ -126,7 +126,7 @@ class LoopParts:
 
 # %% ../nbs/api/09_loop.ipynb #caf9a326
 class BatchLoop(LoopParts):
-    "`Learner.one_batch` with a step per accumulated batch"
+    "`Learner.one_batch` with one step per accumulated batch"
     def __call__(self, i, b):
         self.learn.iter,self.now,self.busy = i,Progress(),True
         if i == 0 or self.device is None: self.begin_epoch()
@@ -137,14 +137,14 @@ class BatchLoop(LoopParts):
         if self.now.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
 
     def batch(self):
-        "Forward, and in training backward, and the step where the accumulated batch closes"
+        "Forward pass; in training also the backward pass, and the step if the accumulated batch closes"
         if not self.learn.training or not len(self.learn.yb): return self.forward()
         acc = self.accumulation
         acc.train_batch()
         if acc.closes: self.step()
 
     def forward(self, predict=None):
-        "Prediction and loss of `learn.xb` and `learn.yb`"
+        "Compute prediction and loss of `learn.xb` and `learn.yb`"
         learn,table = self.learn,self.call.current()
         if predict is None and not learn.training: predict = partial(self.accumulation.predict, self.precision.predict)
         learn.pred = self.precision.predict() if predict is None else predict()
@@ -152,7 +152,7 @@ class BatchLoop(LoopParts):
         if table['after_pred']: self.call.fire('after_pred')
         if len(learn.yb):
             learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-            # who listens may change loss_grad in place, or make a new one of `loss`
+            # a callback may change loss_grad in place, or compute a new one from `loss`
             if learn.loss_grad.dim(): self.now.losses,learn.loss_grad = learn.loss_grad,learn.loss_grad.clone()
             learn.loss = learn.loss_grad.clone() if table['after_loss'] or table['before_backward'] else learn.loss_grad.detach()
         if table['after_loss']: self.call.fire('after_loss')
@@ -172,11 +172,11 @@ class BatchLoop(LoopParts):
             if not is_out_of_memory(e): raise
             why = str(e)
         else: return
-        raise step_too_big(why)   # outside `except`, without the traceback that keeps what the step has made
+        raise step_too_big(why)   # outside `except`: the traceback would keep the step's tensors alive
 
     def _settle(self):
         if not self.now.attempted: self.precision.undo_step()
-        if not self.now.closed: return self.accumulation.reopen()  # cancelled before it was attempted: the accumulated batch goes on
+        if not self.now.closed: return self.accumulation.reopen()  # cancelled before the attempt: the accumulated batch continues
         self.learn.opt.zero_grad()
         self.now.row_due = True
 
@@ -184,7 +184,7 @@ class BatchLoop(LoopParts):
 class LoopCallback(Callback):
     "A callback that needs fastaccum's batch loop: `learn.one_batch` is a `BatchLoop` while one is attached"
     slot = None         # 'accumulation' or 'precision', for a callback that does this work of the loop
-    unused_events = ()  # that it has a method for, but does not need
+    unused_events = ()  # events that it has a method for, but does not need
 
     @property
     def name(self): return self.__dict__.get('name') or super().name
@@ -199,7 +199,7 @@ class LoopCallback(Callback):
         if learn is None: self.detach()
         elif old is not None and any(cb is self for cb in old.cbs) and id(self) in old.one_batch.attached:
             raise ValueError(f"This {type(self).__name__} is attached to another Learner already: make a second one, "
-                             "or call `remove_cb` there first.")
+                             "or remove it from the other Learner first, with `remove_cb`.")
         if self.name.startswith('removed_'): del self.__dict__['name']
         stays = first(cb for cb in old.cbs if cb.name == self.name and cb is not self) if old is not None else None
         if stays is not None:               # `remove_cb` would delete its attribute
@@ -215,7 +215,7 @@ class LoopCallback(Callback):
     def loop(self): return self.learn.one_batch
 
     def detach(self): "Called before the callback leaves the Learner"
-    def tidy(self): "Called when a fit is over, whatever ended it"
+    def tidy(self): "Called when a fit has ended, for whatever reason"
 
 # %% ../nbs/api/09_loop.ipynb #12e056f6
 _place = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','xb','yb','pred','loss','loss_grad','smooth_loss'
@@ -223,25 +223,25 @@ _place = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','xb','yb','p
 def loop_of(
     learn # Any `Learner`
 ) -> BatchLoop|None:
-    "Its batch loop, if that is fastaccum's"
+    "The batch loop of `learn` if it is fastaccum's, else None"
     loop = learn.__dict__.get('one_batch')
     return loop if isinstance(loop, BatchLoop) else None
 
 def warn_of_fastais(
     learn # A `Learner` with one of fastaccum's callbacks
 ):
-    "Warn of fastai's callbacks of these names: they are hardly meant, the imports were in the wrong order"
+    "Warn if fastai's callbacks of the same names are attached: probably the imports are in the wrong order"
     theirs = [type(cb) for cb in learn.cbs if type(cb).__module__ in ('fastai.callback.training', 'fastai.callback.fp16')]
     for cls in theirs:
         if is_a(cls, 'GradientAccumulation', 'MixedPrecision'):
-            warn(f"fastai's {cls.__name__} is attached to a Learner with fastaccum's callbacks. If you mean fastaccum's: "
-                 "`from fastaccum.all import *` goes after fastai's imports, which bring theirs of the same name.")
+            warn(f"fastai's {cls.__name__} is attached to a Learner with fastaccum's callbacks. If you want fastaccum's: write "
+                 "`from fastaccum.all import *` after fastai's imports, which define a callback of the same name.")
 
 @contextmanager
 def in_fit(
     learn # Any `Learner`
 ):
-    "Within, `learn` is in a fit: a validation is one inside it"
+    "Context in which `learn` is in a fit, so that a validation is a validation inside a fit"
     loop = loop_of(learn)
     if loop is not None:
         warn_of_fastais(learn)
@@ -255,9 +255,9 @@ def in_fit(
 
 @contextmanager
 def undisturbed(
-    loop:BatchLoop # Of a `Learner` in a fit
+    loop:BatchLoop # The loop of a `Learner` in a fit
 ):
-    "Within, its `Learner` may validate; then the fit goes on where it was"
+    "Context in which the `Learner` may validate; afterwards the fit continues where it was"
     if loop.nested: yield; return
     learn = loop.learn
     records = [o for cb in learn.cbs if isinstance(cb, Recorder) for o in (cb, cb.smooth_loss, *cb.metrics)]
@@ -271,9 +271,9 @@ def undisturbed(
 @contextmanager
 def as_a_fit(
     learn,  # A `Learner` in a fit
-    fitting # Its callbacks in that fit
+    fitting # The callbacks of that fit
 ):
-    "Within, a validation has the events of a fit; those in `fitting` do not hear of them, but for the `Recorder`: they would begin anew"
+    "Context in which a validation sends the events of a fit. These would reset the callbacks in `fitting`: only the `Recorder` gets them"
     def fire(*events):
         for ev in events:
             for cb in learn.cbs.sorted('order'):
@@ -284,7 +284,7 @@ def as_a_fit(
 
 # %% ../nbs/api/09_loop.ipynb #10b607cb
 def _of_fastai(name):
-    "The method of `Learner` before it was patched here, also if this code runs again in one process"
+    "The method of `Learner` before the patch below, even if this code runs twice in one process"
     f = getattr(Learner, name)
     return getattr(f, 'of_fastai', f)
 
@@ -292,7 +292,7 @@ fastai_do_fit,fastai_validation_context,fastai_do_epoch_validate = map(_of_fasta
 
 @patch
 def _do_fit(self:Learner):
-    "fastai's, within the `during_fit` of each callback that has one; whatever ends it, it is known that it ended"
+    "fastai's method, inside the `during_fit` context of each callback that has one. However the fit ends, the callbacks are tidied"
     with ExitStack() as stack:
         for cb in self.cbs.sorted('order'):
             if hasattr(type(cb), 'during_fit'): stack.enter_context(cb.during_fit())
@@ -301,10 +301,10 @@ def _do_fit(self:Learner):
 
 @patch
 def validation_context(self:Learner,
-    cbs=None,   # Callbacks for it
-    inner=False # Without the events of a fit?
+    cbs=None,   # Callbacks for the validation
+    inner=False # Leave out the events of a fit?
 ):
-    "fastai's; inside a fit of a Learner with fastaccum's callbacks it does not disturb the training"
+    "fastai's method; inside a fit of a Learner with fastaccum's callbacks it does not disturb the training"
     loop = loop_of(self)
     if loop is None or not (loop.in_fit or loop.busy): return fastai_validation_context(self, cbs=cbs, inner=inner)
     events = [] if inner else [as_a_fit(self, list(self.cbs))]
@@ -312,7 +312,7 @@ def validation_context(self:Learner,
 
 @patch
 def _do_epoch_validate(self:Learner, ds_idx=1, dl=None):
-    "fastai's; likewise, if it is called inside a batch"
+    "fastai's method; if it is called inside a batch, it does not disturb the training"
     loop = loop_of(self)
     with undisturbed(loop) if loop is not None and loop.busy else nullcontext(): fastai_do_epoch_validate(self, ds_idx, dl)
 
@@ -322,7 +322,7 @@ Learner._do_epoch_validate.of_fastai = fastai_do_epoch_validate
 # %% ../nbs/api/09_loop.ipynb #55c2234d
 @patch(as_prop=True)
 def stepped(self:Learner) -> bool|None: # `None` without a fastaccum callback
-    "Did the last batch change the weights? False while gradients accumulate, and when fp16 skipped the step. Reads the device"
+    "Did the last batch change the weights? False while gradients accumulate, and if fp16 skipped the step. Reads the device"
     loop = loop_of(self)
     return None if loop is None else bool(loop.now.stepped)
 
@@ -331,6 +331,6 @@ _export = Learner.export
 
 @patch
 def export(self:Learner, *args, **kwargs):
-    "fastai's `export`, without fastaccum's callbacks: the file loads where fastaccum is not installed"
+    "fastai's `export`, without fastaccum's callbacks, so that the file loads where fastaccum is not installed"
     ours = [cb for cb in self.cbs if any(c.__module__.startswith('fastaccum.') for c in type(cb).__mro__)]
     with self.removed_cbs(ours): return _export(self, *args, **kwargs)

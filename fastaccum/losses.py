@@ -31,14 +31,14 @@ _fastai_element_losses = 'FocalLoss', 'LabelSmoothingCrossEntropy'  # by name: t
 def _inside(f): return f if isinstance(f, (nn.Module, partial)) else getattr(f, 'func', f)  # of a `BaseLoss`
 
 def _options(f):
-    if not isinstance(f, nn.Module): return () if inspect.isfunction(f) and not vars(f) else None  # None: they may be anywhere
+    if not isinstance(f, nn.Module): return () if inspect.isfunction(f) and not vars(f) else None  # None: the options may be anywhere
     d = vars(f)
     return d.get('reduction'),d.get('ignore_index'),d.get('label_smoothing'),id(d['_buffers'].get('weight')),id(d.get('weight'))
 
 class LossInfo:
-    "What is known about `loss_func`: what its mean is `over`, and its options"
+    "What is known about `loss_func`: what it averages `over`, and its options"
     # over: 'classes' (valid class targets, by class weight), 'valid' (targets other than `ignore_index`), 'mask' (the sum of a
-    # target), 'elements', 'items'; target: of which target, if there are several; channel: in which of its columns
+    # target), 'elements' or 'items'; target: number of the target, if there are several; channel: column of that target
     target,channel,measured = None,None,False
     def __init__(self,
         loss_func # A module or function of PyTorch, `partial` of one, fastai's `BaseLoss` of one, or any other callable
@@ -50,10 +50,10 @@ class LossInfo:
         get = lambda k, default=None: kw.get(k, getattr(self.func, k, default))
         self.reduction,self.class_weight,self.ignore_index = get('reduction', 'mean'),get('weight'),get('ignore_index', -100)
         self.options = _options(self.func) if self.func is _inside(loss_func) else None
-        # with these PyTorch's gradients are NaN, not 0, if no target counts
+        # with these options PyTorch's gradients are NaN, not 0, if no target counts
         self.nan_if_empty = self.class_weight is not None or bool(get('label_smoothing'))
         self.over = self._over()
-        # one mean over all targets plus one over the weights of the valid ones: no single weight is exact
+        # it adds a mean over all targets and a mean over the weights of the valid targets: no single weight is exact
         self.inexact = type(self.func).__name__ == 'LabelSmoothingCrossEntropy'
 
     def _over(self):
@@ -64,14 +64,14 @@ class LossInfo:
         return 'elements' if known or type(f).__name__ in _fastai_element_losses else 'items'
 
     def measure(self, over, **kwargs):
-        "The same loss, with a rule that was found by measuring"
+        "The same loss, with a measured rule"
         res = copy(self)
         may_be_empty = over not in ('elements', 'items')
         vars(res).update(dict(over=over, reduction='mean', measured=True, inexact=False, nan_if_empty=may_be_empty), **kwargs)
         return res
 
     def holds_for(self, loss_func):
-        "Is this known of `loss_func`, and has it the same options? (To find out all takes longer.)"
+        "Does this still describe `loss_func`, with its current options? (Faster than to look everything up again)"
         if loss_func is not self.loss_func or self.options is None: return False
         return _inside(loss_func) is self.func and _options(self.func) == self.options
 
@@ -91,7 +91,7 @@ def n_items(
     b # A tensor, or any nesting of tensors in tuples, lists and dicts
 ) -> int: # Length of the first dimension of the first tensor
     "Number of items in a batch"
-    t = b[0] if isinstance(b, (tuple,list)) and b else b  # mostly
+    t = b[0] if isinstance(b, (tuple,list)) and b else b  # the usual case
     if not isinstance(t, Tensor) or not t.dim(): t = next((t for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()), None)
     if t is None:
         raise TypeError(f"Cannot count the items of a {type(b).__name__} without tensors: pass the number of items, or a `weight`.")
@@ -102,11 +102,11 @@ def _targets(yb): return [t for t in tree_leaves(yb) if isinstance(t, Tensor) an
 
 def _valid(y, ignored):
     if ignored is None: return torch.ones_like(y, dtype=torch.bool)
-    if not y.is_floating_point(): y = y.long()  # a uint8 would never be -100, but equal it when 156
+    if not y.is_floating_point(): y = y.long()  # a uint8 is never -100, but -100 as a uint8 is 156
     return ~y.isnan() if ignored != ignored else y != ignored
 
 def _item_weights(info, yb):
-    "How much each item counts: a number for all of them, or a tensor with one for each"
+    "The weight of each item: one number for all items, or a tensor with a number per item"
     y = yb[0] if isinstance(yb, (tuple,list)) and len(yb) else yb
     if info.target is not None: y = _targets(yb)[info.target]
     if info.over == 'items' or not isinstance(y, Tensor): return 1
@@ -120,14 +120,14 @@ def _item_weights(info, yb):
 # %% ../nbs/api/00_losses.ipynb #2cc0e18e
 def loss_weight(
     loss_func,  # The loss: a module or function of PyTorch, `partial` of one, fastai's `BaseLoss` of one, or any other callable
-    yb,         # Target(s) of the micro-batch: a tensor, or a tuple of tensors of which the loss takes the first
+    yb,         # Target(s) of the micro-batch: a tensor, or a tuple of tensors whose first the loss uses
     n:int|None=None # Number of items, default the first dimension of the first target
-) -> int|Tensor|None: # Number of things, as a tensor on the device if it depends on their values; `None` if the loss is a sum
+) -> int|Tensor|None: # The divisor; a tensor on the device if it depends on the targets' values, `None` if the loss is a sum
     """What a mean-reduced `loss_func` averaged over, for the targets `yb`.
 
     Cross entropy and NLL with class-index targets: the sum of `weight[y]`, or the count, over the targets that are not
     ignored (the divisor in PyTorch's documentation of `nn.CrossEntropyLoss`). Losses that average over elements: the number
-    of target elements. Any other loss: the number of items. A `LossInfo` (such as a probe's `rule`) says itself what counts."""
+    of target elements. Any other loss: the number of items. If `loss_func` is a `LossInfo` (such as a probe's `rule`), its rule counts."""
     info = loss_func if isinstance(loss_func, LossInfo) else LossInfo(loss_func)
     if info.reduction == 'sum': return None
     if n is not None and info.over == 'items': return n
@@ -137,14 +137,14 @@ def loss_weight(
 # %% ../nbs/api/00_losses.ipynb #16ade361
 def loss_weights(
     info:LossInfo, # What is known about the loss
-    yb,            # Target(s) of several micro-batches in one
-    sizes:list     # Items of each micro-batch, as even as `part_sizes` makes them
-) -> list|Tensor: # Weight of each micro-batch: in a list, or several in a tensor on the device
-    "`loss_weight` of each micro-batch, in as many operations as for one"
+    yb,            # Target(s) of the loader batch, before it is split
+    sizes:list     # Items of each micro-batch, as `part_sizes` returns them
+) -> list|Tensor: # Weight of each micro-batch: a list, or one tensor on the device
+    "`loss_weight` of each micro-batch, with as many operations as for a single one"
     if len(sizes) == 1: return [loss_weight(info, yb, sizes[0])]
     w = _item_weights(info, yb)
     if not isinstance(w, Tensor): return [w*n for n in sizes]
-    large = sizes[0]*sizes.count(sizes[0])              # the first ones may have one item more
+    large = sizes[0]*sizes.count(sizes[0])              # the first micro-batches may have one item more
     if large == len(w): return w.view(-1, sizes[0]).sum(1)
     return torch.cat((w[:large].view(-1, sizes[0]).sum(1), w[large:].view(-1, sizes[-1]).sum(1)))
 
@@ -152,7 +152,7 @@ def loss_weights(
 def is_known(
     loss_func # As for `LossInfo`
 ) -> bool:
-    "Is this exactly PyTorch's or fastai's own loss, with a reduction of its own?"
+    "Is `loss_func` exactly one of PyTorch's or fastai's losses, with a reduction other than 'none'?"
     f = loss_func
     def own(o): return (o.__module__ or '').startswith(('torch.nn.', 'fastai.'))
     while isinstance(f, partial) or (not isinstance(f, nn.Module) and own(type(f)) and callable(getattr(f, 'func', None))): f = f.func
@@ -163,38 +163,39 @@ def ignore_empty(
     pred,         # Model output(s) of a micro-batch
     weight:Tensor # Its weight
 ):
-    "Zero gradients for `pred` if `weight` is 0. NaN times 0 is NaN, so they are selected, not multiplied"
+    "Make the gradients of `pred` zero if `weight` is 0. NaN times 0 is NaN, so this selects zeros instead of multiplying"
     for t in tree_leaves(pred):
         if isinstance(t, Tensor) and t.requires_grad: t.register_hook(lambda g: torch.where(weight > 0, g, 0))
 
 # %% ../nbs/api/00_losses.ipynb #3e7209da
 def count_items(
-    xb,   # Inputs: a tensor, or any nesting of tensors in tuples, lists and dicts; also lists with an object for each item
+    xb,   # Inputs: a tensor, or any nesting of tensors in tuples, lists and dicts; also lists with one object per item
     yb=() # Targets
-) -> tuple[int,bool]: # Number of items; do the targets have as many?
+) -> tuple[int,bool]: # Number of items, and whether the targets have as many
     "Count the items of a batch from its inputs"
     if _agree(xb, yb): return xb[0].shape[0],True
     xs,ys = _counts(xb, True),_counts(yb, True)
     if not xs: xs = ys  # no inputs
     if not xs:
-        raise TypeError(f"Cannot count the items of a {type(xb).__name__}: use tensors or lists, or pass `n_items`, which counts them.")
+        raise TypeError(f"Cannot count the items of a {type(xb).__name__}: use tensors or lists, or pass `n_items`, a function that "
+                        "counts them.")
     n = next((n for n in xs if n in ys), xs[0])
     return n,not ys or n in ys
 
 def _agree(xb, yb):
-    "Do the first input and the first target, both tensors, have the same number of rows? Mostly they do, which needs no search"
+    "Are the first input and the first target tensors with equally many rows? They usually are, and then no search is needed"
     x,y = xb[0] if type(xb) is tuple and xb else None,yb[0] if type(yb) is tuple and yb else None
     return isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() and y.dim() and x.size(0) == y.size(0)
 
 def _counts(b, is_batch=False):
-    "Candidates for the number of items in `b`, likeliest first: the rows of its tensors, the length of a list"
+    "Candidates for the number of items in `b`, the most likely first: the rows of its tensors, the length of a list"
     if isinstance(b, PackedSequence): return [int(b.batch_sizes[0])]
     if isinstance(b, Tensor): return [b.size(0)] if b.dim() else []
     if b is None or isinstance(b, (str,bytes,Number)) or not hasattr(b, '__len__'): return []
     if isinstance(b, np.ndarray): return [len(b)] if b.ndim else []
     kids = [_counts(o) for o in (b.values() if hasattr(b, 'values') else b)]
-    kids = [k for k in kids if k]               # numbers go with every item
+    kids = [k for k in kids if k]               # numbers belong to every item
     rows = kids[0] if kids else []
-    if is_batch or hasattr(b, 'values'): return rows  # inputs and targets themselves are a tuple of columns
+    if is_batch or hasattr(b, 'values'): return rows  # the inputs (and the targets) themselves are a tuple of columns
     alike = bool(rows) and all(k[:1] == rows[:1] for k in kids)
     return [*rows, len(b)] if alike else [len(b)]

@@ -1,4 +1,4 @@
-"""How much memory a piece of code takes at most, whether it failed for lack of memory, and how to get some back
+"""Measure the peak memory of a piece of code, recognize out-of-memory errors, and free memory
 
 Docs: https://fastaccum.github.io/fastaccum/api/memory.html.md"""
 
@@ -17,14 +17,14 @@ __all__ = ['StorageFollower', 'backend', 'PeakMemory', 'is_out_of_memory', 'step
 
 # %% ../nbs/api/02_memory.ipynb #3eef526c
 class StorageFollower(TorchDispatchMode):
-    "Bytes of the tensor storages that operators created while this mode is on: `live` now, and their `peak`"
+    "Bytes of the tensor storages that operators create while this mode is on: how many are `live` now, and their `peak`"
     def __init__(self):
         super().__init__()
         self.live,self.peak,self.sizes = 0,0,{}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for s in self.storages((args, kwargs)):    # no operator here returned it, so it is from before
+        for s in self.storages((args, kwargs)):    # no operator in this mode returned it, so it is older
             if s._cdata not in self.sizes: self.follow(s, 0)
         res = func(*args, **kwargs)
         for s in self.storages(res):
@@ -33,7 +33,7 @@ class StorageFollower(TorchDispatchMode):
 
     @staticmethod
     def storages(tree):
-        "The storages in `tree`; a sparse tensor has none of its own"
+        "The storages of the tensors in `tree`, except of sparse tensors, which have none of their own"
         return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout is torch.strided]
 
     def follow(self, storage, n):
@@ -43,23 +43,23 @@ class StorageFollower(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self.forget, key).atexit = False
 
-    def forget(self, key): self.live -= self.sizes.pop(key)  # the address may be used again from here on
+    def forget(self, key): self.live -= self.sizes.pop(key)  # another storage may now get this address
 
 # %% ../nbs/api/02_memory.ipynb #75488d1c
 def backend(
     device # 'cpu', 'cuda:1', a `torch.device`, ...
-): # For instance `torch.cuda`; None if there is none
+): # For example `torch.cuda`; None if there is no such module
     "PyTorch's module for the type of `device`"
     return getattr(torch, torch.device(device).type, None)
 
 # %% ../nbs/api/02_memory.ipynb #02a90253
 class PeakMemory:
-    """Context manager that measures the most memory that was taken at once inside it, beyond what was taken before.
+    """Context manager that measures the peak memory inside it, beyond the memory that was in use before.
 
-    On devices whose allocator counts (CUDA, XPU) this is its count; a second one inside the block would restart the count.
-    Elsewhere it follows storages, and does not see what an operator allocates and frees internally."""
+    If the device's allocator records its peak (CUDA, XPU), this is the allocator's value; do not nest two of these, as the inner one
+    resets the record. Elsewhere it follows storages, and does not see memory that an operator allocates and frees internally."""
     def __init__(self,
-        device:str|torch.device='cpu' # Device whose allocator is asked, if it counts
+        device:str|torch.device='cpu' # Device to measure
     ):
         self.device,self.peak = torch.device(device),0
         mod = backend(device)
@@ -82,14 +82,14 @@ class PeakMemory:
     def __repr__(self): return f'PeakMemory({self})'
 
 # %% ../nbs/api/02_memory.ipynb #59ae7cdd
-# Messages of RuntimeErrors that do not have the type. The sources are in the table of the notebook
+# Messages of RuntimeErrors without that type. The table in the notebook names the sources
 _messages = ('out of memory', "DefaultCPUAllocator: can't allocate memory", 'DefaultCPUAllocator: not enough memory', 'Invalid buffer size',
              'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED', 'UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY', 'UR_RESULT_ERROR_OUT_OF_RESOURCES')
 
 def is_out_of_memory(
-    exception:BaseException # As raised by PyTorch, or by a fastai callback, which keeps the type and puts its name before the message
+    exception:BaseException # Exception of PyTorch, also after fastai has put the name of a callback before its message
 ) -> bool:
-    "Did this exception come from a lack of memory?"
+    "Did memory run out?"
     if isinstance(exception, (MemoryError, torch.cuda.OutOfMemoryError)): return True  # `torch.OutOfMemoryError` is the same class
     return isinstance(exception, RuntimeError) and any(m in str(exception) for m in _messages)
 
@@ -97,28 +97,29 @@ def is_out_of_memory(
 def step_too_big(
     why:str # Message of the error
 ) -> Exception:
-    "The error for an optimizer step that does not fit"
-    return torch.OutOfMemoryError("Memory ran out in the optimizer's step, which takes the same however small the micro-batches are: mostly its state, such as Adam's two "
-                                  "averages of every weight, which the first step makes. Try an optimizer with less state (SGD, or one of 8 bits), freeze a part of "
-                                  f"the model, or use a smaller one. ({why})")
+    "The error for an optimizer step that does not fit in memory"
+    return torch.OutOfMemoryError(
+        "Memory ran out in the optimizer's step, which needs the same memory however small the micro-batches are. Most of it is the "
+        "optimizer's state, which the first step allocates: Adam keeps two averages of every weight. Try an optimizer with less state "
+        f"(SGD, or an 8-bit optimizer), freeze a part of the model, or use a smaller model. ({why})")
 
 # %% ../nbs/api/02_memory.ipynb #6cf6c0f9
 def free_memory(
-    device='cpu' # Device whose cache is given back
+    device='cpu' # Device whose cache is emptied
 ):
-    "Free what nothing refers to: collect cycles, then empty the cache of the device's allocator"
+    "Free unreferenced memory: collect cycles, then empty the cache of the device's allocator"
     gc.collect()
     mod = backend(device)
     if not hasattr(mod, 'empty_cache'): return
     try: mod.empty_cache()
-    except RuntimeError as e:                  # with an error of the device pending, this call may be the one that reports it
+    except RuntimeError as e:                  # if the device has a pending error, this call may report it
         if not is_out_of_memory(e): raise
 
 # %% ../nbs/api/02_memory.ipynb #b6a60ee7
 def available_bytes(
-    device # Device to ask
-) -> int|None: # Bytes, or None where they cannot be read (CPU, MPS)
-    "Memory that new tensors can have on `device`: free on the device, or cached by PyTorch and not in use"
+    device # Any device
+) -> int|None: # Bytes, or None if they cannot be read (CPU, MPS)
+    "Memory for new tensors on `device`: free on the device, or cached by PyTorch and not in use"
     mod = backend(device)
     if not hasattr(mod, 'mem_get_info'): return None
     return mod.mem_get_info(device)[0] + mod.memory_reserved(device) - mod.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches, and begin it again with smaller ones when memory runs out
+"""Split a batch into micro-batches, and restart it with smaller ones when memory runs out
 
 Docs: https://fastaccum.github.io/fastaccum/api/microbatch.html.md"""
 
@@ -24,7 +24,7 @@ def part_sizes(
     n:int,   # Number of items
     size:int # Most items of a part
 ) -> list: # Items of each part
-    "As few parts as can be, as even as can be: with uneven ones BatchNorm would get a single item in the end"
+    "The fewest possible parts, as even as possible. With uneven parts, BatchNorm might get a single item in the last one"
     if n <= size: return [n]
     m = -(-n//size)
     return [n//m + (i < n%m) for i in range(m)]
@@ -32,22 +32,22 @@ def part_sizes(
 _listy = list,tuple,L
 
 def _holds_items(b, n):
-    "Are the items the rows of the tensors in `b`, and not its elements?"
+    "Are the items the rows of the tensors in `b`, rather than the elements of `b`?"
     rows = [t.shape[0] == n for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()]
     return bool(rows) and all(rows)
 
 def split_items(
-    b,           # Tensor, or any nesting of tuples, lists and dicts of tensors; a list of one object an item will do too
+    b,           # Tensor, or any nesting of tuples, lists and dicts of tensors; also a list with one object per item
     size:int,    # Most items of a part
     n:int|None=None # Number of items in `b`, default the first dimension of its first tensor
 ) -> list: # The parts, of the type of `b`
     """Split `b` along its items into `part_sizes`.
 
-    What has no items (a number, a string, `None`, a tensor without dimensions) goes whole with every part."""
+    Every part contains the whole of a value without items (a number, a string, `None`, a tensor without dimensions)."""
     if n is None: n = n_items(b)
     m = -(-n//size)
     if isinstance(b, Tensor) and b.dim():
-        if b.shape[0] == n: return list(b.unflatten(0, (m, n//m)).unbind() if n%m == 0 else b.tensor_split(m))  # `unbind` is the faster one
+        if b.shape[0] == n: return list(b.unflatten(0, (m, n//m)).unbind() if n%m == 0 else b.tensor_split(m))  # `unbind` is faster
         raise TypeError(f"Cannot split a tensor of shape {tuple(b.shape)} into micro-batches: the batch has {n} items. "
                         "Leave out micro_batch_size for such data.")
     if isinstance(b, dict):
@@ -67,9 +67,9 @@ def split_items(
 # %% ../nbs/api/03_microbatch.ipynb #d6be3f35
 def map_tensors(
     f,       # Function of one tensor of each batch
-    *batches # Tensors, or nestings of tuples, lists and dicts (or types made from these) of tensors, all of the same structure
+    *batches # Tensors, or nestings of tuples, lists and dicts (or subclasses of these) of tensors, all of the same structure
 ): # A batch of the type of the first one
-    "Call `f` with the tensors at each place; what is no tensor is taken from the first batch"
+    "Call `f` with the tensors at each place of the batches; other values come from the first batch"
     b = batches[0]
     if isinstance(b, Tensor): return f(*batches)
     if isinstance(b, dict): return type(b)({k: map_tensors(f, *(o[k] for o in batches)) for k in b})
@@ -81,18 +81,18 @@ def map_tensors(
 def join_items(
     parts:list # Batches of the same structure, such as the model's outputs of several micro-batches
 ): # One batch of the type of the first part
-    "Undo `split_items`: tensors are put together along their items, those without dimensions stacked"
+    "Undo `split_items`: concatenate tensors along their items, and stack tensors without dimensions"
     return map_tensors(lambda *o: torch.cat(o) if o[0].dim() else torch.stack(o), *parts)
 
 # %% ../nbs/api/03_microbatch.ipynb #9fed098a
 @contextmanager
 def in_parts(
-    learn,    # Has a batch: the tuples `xb` and `yb`
+    learn,    # `Learner` with a batch: the tuples `xb` and `yb`
     n:int,    # Number of items in it
     size:int, # Most items of a part
-    mixers=() # Objects with the targets `yb1` and their share `lam`, as fastai's MixUp has them
+    mixers=() # Objects with targets `yb1` and their share `lam`, like fastai's MixUp
 ):
-    "Iterate over the numbers of the parts, each in the place of the batch in its turn; then put the batch back"
+    "Iterate over the numbers of the parts. Each part in turn replaces the batch; at the end the batch is restored"
     xb,yb = learn.xb,learn.yb
     mixed = [(o, o.yb1, o.lam) for o in mixers]
     try: yield _parts(learn, xb, yb, n, size, mixed) if n > size else range(1)
@@ -102,7 +102,7 @@ def in_parts(
 
 def _parts(learn, xb, yb, n, size, mixed):
     split = lambda b: split_items(b, size, n)
-    rows = lambda b: [tuple(p) for p in zip(*map(split, b))] if len(b) else [()]*-(-n//size)  # as many inputs as items are still inputs
+    rows = lambda b: [tuple(p) for p in zip(*map(split, b))] if len(b) else [()]*-(-n//size)  # there may be as many inputs as items
     # CutMix has one `lam` for all items
     mixed = [(o, split(yb1), split(lam) if lam.dim() and len(lam) == n else [lam]*-(-n//size)) for o,yb1,lam in mixed]
     for i,(x,y) in enumerate(zip(rows(xb), rows(yb))):
@@ -112,20 +112,20 @@ def _parts(learn, xb, yb, n, size, mixed):
 
 # %% ../nbs/api/03_microbatch.ipynb #c25c0ad9
 def _device_rng(device):
-    "PyTorch's module for the random numbers of `device`, if these are not the CPU's"
+    "PyTorch's module for the random numbers of `device`; None for the CPU"
     return torch.get_device_module(device) if device.type != 'cpu' else None
 
 class PythonRandom:
-    "The state of Python's and NumPy's random generators, as they are now"
+    "The current state of Python's and NumPy's random generators"
     def __init__(self): self.python,self.numpy = random.getstate(),np.random.get_state()
     def restore(self):
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
 class RandomState(PythonRandom):
-    "And of PyTorch's"
+    "The current state of Python's, NumPy's and PyTorch's random generators"
     def __init__(self,
-        device:torch.device=torch.device('cpu') # Its generator too
+        device:torch.device=torch.device('cpu') # Save the state of this device's generator too
     ):
         super().__init__()
         self.device,self.torch,mod = device,torch.get_rng_state(),_device_rng(device)
@@ -141,9 +141,9 @@ class RandomState(PythonRandom):
 class Snapshot:
     "The state that a forward and backward pass changes: random generators, buffers, and gradients on request"
     def __init__(self,
-        model:nn.Module,      # Its buffers are kept
-        params,               # Parameters whose gradients are kept
-        gradients:bool=True   # Copy the gradients? If False they are zero or none now, and `restore` makes them so
+        model:nn.Module,      # Model whose buffers are saved
+        params,               # Parameters whose gradients are saved
+        gradients:bool=True   # Copy the gradients? If False, each must be zero or None now, and `restore` makes it so again
     ):
         self.params = list(params)
         self.buffers = [(m,k,b,b.clone()) for m in model.modules() for k,b in m._buffers.items() if b is not None]
@@ -151,9 +151,9 @@ class Snapshot:
         self.rng = RandomState(next((p.device for p in self.params), torch.device('cpu')))
 
     def restore(self):
-        "Put everything back, in place"
+        "Restore everything in place"
         with torch.no_grad():
-            for m,k,b,old in self.buffers: m._buffers[k] = b.copy_(old)  # forward may have put another there
+            for m,k,b,old in self.buffers: m._buffers[k] = b.copy_(old)  # forward may have put another tensor there
             for p,g in zip(self.params, self.grads):
                 if g is None: p.grad = None
                 elif isinstance(g, Tensor): p.grad.copy_(g)
@@ -162,24 +162,24 @@ class Snapshot:
 
 # %% ../nbs/api/03_microbatch.ipynb #c41f90aa
 class Replay:
-    "What a module's forward pass reads and changes, for the second time"
+    "Repeats a module's forward pass with the state that the first pass started from"
     def __init__(self,
-        module:nn.Module,          # Its buffers are kept
-        random_state=PythonRandom # Makes what is to be kept of the random generators, with a `restore`
+        module:nn.Module,          # Module whose buffers are saved
+        random_state=PythonRandom # Class that saves the state of random generators, with a method `restore`
     ): self.module,self.random_state = module,random_state
 
     @contextmanager
     def first(self):
-        "Around the first pass"
+        "Context for the first pass"
         self.rng = self.random_state()
         before = [(m, k, b, b._version, b.clone()) for m in self.module.modules() for k,b in m._buffers.items() if b is not None]
         yield
-        # vectors always: batch_norm changes its statistics without counting a version
+        # always save vectors: batch_norm changes its statistics without increasing their version
         self.changed = [(m, k, old) for m,k,b,version,old in before if b.dim() < 2 or b._version != version or m._buffers.get(k) is not b]
 
     @contextmanager
     def second(self):
-        "Around any further pass"
+        "Context for each further pass"
         rng,buffers = self.random_state(),[(m, k, m._buffers[k]) for m,k,_ in self.changed]
         self._set(self.rng, [(m, k, old.clone()) for m,k,old in self.changed])
         try: yield

@@ -1,4 +1,4 @@
-"""One loader batch on its way through the model, in as many micro-batches as it takes
+"""Send one loader batch through the model, in one or more micro-batches
 
 Docs: https://fastaccum.github.io/fastaccum/api/passes.html.md"""
 
@@ -24,16 +24,16 @@ __all__ = ['warn_once', 'loss_info', 'look_up_loss', 'is_measuring', 'measure_lo
 
 # %% ../nbs/api/09b_passes.ipynb #7a049188
 def warn_once(
-    cb,     # Callback; it keeps what it has said in `_warned`
+    cb,     # Callback; its attribute `_warned` keeps the warnings that it has given
     msg:str # Warning
 ):
-    "Warn, but not again with the same words"
+    "Give this warning, unless `cb` has given the same warning before"
     if msg not in cb._warned: warn(msg)
     cb._warned.add(msg)
 
 # %% ../nbs/api/09b_passes.ipynb #71f0e812
 def loss_info(
-    loss_func # `learn.loss_func`; MixUp and CutMix have put their own there, which takes the plain mean over all elements
+    loss_func # `learn.loss_func`; MixUp and CutMix replace it with their own, which takes the plain mean over all elements
 ) -> LossInfo:
     "What is known about the Learner's loss"
     mixer = getattr(loss_func, '__self__', None)
@@ -45,7 +45,7 @@ def loss_info(
 def look_up_loss(
     acc # A `GradientAccumulation` before a loader batch goes through the model
 ):
-    "The loss as it is now, with its options and class weights: a callback may have changed them"
+    "Look up the current loss, its options and its class weights: a callback may have changed them"
     st,loss_func = acc.state,acc.learn.loss_func
     if st.probe is not None and st.probe.known and st.info.holds_for(loss_func): return
     st.info = loss_info(loss_func)
@@ -65,9 +65,9 @@ def measure_loss(
     acc,  # A `GradientAccumulation` after a prediction
     n:int # Items of the micro-batch
 ):
-    """Show the first micro-batch of an accumulated batch to the probe, and if that has one item the second, too.
+    """Show the first micro-batch of an accumulated batch to the probe, and the second one too if the first has only one item.
 
-    Another rule may hold from here on: what was back-propagated already is corrected."""
+    This may change the rule. Then the weight of the micro-batch that was already back-propagated is corrected."""
     st,learn,probe,losses = acc.state,acc.learn,acc.state.probe,acc.loop.now.losses
     first,kept = acc.n_items == 0,probe.kept
     if not first and kept is None: return
@@ -78,7 +78,7 @@ def measure_loss(
     if not probe.open: end_measuring(acc)
 
 def end_measuring(
-    acc # A `GradientAccumulation` that need not measure any more
+    acc # A `GradientAccumulation` that needs no more measurements
 ):
     "Close the probe, and warn if no rule fits the loss"
     probe = acc.state.probe
@@ -89,7 +89,7 @@ def end_measuring(
 def loss_rule(
     acc # A `GradientAccumulation`
 ) -> str:
-    "What the loss averages over, and whether that is known, measured or assumed"
+    "What the loss averages over, and whether this is known, measured or assumed"
     if acc.weight is not None: return 'what weight= returns'
     if not acc.normalize: return 'nothing: gradients are added up (normalize=False)'
     if acc.state.info is None: return 'not looked up yet: nothing was trained'
@@ -97,9 +97,9 @@ def loss_rule(
 
 # %% ../nbs/api/09b_passes.ipynb #d3746b6f
 class Weights:
-    """The weight and the share of each micro-batch of a loader batch
+    """The weight and the share of each micro-batch of a loader batch.
 
-    They are known before the first micro-batch (`early`), or one by one with the predictions."""
+    They are known before the first micro-batch (`early`), or only after each prediction."""
     early = stacked = yb = over_ranks = None
     def __init__(self,
         cb,   # A `GradientAccumulation`
@@ -107,24 +107,24 @@ class Weights:
         sizes # Items of each micro-batch
     ):
         self.cb,self.learn,self.acc,self.sizes = cb,cb.learn,cb.acc,sizes
-        if cb.coupled and cb.ranks: self.over_ranks,self.sizes = True,[cb.ranks.n_items]   # the loss is that of all ranks' items
+        if cb.coupled and cb.ranks: self.over_ranks,self.sizes = True,[cb.ranks.n_items]   # one loss over the items of all ranks
         if cb.weight is not None or not cb.acc.normalize or is_measuring(cb) or self.over_ranks: return
         weights = loss_weights(cb.state.info, self.learn.yb, sizes)
         nominal = self.learn.yb[0].numel() if isinstance(weights, Tensor) or isinstance(weights[0], Tensor) else None
         shares = self.acc.shares(weights, n, nominal, complete=cb.complete)
         if isinstance(weights, Tensor): self.stacked,weights,shares = weights,weights.unbind(),shares.unbind()
         self.early = list(zip(weights, shares))
-        # may one be 0, and the loss's gradient NaN then?
+        # can a weight be 0, so that the loss's gradient would be NaN?
         self.may_be_empty = cb.state.info.nan_if_empty if nominal is not None else not all(weights)
 
     def begin(self):
-        "A micro-batch is in place, whose targets a callback may change"
+        "Remember the targets of a micro-batch, to see later whether a callback changed them"
         self.yb,self.version = self.learn.yb,_version(self.learn.yb)
 
     def of(self,
         i:int # Number of the micro-batch
     ) -> tuple: # Its weight and its share
-        "After its prediction, with which a callback may have changed the targets"
+        "Weight and share of a micro-batch after its prediction, when a callback may have changed the targets"
         if self.yb is not None and (self.learn.yb is not self.yb or _version(self.yb) != self.version): self.early = self.stacked = None
         if self.early is None: return self._late(i)
         if self.may_be_empty: self._ignore_empty(self.early[i][0])
@@ -132,7 +132,7 @@ class Weights:
 
     def _late(self, i):
         if not self.acc.normalize:
-            if self.over_ranks: raise ValueError("coupled with several ranks: the loss must be a mean, as each computes that of all items.")
+            if self.over_ranks: raise ValueError("coupled with several ranks: the loss must be a mean, as each computes it over all items.")
             return 1,1
         weight = loss_weight(self.cb.state.info, self.learn.yb, self.sizes[i]) if self.cb.weight is None else self.cb.weight(self.learn)
         weight = as_weight(weight, self.learn.loss_grad.device)
@@ -153,8 +153,8 @@ def forward_backward(
     size:int,# Most items of a micro-batch
     n:int    # Items of the loader batch
 ):
-    "Send the loader batch through the model in micro-batches of at most `size` items, and count those that went"
-    part,size = size,n if cb.coupled else size                           # one loss; `predict_coupled` splits
+    "Send the loader batch through the model in micro-batches of at most `size` items, and count the completed ones"
+    part,size = size,n if cb.coupled else size                           # one loss, so only `predict_coupled` splits
     learn,loop,acc,before,sizes,preds,yb = cb.learn,cb.loop,cb.acc,cb.acc.so_far,part_sizes(n, size),[],cb.learn.yb
     split,table,weights = n > size,loop.call.current(),Weights(cb, n, sizes)
     keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
@@ -165,7 +165,7 @@ def forward_backward(
         if learn.loss_grad.dim(): as_scalar(learn)
         weight,share = weights.of(i)
         if stock: back_propagate(learn.loss_grad, share)
-        else:                                                            # accelerate's, for instance
+        else:                                                            # Accelerate's, for example
             learn.loss_grad = weighted(learn.loss_grad, share)
             learn._backward()
         if state.batch is not None: state.batch.backward()
@@ -198,14 +198,14 @@ def forward_backward(
 def removed_in_batch(
     acc # A `GradientAccumulation` that has left its `Learner`
 ) -> Exception:
-    "The error for a loader batch that lost its accumulation on the way: some of its gradients are weighed, others not"
-    return RuntimeError(f"{type(acc).__name__} was removed while a loader batch was on its way through the model, and the step would "
-                        "not be that batch's: remove it between batches, at `before_batch` or `after_batch`.")
+    "The error for a loader batch that loses its accumulation callback halfway: only some of its gradients are weighted"
+    return RuntimeError(f"{type(acc).__name__} was removed while a loader batch went through the model, so its step would be wrong: "
+                        "remove the callback between batches, at `before_batch` or `after_batch`.")
 
 def as_scalar(
     learn # After a prediction; its loss may have dimensions of length 1
 ):
-    "The loss without dimensions, or an error if it is not one number"
+    "Remove the dimensions of the loss, or raise an error if it is not one number"
     check_scalar(learn.loss_grad)
     learn.loss_grad,learn.loss = learn.loss_grad.view(()),learn.loss.view(())
 
@@ -213,15 +213,15 @@ def as_scalar(
 def shapes_of(
     xb # Inputs
 ) -> tuple:
-    "Shapes of an item, and types: what 'auto' knows a micro-batch size for"
+    "Shapes of an item, and types: 'auto' keeps a micro-batch size for each such combination"
     return tuple((o.shape[1:], o.dtype) for o in tree_leaves(xb) if isinstance(o, Tensor))
 
 def predict_in_parts(
     cb,   # A `GradientAccumulation`
-    whole,# Calls the model with `learn.xb`
+    whole,# Function that calls the model with `learn.xb`
     n:int # Items of the loader batch
-): # What the model says of the loader batch
-    "Predict in micro-batches, and join. What has no row for each item cannot be joined: then the loader batch goes whole"
+): # Prediction for the loader batch
+    "Predict in micro-batches, and join the outputs. If an output does not have a row per item, predict the loader batch in one piece"
     learn,preds = cb.learn,[]
     k = cb.state.size_by_shape.get(shapes_of(learn.xb), n) if cb.micro_batch_size == 'auto' else cb.micro_batch_size
     if n <= k: return whole()
@@ -236,7 +236,7 @@ def predict_in_parts(
 def learn_device(
     learn # A `Learner`
 ) -> torch.device:
-    "Where its model is"
+    "The device of its model"
     return next((p.device for p in learn.model.parameters()), torch.device('cpu'))
 
 def fit_memory(
@@ -254,13 +254,14 @@ def fit_memory(
         except Exception as e:
             if not is_out_of_memory(e): raise
             why = str(e)
-        # only here, outside `except`, is the traceback gone, which keeps the activations alive
+        # outside `except`, because the traceback keeps the activations alive
         learn.pred = learn.loss_grad = learn.loss = None
         free_memory(learn_device(learn))
         if size == 1: raise too_big(why)
         if versions != [o._version for o in batch]:
-            raise RuntimeError("Memory ran out, and the loader batch cannot begin again in smaller parts: the model or a callback has "
-                               f"changed it in place. Have it make new tensors, or pass a number as micro_batch_size. ({why})")
+            raise RuntimeError("Memory ran out, and the loader batch cannot restart with smaller micro-batches, because the model or a "
+                               "callback has changed it in place. Make new tensors there, or pass a number as micro_batch_size. "
+                               f"({why})")
         snap.restore()
         acc.so_far = before
         size = sizes[key] = -(-size//2)
@@ -270,7 +271,7 @@ def fit_memory(
 def too_big(
     why:str # Message of the error
 ) -> Exception:
-    "The error for an item that does not fit"
+    "The error for a single item that does not fit in memory"
     peak = f' ({torch.cuda.max_memory_allocated()/2**30:.1f} GiB were in use at most)' if torch.cuda.is_available() else ''
     return torch.OutOfMemoryError(f"Not even one item fits memory{peak}. Try mixed precision (`learn.to_bf16()` or `to_fp16()`), "
                                   f"activation checkpointing, smaller items, or a smaller model. ({why})")

@@ -1,4 +1,4 @@
-"""The accumulated batches of a fit, found without training
+"""The accumulated batches of a fit, computed without training
 
 Docs: https://fastaccum.github.io/fastaccum/api/plan.html.md"""
 
@@ -14,7 +14,7 @@ __all__ = ['batch_sizes', 'accum_batches', 'epochs_for']
 # %% ../nbs/api/05_plan.ipynb #4d90f913
 def batch_sizes(
     dl # fastai or PyTorch `DataLoader`
-) -> list: # One int a batch
+) -> list: # One int per batch
     "Number of items of each batch of one epoch of `dl`"
     bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
     n = getattr(dl, 'n', None)
@@ -22,14 +22,14 @@ def batch_sizes(
     if bs and n is not None:
         sizes = [bs]*(n//bs) + ([n%bs] if n%bs and not dl.drop_last else [])
         if len(sizes) == len(dl): return sizes
-    raise ValueError(f"The batch sizes of this {type(dl).__name__} are not known before training (a batch sampler, or a "
-                     "length of its own): a plan needs a loader with a fixed batch size.")
+    raise ValueError(f"The batch sizes of this {type(dl).__name__} are not known before training, because it has a batch sampler or a "
+                     "length of its own: a plan needs a loader with a fixed batch size.")
 
 # %% ../nbs/api/05_plan.ipynb #dfb88212
 def accum_batches(
     sizes:list,      # Items of each loader batch of an epoch
     n_epoch:int,     # Number of epochs
-    size_at,         # `size_at(done, n_iter, n_epoch)`: `accum_bs` of an accumulated batch that begins after `done` loader batches
+    size_at,         # `size_at(done, n_iter, n_epoch)`: `accum_bs` of the accumulated batch that begins after `done` loader batches
     remainder='step' # 'step', 'drop' or 'carry', as in `GradientAccumulation`
 ) -> list: # Items of each accumulated batch that ends in an optimizer step
     "The accumulated batches of a whole fit"
@@ -48,8 +48,8 @@ def epochs_for(
     acc,        # A `GradientAccumulation` that is attached to a `Learner`
     n_steps:int # Number of optimizer steps
 ) -> int:
-    "Number of epochs that give at least `n_steps` steps"
+    "Number of epochs that have at least `n_steps` steps"
     try: sizes,n = batch_sizes(acc.learn.dls.train),1
-    except ValueError: return n_steps*acc.size_at(0, 1, 1)  # enough with one item a loader batch; LRFinder ends the fit itself
+    except ValueError: return n_steps*acc.size_at(0, 1, 1)  # enough even with one item per loader batch; LRFinder ends the fit itself
     while len(accum_batches(sizes, n, acc.size_at, acc.remainder)) < n_steps: n *= 2
     return next(i for i in range(n//2, n+1) if len(accum_batches(sizes, i, acc.size_at, acc.remainder)) >= n_steps)

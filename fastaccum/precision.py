@@ -25,7 +25,7 @@ __all__ = ['AMPMode', 'can_compute_in', 'has_fast_fp16', 'warn_if_slow', 'parse_
 
 # %% ../nbs/api/11_precision.ipynb #0008880a
 class AMPMode(Enum):
-    "Types that mixed precision computes in"
+    "The types in which mixed precision computes"
     FP16,BF16 = 'fp16','bf16'
 
 _dtypes = {AMPMode.FP16: torch.float16, AMPMode.BF16: torch.bfloat16}
@@ -36,11 +36,11 @@ def can_compute_in(
     device:str, # 'cuda', 'cpu', 'mps', 'xpu'
     mode:AMPMode
 ) -> bool:
-    "Does autocast to `mode` work on this device, and can its gradients be unscaled? Tried with a product of 2x2 matrices"
+    "Does autocast to `mode` work on this device, and can its gradients be unscaled? Tests it with a product of 2x2 matrices"
     try:
         x = torch.ones(2, 2, device=device, requires_grad=True)
         with warnings.catch_warnings():
-            warnings.simplefilter('error')    # autocast warns, and stays off, where it does not know the type
+            warnings.simplefilter('error')    # autocast warns, and stays off, if the device does not support the type
             with torch.autocast(device, dtype=_dtypes[mode]): y = x@x
         y.float().sum().backward()
         found_inf,scale = torch.zeros(1, device=device),torch.ones(1, device=device)
@@ -49,14 +49,14 @@ def can_compute_in(
     except (RuntimeError, UserWarning, TypeError, AssertionError, NotImplementedError): return False
 
 def has_fast_fp16() -> bool:
-    "Does this processor have instructions for fp16? (oneDNN tells.)"
+    "Does this processor have instructions for fp16, according to oneDNN?"
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 def warn_if_slow(
     device:str, # Type of a device
     mode:AMPMode
 ):
-    "Warn about fp16 on a processor without instructions for it, where it is far slower than fp32"
+    "Warn about fp16 on a processor without instructions for it, which is far slower than fp32"
     if device != 'cpu' or mode is not AMPMode.FP16 or has_fast_fp16(): return
     warn("This processor has no instructions for fp16: training may take many times as long as in fp32. "
          "Use `learn.to_bf16()`, or `to_fp32()`.")
@@ -80,7 +80,7 @@ def check_precision(
     same = [type(o) for o in learn.cbs if o.name in (cb.name, 'non_native_mixed_precision')]
     if len(same) > 1:
         raise ValueError(f"{len(same)} precision callbacks are attached: {', '.join(f'{c.__module__}.{c.__name__}' for c in same)}. "
-                         "Keep one: `learn.to_fp32()` removes them (`to_channelslast(use_amp=False)` adds none).")
+                         "Keep one: `learn.to_fp32()` removes all of them (`to_channelslast(use_amp=False)` adds none).")
     params = list(learn.model.parameters())
     device = params[0].device.type if params else 'cpu'
     if cb.device is not None and torch.device(cb.device).type != device:
@@ -93,14 +93,14 @@ def check_precision(
     if not can_compute_in(device, cb.amp_mode):
         can = [m.value for m in AMPMode if can_compute_in(device, m)] + ['fp32']
         raise ValueError(f"This {device!r} device (PyTorch {torch.__version__}) cannot compute in {cb.amp_mode.value}. "
-                         f"It can in {' and '.join(can)}.")
+                         f"It supports {' and '.join(can)}.")
     return device
 
 # %% ../nbs/api/11_precision.ipynb #3bc32fa5
 def finite_grads(
     model # A model after `backward`
 ) -> dict: # From the name of each parameter with a gradient to a tensor on its device; nothing waits for them
-    "Which gradients are finite?"
+    "Find out which gradients are finite"
     values = lambda g: g.coalesce().values() if g.is_sparse else g
     return {n: values(p.grad).isfinite().all() for n,p in model.named_parameters() if p.grad is not None}
 
@@ -109,7 +109,7 @@ def nonfinite_report(
     finite:dict, # From `finite_grads`
     most:int=5   # Number of parameters to name
 ) -> str:
-    "The loss, and the first parameters whose gradient is not finite"
+    "A sentence with the loss and the first parameters whose gradients are not finite"
     names = [n for n,ok in finite.items() if not ok]
     more = f' and {len(names)-most} more' if len(names) > most else ''
     return f"The loss is {loss.float().mean().item():g}; gradients that are not finite: {', '.join(names[:most]) or 'none'}{more}."
@@ -121,7 +121,7 @@ class ScaledSteps(LoopCallback):
     "The optimizer's step under a loss scale; the base of `MixedPrecision`"
     @property
     def opt(self):
-        "What the scaler steps: a fused PyTorch optimizer in an `OptimWrapper`, which skips steps itself, or else this callback"
+        "The object that the scaler steps: a fused PyTorch optimizer in an `OptimWrapper`, which skips steps itself, or this callback"
         opt = self.learn.opt
         return opt.opt if isinstance(opt, OptimWrapper) and getattr(opt.opt, '_step_supports_amp_scaling', False) else self
     param_groups = property(lambda self: self.learn.opt.param_groups)
@@ -130,24 +130,24 @@ class ScaledSteps(LoopCallback):
     def before_step(self):
         if not self.scaler.is_enabled() or self.scaler._scale is None: return  # bf16, or no backward pass yet
         self.scaler.unscale_(self.opt)
-        if self.scaler.may_give_up: self._finite = finite_grads(self.learn.model)  # before clipping makes all of them NaN
+        if self.scaler.may_give_up: self._finite = finite_grads(self.learn.model)  # before clipping turns all gradients into NaN
 
     def opt_step(self) -> bool|Tensor: # Did the weights change?
-        "Step unless a gradient overflowed: one host sync, none with fused optimizers"
+        "Step unless a gradient overflowed. This takes one host sync, or none with fused optimizers"
         scaler = self.scaler
-        if scaler._pending_inf() is None:   # bf16, or there are no gradients at all
+        if scaler._pending_inf() is None:   # bf16, or there are no gradients
             scaler.reset_step()
             self.learn._step()
             return True
         self._scale = scaler._scale.clone()
-        scaler.step(self.opt, **(dict(read=self.loop.read) if self.opt is self else {}))  # fused ones read nothing
+        scaler.step(self.opt, **(dict(read=self.loop.read) if self.opt is self else {}))  # a fused one reads nothing
         try: scaler.update()
         except FloatingPointError as e: raise FloatingPointError(f'{e} {nonfinite_report(self.loop.step_loss, self._finite)}') from None
         if scaler.last_skipped: raise CancelStepException
         return True if scaler.last_skipped is False else scaler.found_inf == 0
 
     def undo_step(self):
-        "Another callback cancelled the step after `before_step`: its gradients continue to accumulate, scaled"
+        "Undo `before_step` after another callback cancelled the step: the gradients are scaled again, and continue to accumulate"
         if self.scaler._pending_inf() is not None: scale_grads([p for ps in self.learn.opt.param_lists for p in ps], self.scaler._scale)
         self.scaler.reset_step()
 
@@ -163,15 +163,15 @@ class ScaledSteps(LoopCallback):
     ):
         "Continue with a saved loss scale"
         if state['amp_mode'] != self.amp_mode.value:
-            raise ValueError(f"This state is of {state['amp_mode']!r}, the callback of {self.amp_mode.value!r}.")
+            raise ValueError(f"The saved state is for {state['amp_mode']!r}, but this callback computes in {self.amp_mode.value!r}.")
         if state['scaler']: self.scaler.load_state_dict(state['scaler'])
 
 class MixedPrecision(ScaledSteps):
-    "Compute in fp16 or bf16, keep the weights in fp32; in fp16 with a loss scale that lives as long as the callback"
+    "Compute in fp16 or bf16, and keep the weights in fp32. In fp16, a loss scale lives as long as the callback"
     order,name,slot = 10,'mixed_precision','precision'
     def __init__(self,
         amp_mode:str|Enum='fp16', # 'fp16' or 'bf16'
-        device:str|None=None,     # Device that the model must be on, default wherever it is
+        device:str|None=None,     # Device that the model must be on, default any device
         **scaler_kwargs           # Arguments of `DynamicLossScaler`, for fp16
     ):
         amp_mode = parse_amp_mode(amp_mode)
@@ -180,7 +180,7 @@ class MixedPrecision(ScaledSteps):
         store_attr('amp_mode,device')
         self.scaler_kwargs = scaler_kwargs
         if amp_mode is AMPMode.BF16: self.unused_events = 'before_backward','before_step'
-        self._scaler = self._make_scaler('cpu')  # shows bad arguments at once; made again for the model's device
+        self._scaler = self._make_scaler('cpu')  # rejects bad arguments at once; made again for the model's device
         self._autocast,self._contexts,self._trial,self._device = nullcontext,[],None,None
 
     def _make_scaler(self, device): return DynamicLossScaler(device, enabled=self.amp_mode is AMPMode.FP16, **self.scaler_kwargs)
@@ -193,31 +193,31 @@ class MixedPrecision(ScaledSteps):
             state,self._device,self._scaler = self._scaler.state_dict(),device,self._make_scaler(device)
             if state: self._scaler.load_state_dict(state)
             warn_if_slow(device, self.amp_mode)
-        self.learn.scaler = self._scaler         # where fastai's callback has it
+        self.learn.scaler = self._scaler         # fastai's callback sets this attribute too
         self._scaler.reset_step()
         self._trial = deepcopy(self._scaler) if self.loop.lr_finder else None
-        self._clear()                            # whatever ended the last fit
+        self._clear()                            # an exception may have ended the last fit
 
     def after_fit(self): self._trial = None
     def detach(self):
-        self._clear()                            # after an exception they are scaled
+        self._clear()                            # after an exception the gradients are scaled
         self._trial = None
         self.learn.__dict__.pop('scaler', None)
 
     @property
     def scaler(self) -> DynamicLossScaler:
-        "The loss scale; while `lr_find` runs, a copy of it"
+        "The loss scaler; while `lr_find` runs, a copy of it"
         return self._trial if self._trial is not None and self.loop.lr_finder else self._scaler
 
     def predict(self):
         "Call the model in half precision; its output is in fp32"
-        learn,free = self.learn,self._contexts  # taken while in use: should the model come here again, it needs another
+        learn,free = self.learn,self._contexts  # a context in use is not in the list: a nested call takes another
         context = free.pop() if free else self._autocast()
         with context: pred = learn.model(*learn.xb)
         free.append(context)
         return _in_fp32(pred)
 
-    def after_pred(self): self.learn.pred = _in_fp32(self.learn.pred)  # other callbacks may have made another
+    def after_pred(self): self.learn.pred = _in_fp32(self.learn.pred)  # other callbacks may have replaced it
 
     def before_backward(self): self.learn.loss_grad = self.scaler.scale(self.learn.loss_grad)
 
@@ -228,34 +228,34 @@ class MixedPrecision(ScaledSteps):
 
 # %% ../nbs/api/11_precision.ipynb #0c2591a5
 def _replace(learn, cb):
-    "Attach `cb` in the place of other precision callbacks"
+    "Attach `cb`, and remove other precision callbacks"
     learn.to_fp32()
     return learn.add_cb(cb)
 
 @patch
 @delegates(DynamicLossScaler, but='device,enabled')
 def to_fp16(self:Learner, **kwargs):
-    "Compute in float16, with the arguments of `DynamicLossScaler`; replaces any other precision"
+    "Compute in float16, with the arguments of `DynamicLossScaler`. Replaces any other precision"
     return _replace(self, MixedPrecision('fp16', **kwargs))
 
 @patch
 def to_bf16(self:Learner):
-    "Compute in bfloat16; replaces any other precision"
+    "Compute in bfloat16. Replaces any other precision"
     return _replace(self, MixedPrecision('bf16'))
 
 @patch
 def to_fp32(self:Learner):
-    "Compute in float32: removes the precision callback"
+    "Compute in float32. Removes the precision callback"
     return self.remove_cbs([cb for cb in self.cbs if cb.name == 'mixed_precision'])
 
 @patch
 @delegates(DynamicLossScaler, but='device,enabled')
 def to_channelslast(self:Learner,
-    use_amp:bool=True,          # Mixed precision too, if there is none yet?
+    use_amp:bool=True,          # Add mixed precision too, if there is none yet?
     amp_mode:str|Enum='fp16',   # 'fp16' or 'bf16'
     **kwargs
 ):
-    "Train in the memory format that convolutions in half precision are fastest in; fastai's, with fastaccum's mixed precision"
+    "Train in the memory format in which half-precision convolutions are fastest: fastai's callback, with fastaccum's mixed precision"
     if not hasattr(self, 'channels_last'): self.add_cb(ChannelsLast())
     if use_amp and not hasattr(self, 'mixed_precision'): self.add_cb(MixedPrecision(amp_mode, **kwargs))
     return self
@@ -265,8 +265,8 @@ def to_channelslast(self:Learner,
 def plot(self:MixedPrecision,
     ax=None # Matplotlib axes, default new ones
 ): # Matplotlib axes
-    "Draw the loss scale of every optimizer step, and which were skipped"
-    if not self.scaler.is_enabled(): raise ValueError("bf16 has the range of fp32 and no loss scale: there is nothing to plot.")
+    "Draw the loss scale of every optimizer step, and mark the skipped steps"
+    if not self.scaler.is_enabled(): raise ValueError("bf16 has the range of fp32 and needs no loss scale: there is nothing to plot.")
     h = self.scaler.history()
     steps,skipped = range(1, len(h['scale'])+1),[i+1 for i,s in enumerate(h['skipped']) if s]
     ax = ax or plt.subplots(figsize=(6, 2.6))[1]

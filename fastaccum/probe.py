@@ -20,10 +20,10 @@ __all__ = ['LossProbe']
 
 # %% ../nbs/api/00b_probe.ipynb #19977c59
 class LossProbe:
-    "Measure on detached predictions what a loss averages over"
+    "Measure what a loss averages over, on detached predictions"
     def __init__(self,
         loss_func, # As for `LossInfo`
-        most:int=8 # Batches that it looks at, if more than one rule fits
+        most:int=8 # Most batches to look at, while more than one rule fits
     ):
         self.info,self.most,self.known = LossInfo(loss_func),most,is_known(loss_func)
         self.open,self.kept,self.why,self.tries,self.rules = not self.known,None,None,0,_Rules()
@@ -33,17 +33,17 @@ class LossProbe:
 
     @property
     def rule(self) -> LossInfo: # For `loss_weight`
-        "What the loss averages over: the first rule that fits, else what `LossInfo` believes"
+        "What the loss averages over: the first rule that fits, or what `LossInfo` assumes if none fits"
         return self.fits[0] if self.fits else self.info
 
     def look(self,
         pred,                  # Prediction(s) of a micro-batch, before `backward`
         yb,                    # Its target(s)
         n:int|None=None,       # Its number of items, default the first dimension of the first target
-        loss:Tensor|None=None, # What goes backward, if a mean is made of the losses outside `loss_func`
-        losses:Tensor|None=None # Those losses. Give others their clone, which they may change in place
+        loss:Tensor|None=None, # The loss that is back-propagated, if code outside `loss_func` takes the mean
+        losses:Tensor|None=None # The losses before that mean. Other code must get a clone, which it may change in place
     ):
-        "Narrow down what fits. Raises no error, leaves no trace; keeps a single item until the next one comes"
+        "Drop the rules that do not fit this micro-batch. Raises no error and has no side effects. Joins a single item with the next one"
         if not self.open: return
         try:
             with _Untouched(self.info.loss_func) as trace:
@@ -60,15 +60,15 @@ class LossProbe:
         batch = batch.few()
         if self.rules.ask_elements: return self.rules.narrow_by_columns(partial(_Parts, self.info, batch, columns=True))
         seen = _Parts(self.info, batch)
-        if .05 > seen.best()[0] > seen.tol:  # the gradients of confident predictions are mere rounding
+        if .05 > seen.best()[0] > seen.tol:  # the gradients of confident predictions are mostly rounding errors
             try: seen = _Parts(self.info, batch, torch.float64)
-            except Exception: pass           # a loss for float32 only
+            except Exception: pass           # the loss works in float32 only
         if trace.drawn and not self.rules.fitting(seen): raise ValueError('it draws random numbers')
         self.rules.narrow(seen)
 
     @property
-    def message(self) -> str|None: # Once it is not `open`
-        "A warning for losses without a rule"
+    def message(self) -> str|None: # None while the probe is `open`, and for losses with a rule
+        "A warning about a loss without a rule"
         return None if self.open or self.known or self.fits else _no_rule(self)
 
     def __str__(self):
@@ -81,7 +81,7 @@ class LossProbe:
 
 # %% ../nbs/api/00b_probe.ipynb #85ad5e92
 class _Rules:
-    "The rules that fit all that was `seen`"
+    "The rules that fit everything in `seen`"
     def __init__(self): self.seen,self.fits,self.by_element,self.has_columns = [],[],None,True  # None: not asked yet
 
     @property
@@ -115,21 +115,21 @@ class _Rules:
         if not self.has_columns: self.fits.sort(key=lambda r: r.over != 'items')
 
 def _no_rule(probe):
-    "What is to be said of a loss without a rule"
+    "The warning for a loss without a rule"
     name = getattr(probe.info.loss_func, '__name__', type(probe.info.loss_func).__name__)
     if not probe.rules.seen:
-        return (f"What {name} averages over could not be measured ({probe.why}). Its micro-batches are weighed by {probe.rule}: "
+        return (f"What {name} averages over could not be measured ({probe.why}). Its micro-batches are weighted by {probe.rule}: "
                 "if it averages over something else, pass weight=, a function that returns what it averaged over.")
     error,rule = probe.rules.seen[-1].best()
-    return (f"{name} is no mean over the items, so that its micro-batches do not add up to the batch: their gradients are {error:.2%} off "
-            f"when weighed by {rule}, which is nearest. It compares items with each other, or weighs them in a way of its own. "
+    return (f"{name} is not a mean over items, so its micro-batches do not add up to the batch: their gradients are {error:.2%} off "
+            f"when weighted by {rule}, the closest rule. The loss compares items with each other, or weights them by a rule of its own. "
             "If it compares items: load the whole batch, and pass micro_batch_size= with coupled=True, which computes one loss over "
             "all micro-batches. "
             "If you know what it averages over: pass weight=, a function that returns it.")
 
 # %% ../nbs/api/00b_probe.ipynb #ec2c280d
 class _Batch:
-    "Prediction and targets of `n` items, that can be cut"
+    "Prediction and targets of `n` items, which can be cut into parts"
     def __init__(self, pred, yb, n=None):
         self.pred,self.yb = pred,yb if isinstance(yb, (tuple,list)) else (yb,)
         self.n = n or n_items(self.yb)
@@ -138,7 +138,7 @@ class _Batch:
         self.targets = [t.detach().cpu() for t in _targets(self.yb)]
 
     def part(self, a, z, columns=False):
-        "Items `a` to `z`, or these columns of all items, as copies"
+        "Copies of the items `a` to `z`, or of the columns `a` to `z` of all items"
         cut = partial(self.cut, a=a, z=z, columns=columns)
         return _Batch(cut(self.pred), tuple(cut(y) for y in self.yb), self.n if columns else z-a)
 
@@ -155,7 +155,7 @@ class _Batch:
         return o.detach().narrow(d, a, z-a).clone()
 
     def _is_column(self, o):
-        "A list with an object for each item"
+        "Is `o` a list with one object per item?"
         return isinstance(o, (list,tuple)) and len(o) == self.n and any(t.shape[0] not in (self.n, self.rows) for t in _targets(o))
 
     def _items(self, a, z, o):
@@ -168,7 +168,7 @@ class _Batch:
         raise TypeError(f'a {type(o).__name__} cannot be cut into {self.n} items')
 
     def few(self):
-        "Fewer items, where the prediction is so large that its gradients would take much memory"
+        "Fewer items, if the prediction is so large that its gradients would take much memory"
         size = sum(t.numel() for t in _targets(self.pred))//self.n
         n = max(4, 2**22//max(1, size))
         return self if self.n <= n else self.part(0, n)
@@ -182,7 +182,7 @@ class _Batch:
 
 # %% ../nbs/api/00b_probe.ipynb #6cb748e9
 def _walk(o, depth=6, seen=None):
-    "A loss and what it holds: attributes, arguments, what a function refers to"
+    "A loss and everything it holds: attributes, arguments, and what its functions refer to"
     seen = {} if seen is None else seen
     holds_nothing = o is None or isinstance(o, (type,str,Number)) or inspect.ismodule(o) or inspect.isbuiltin(o)
     if holds_nothing or id(o) in seen or len(seen) > 2000: return
@@ -199,13 +199,13 @@ def _walk(o, depth=6, seen=None):
     for k in kids: yield from _walk(k, depth-1, seen)
 
 def _own_copy(loss_func, dtype=None):
-    "A copy whose modules can be called without changing those of the loss. A function is its own copy"
-    f = getattr(loss_func, '_torchdynamo_orig_callable', getattr(loss_func, '_orig_mod', loss_func))  # other sizes would be compiled anew
+    "A copy that can be called without changing the modules of the loss. A function is its own copy"
+    f = getattr(loss_func, '_torchdynamo_orig_callable', getattr(loss_func, '_orig_mod', loss_func))  # other sizes would be compiled again
     if isinstance(f, partial): return partial(_own_copy(f.func, dtype), *f.args, **f.keywords)
     if inspect.isroutine(f) and not isinstance(getattr(f, '__self__', None), nn.Module): return f
     if isinstance(f, nn.Module) or inspect.isroutine(f):
         held = list(_walk(f))
-        # what it keeps of its last call hangs on the model's graph, which has no copy; what is no part of it (a Learner) is shared
+        # tensors kept from its last call belong to the model's graph, which cannot be copied; objects it only refers to are shared
         memo = {id(o): o.detach().clone() for o in held if isinstance(o, Tensor) and not o.is_leaf}
         memo.update({id(o): o for o in held if hasattr(o, '__dict__') and not isinstance(o, (Tensor,nn.Module,dict)) and o is not f})
         f = deepcopy(f, memo)
@@ -234,7 +234,7 @@ def _gradients(loss_func, batch, dtype=None):
 
 # %% ../nbs/api/00b_probe.ipynb #3781b3b3
 class _Untouched:
-    "Puts the random generators back, those of `loss_func` too; `drawn` says whether anything was drawn. No warnings"
+    "Restores the random generators, also those of `loss_func`; `drawn` tells whether any was used. Silences warnings"
     def __init__(self, loss_func=None): self.own = [g for g in _walk(loss_func) if isinstance(g, torch.Generator)]
 
     def __enter__(self):
@@ -262,7 +262,7 @@ class _Untouched:
 
 # %% ../nbs/api/00b_probe.ipynb #e2f1a0f7
 def _ignored(y, grads):
-    "The value of `y` that has no gradient, if one alone has none; by the shapes, for targets of the prediction with `grads`"
+    "The one value of `y` whose predictions have no gradient, if there is exactly one; `None` if the shapes of `grads` do not match `y`"
     for g in grads:
         alive = (g != 0).cpu()
         if alive.shape[0] == y.numel() != y.shape[0]: alive = alive.view(len(alive), -1).any(1).view_as(y)
@@ -272,7 +272,7 @@ def _ignored(y, grads):
         if torch.equal(_valid(y, v), alive): return v
 
 def _candidates(info, batch, grads):
-    "The rules that may be, those first that are believed if several fit"
+    "The possible rules, in the order of preference if several fit"
     res = []
     shape = {s for t in _targets(batch.pred) for s in t.shape[1:]}
     rows = [t for t in _walk(info.loss_func) if isinstance(t, Tensor) and t.dim() == 1 and t.is_floating_point()]
@@ -294,29 +294,29 @@ def _candidates(info, batch, grads):
     return sorted(res, key=lambda r: order.index(r.over)) + [info.measure('items', reduction='sum', class_weight=None)]
 
 def _masks(y):
-    "Columns of `y` whose sum may be a divisor; `None` for all of it"
+    "Columns of `y` whose sum may be a divisor; `None` stands for the whole of `y`"
     ok = lambda t: t.numel() and bool((t >= 0).all()) and bool(t.any())
     return [c for c in (None, *(range(y.shape[-1]) if y.dim() > 1 and y.shape[-1] <= 4 else ())) if ok(y if c is None else y[...,c])]
 
 # %% ../nbs/api/00b_probe.ipynb #962d7715
 def _weights_of_items(rule, batch):
-    "What each item counts, on the host"
+    "The weight of each item, on the host"
     if rule.class_weight is not None: rule = rule.measure('classes', class_weight=rule.class_weight.detach().cpu())
     w = _item_weights(rule, batch.targets)
     if not isinstance(w, Tensor): return torch.full((batch.n,), float(w), dtype=torch.float64)
     return w.double().view(batch.n, -1).sum(1)
 
 def _tell_apart(weights, n):
-    "Where to cut `n` items, so that the rules with these `weights` differ most"
+    "Where to cut `n` items so that the rules with these `weights` differ most"
     share = torch.stack([w for w in weights if 0 < w.sum() < math.inf]).cumsum(1)
     share = share/share[:,-1:]
-    least = 2 if n >= 4 else 1                  # some losses squeeze a single item away
+    least = 2 if n >= 4 else 1                  # some losses squeeze the dimension of a single item away
     share = share[:,least-1:n-least]
     differ = (share[None]-share[:,None]).abs().sum((0, 1)) + 1e-6
     return least + int((differ*((share > 0) & (share < 1)).all(0)).argmax())
 
 class _Parts:
-    "Gradients of a batch, of a part and of the rest, compared"
+    "Compares the gradients of a batch, of a part of it, and of the rest"
     absolute = False
     def __init__(self, info, batch, dtype=None, columns=False):
         whole = _gradients(info.loss_func, batch.part(0, batch.n), dtype)
@@ -335,8 +335,8 @@ class _Parts:
             self.parts.append((part, ratio, n2, _dot(rest, rest)))
 
     def error(self, rule) -> float:
-        "How far the parts' gradients, weighed by `rule`, are from the whole's"
-        if self.columns and rule.over == 'items' and rule.reduction != 'sum': return 0.  # nobody knows
+        "Relative difference between the gradients of the parts, weighted by `rule`, and those of the whole batch"
+        if self.columns and rule.over == 'items' and rule.reduction != 'sum': return 0.  # cannot be told here
         total = lambda batch: 1. if rule.reduction == 'sum' else float(_weights_of_items(rule, batch).sum())
         err = sum(rest + (total(part)/(total(self.batch) or math.nan) - ratio)**2*n2 for part,ratio,n2,rest in self.parts)
         return math.sqrt(err)/self.size if err == err else math.inf
@@ -353,8 +353,8 @@ def _dot(xs, ys):
 
 # %% ../nbs/api/00b_probe.ipynb #b4d52dcb
 class _Reduced:
-    "What a mean that was made outside the loss gave each of the `losses`"
-    absolute = True  # not only ratios: elements are told from items
+    "The factor that a mean outside the loss gave to each of the `losses`"
+    absolute = True  # values, not only ratios: they distinguish elements from items
     def __init__(self, info, batch, loss, losses):
         c, = torch.autograd.grad(loss, losses, retain_graph=True)
         self.batch,self.tol = batch,1e-6 if c.dtype == torch.float64 else 1e-4
@@ -363,7 +363,7 @@ class _Reduced:
         self.c = c.detach().as_subclass(Tensor).cpu().double().view(batch.n, -1)
 
     def error(self, rule) -> float:
-        "How far they are from `1/sum of weights`, and the items' from `weight/sum of weights`"
+        "How far the factors are from `1/sum of weights`, or those of whole items from `weight/sum of weights`"
         counted,each = self.c[self.c != 0],self.c.sum(1)
         if rule.reduction == 'sum': return float((counted-1).abs().max())
         w = _weights_of_items(rule, self.batch)

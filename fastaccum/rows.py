@@ -1,4 +1,4 @@
-"""Who thinks in steps: log rows and schedules, one for each accumulated batch
+"""Callbacks that count steps: one log row and one move of the schedule for each accumulated batch
 
 Docs: https://fastaccum.github.io/fastaccum/api/rows.html.md"""
 
@@ -23,18 +23,18 @@ def takes_rows(
 def is_recorder(
     cb # Any `Callback`
 ) -> bool:
-    "Is `cb` fastai's `Recorder`, whose rows `record_step` writes? (A subclass with an `after_batch` of its own writes them itself)"
+    "Does `cb` use the `after_batch` of fastai's `Recorder`? Then `record_step` writes its rows. A subclass with its own writes them itself"
     return getattr(type(cb), 'after_batch', None) is Recorder.after_batch
 
 # %% ../nbs/api/08_rows.ipynb #899f9d90
 def current_lr(
-    opt # fastai's `Optimizer`, or an `OptimWrapper`, whose `hypers` would translate the names of all settings first
+    opt # fastai's `Optimizer`, or an `OptimWrapper` (whose `hypers` would be slower: it translates the names of all settings)
 ) -> float:
     "Learning rate of the last parameter group"
     return (opt.opt.param_groups if isinstance(opt, OptimWrapper) else opt.hypers)[-1]['lr']
 
 def row_loss(
-    loss:Tensor # Of a row, on any device
+    loss:Tensor # Loss of a row, on any device
 ) -> Tensor:    # Without dimensions
     "The loss as one number"
     return (loss.mean() if loss.dim() else loss).detach()
@@ -43,7 +43,7 @@ def on_host(
     learn,      # A `Learner`
     loss:Tensor # The loss of a row
 ) -> tuple[Tensor,float]:
-    "Its value on the host, where `BatchLoop.read` may have put it already"
+    "The loss on the host, as a tensor and as a number; `BatchLoop.read` may have copied it already"
     copied = getattr(getattr(learn.__dict__.get('one_batch'), 'now', None), 'on_host', None)
     if copied is not None and copied[0] is loss and copied[1] == loss._version: return torch.tensor(copied[2]),copied[2]
     loss = row_loss(loss).to('cpu', torch.float32)
@@ -53,12 +53,12 @@ def record_step(
     rec:Recorder, # Its `losses`, `lrs` and `smooth_loss` get a row
     loss:Tensor   # Loss of the step, on any device
 ) -> bool: # Was the loss finite?
-    "Give `rec` the row of one step. Copies the loss to the host, as `Recorder` does: the one sync of a step"
+    "Give `rec` the row of one step. This copies the loss to the host, as `Recorder` does: the only sync of a step"
     smooth,learn = rec.smooth_loss,rec.learn
     loss,value = on_host(learn, loss)
     finite = math.isfinite(value)
     if finite: smooth.val = torch.lerp(loss, smooth.val, smooth.beta)  # `AvgSmoothLoss.accumulate`
-    elif n := smooth.count: smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if the loss had been the smooth loss
+    elif n := smooth.count: smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if it were the smooth loss
     if finite or smooth.count: smooth.count += 1
     learn.smooth_loss = smooth.value
     rec.losses.append(learn.smooth_loss)
@@ -69,7 +69,7 @@ def record_step(
 _of_fastai = TrainEvalCallback.after_batch
 
 def _advance(learn):
-    "What it does, without its search for each attribute; and False: it is not to do it again"
+    "The work of `TrainEvalCallback.after_batch` without its slow attribute look-ups; returns False, so that it is not called again"
     learn.pct_train += 1./(learn.n_iter*learn.n_epoch)
     learn.train_iter += 1
     return False
@@ -80,7 +80,7 @@ def _has_subclasses(learn):
     return False
 
 class Rows:
-    "The rows of a batch loop: who gets one, and when"
+    "The rows of a batch loop: which callbacks get one, and when"
     def __init__(self,
         loop # A `BatchLoop`
     ): self.loop = loop
@@ -89,7 +89,7 @@ class Rows:
         cb,   # A callback of the Learner
         event # An event of a batch
     ): # For `EventTable`
-        "Callbacks that take rows are told of the first batch of an accumulated batch and of the last"
+        "Callbacks that take rows hear only of the first batch of an accumulated batch (`before_batch`) and of the last (`after_batch`)"
         if event == 'before_batch' and type(cb) is CastToTensor: return partial(_has_subclasses, self.loop.learn)
         if event == 'before_batch' and is_a(type(cb), 'ParamScheduler', 'WandbCallback'): return lambda: self.loop.accumulation.opens
         if event == 'after_batch' and is_recorder(cb): return partial(self.record, cb)
@@ -98,39 +98,37 @@ class Rows:
 
     def due(self):
         "Is there a row for this batch?"
-        if self.loop.now.closed: return True
-        acc = self.loop.accumulation
-        return acc is self.loop.every_batch or not self.one_a_step(acc)
+        return self.loop.now.closed or self.loop.accumulation is self.loop.every_batch or not self.one_a_step()
 
-    def one_a_step(self, acc=None):
-        "And not one a loader batch? `lr_find` counts steps, whatever was asked for"
-        return (acc or self.loop.accumulation).log_accum_batch or self.loop.lr_finder is not None
+    def one_a_step(self):
+        "Is there one row per step, rather than per loader batch? `lr_find` always counts steps"
+        return self.loop.accumulation.log_accum_batch or self.loop.lr_finder is not None
 
     def next_loss(self) -> Tensor|None:
-        "The loss of the row that the Recorder will take for this step; `None` without a Recorder"
+        "The loss that the Recorder will log for this step; `None` without a Recorder"
         if not any(is_recorder(cb) for cb in self.loop.learn.cbs): return None
         loop = self.loop
         return loop.step_loss if self.one_a_step() and loop.accumulation is not loop.every_batch else loop.learn.loss
 
     def record(self,
         rec # fastai's `Recorder`
-    ) -> bool: # False: `rec` is not to do it again
-        "What `Recorder.after_batch` does in training: metrics of each batch, a row for each step"
+    ) -> bool: # Always False, so that `Recorder.after_batch` is not called again
+        "The work of `Recorder.after_batch` in training: metrics of each batch, a row for each step"
         learn,now = self.loop.learn,self.loop.now
         if now.predicted and len(learn.yb):
-            if rec.train_metrics and learn.pred is not None: self._train_metrics(rec)  # None: a split batch that was cancelled half-way
+            if rec.train_metrics and learn.pred is not None: self._train_metrics(rec)  # None: a split batch that was cancelled halfway
             now.row_due = False
             if self.due(): now.diverged = not record_step(rec, learn.loss)
         return False
 
     def _train_metrics(self, rec):
         learn = self.loop.learn
-        loss,learn.loss = learn.loss,ifnone(self.loop.now.batch_loss, learn.loss)  # they ask for the batch's own
+        loss,learn.loss = learn.loss,ifnone(self.loop.now.batch_loss, learn.loss)  # metrics need the batch's own loss
         for met in rec._train_mets[1:]: met.accumulate(learn)
         learn.loss = loss
 
     def give(self):
-        "Give callbacks that take rows the row of a step for which there was no batch"
+        "Give the row of a step that had no batch of its own to the callbacks that take rows"
         loop,learn = self.loop,self.loop.learn
         loop.now.row_due = False
         if self.one_a_step(): learn.loss = loop.step_loss

@@ -1,4 +1,4 @@
-"""A loss scale for fp16 that is bounded, patient, costs no host sync of its own, and says why it gave up
+"""A loss scale for fp16 with bounds and a history, which adds no host sync and says why it gave up
 
 Docs: https://fastaccum.github.io/fastaccum/api/scaler.html.md"""
 
@@ -18,7 +18,7 @@ __all__ = ['DynamicLossScaler']
 
 # %% ../nbs/api/01_scaler.ipynb #09e610b8
 def _check_args(**a):
-    "Every setting is a number within its range; the message says what was given, what is allowed, what to do"
+    "Raise an error unless every setting is a number within its range; the message says what is allowed and what to do"
     for name,v in a.items():
         kind,what = (Integral,'an integer') if name in ('growth_interval','hysteresis','patience') else (Real,'a number')
         if isinstance(v, bool) or not isinstance(v, kind): raise TypeError(f'{name}={v!r} must be {what}, not a {type(v).__name__}')
@@ -37,11 +37,11 @@ def _check_args(**a):
 
 # %% ../nbs/api/01_scaler.ipynb #7af677ba
 class _StepRecord:
-    "Scale and overflow of every step, on the device until `read`"
+    "Scale and overflow of every step; stays on the device until `read`"
     def __init__(self,
         min_scale:float, # Overflows at this scale are counted in `at_min`
-        patience:int, # How many of them in a row are too many
-        n_steps:int=0, n_overflows:int=0, at_min:int=0, # What was counted before the first row
+        patience:int, # How many of these overflows in a row are too many
+        n_steps:int=0, n_overflows:int=0, at_min:int=0, # Counts from before the first row
     ):
         self.min_scale,self.patience,self.n_steps,self.n_overflows,self.at_min = min_scale,patience,n_steps,n_overflows,at_min
         self.scale,self.skipped,self._rows = array('f'),array('b'),[]  # arrays: 5 bytes a step
@@ -53,7 +53,7 @@ class _StepRecord:
     ):
         self.n_steps += 1
         self._rows.append(torch.stack((scale, found))[None])
-        if len(self._rows) == 1024: self._rows = [torch.cat(self._rows)]  # a GPU spends 512 bytes on each small tensor
+        if len(self._rows) == 1024: self._rows = [torch.cat(self._rows)]  # a small tensor takes 512 bytes on a GPU
 
     def read(self) -> _StepRecord:
         "Bring the new rows to the host (one sync) and count them"
@@ -67,13 +67,13 @@ class _StepRecord:
         return self
 
     def out_of_patience(self,
-        skipped:bool|None, # Whether the last step was, None if the host does not know
-    ) -> int: # The overflows in a row at `min_scale` if they are too many, else 0
-        "Read the device only when enough steps may have overflowed since the last look for an error to be possible"
+        skipped:bool|None, # Was the last step skipped? None if the host does not know
+    ) -> int: # The number of overflows in a row at `min_scale` if it is too high, else 0
+        "Read the device only when an error is possible: when enough steps may have overflowed since the last read"
         self._until_read = self.patience if skipped is False else self._until_read-1
         if self._until_read > 0: return 0
         n = self.read().at_min
-        if n >= self.patience: self.at_min = 0  # who catches the error gets the full patience again
+        if n >= self.patience: self.at_min = 0  # code that catches the error gets the full patience again
         self._until_read = self.patience-self.at_min
         return n if n >= self.patience else 0
 
@@ -86,24 +86,24 @@ _counters = 'n_steps','n_overflows','_overflows_at_min'  # in `state_dict`
 
 # %% ../nbs/api/01_scaler.ipynb #58fca911
 class DynamicLossScaler(torch.amp.GradScaler):
-    "A `torch.amp.GradScaler` with bounds and a history, which can ignore single overflows and stops a run that cannot recover"
+    "A `torch.amp.GradScaler` with bounds and a history. It can ignore single overflows, and it stops a run that cannot recover"
     def __init__(self,
         device:str='cuda', # Type of the device that holds the gradients
         init_scale:float=2.**16, # The first loss scale
         growth_factor:float=2., # Multiplies the scale after `growth_interval` good steps in a row
         backoff_factor:float=.5, # Multiplies the scale after `hysteresis` overflows in a row
         growth_interval:int=2000, # Good steps in a row before the scale grows
-        min_scale:float=1., # The scale never falls below
-        max_scale:float=2.**24, # The scale never grows above; `float('inf')` for no bound
+        min_scale:float=1., # The smallest loss scale
+        max_scale:float=2.**24, # The largest loss scale; `float('inf')` for no bound
         hysteresis:int=1, # Overflows in a row before the scale backs off; each of them skips its step
-        patience:int=25, # Overflows in a row at `min_scale` that raise `FloatingPointError`
-        enabled:bool=True, # If False, all methods pass their input through
+        patience:int=25, # Overflows in a row at `min_scale` before `FloatingPointError` is raised
+        enabled:bool=True, # If False, all methods pass their input through unchanged
     ):
         _check_args(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval,
                     min_scale=min_scale, max_scale=max_scale, hysteresis=hysteresis, patience=patience)
         super().__init__(device, float(init_scale), float(growth_factor), float(backoff_factor), int(growth_interval), enabled)
         self.min_scale,self.max_scale,self.hysteresis,self.patience = float(min_scale),float(max_scale),int(hysteresis),int(patience)
-        self._init_overflow_tracker,self._overflow_tracker = 0,None  # on the device with the first loss, as torch's growth tracker
+        self._init_overflow_tracker,self._overflow_tracker = 0,None  # moves to the device with the first loss, like torch's growth tracker
         self._last_found:Tensor|None = None
         self._last_skipped:bool|None = None
         self._record = _StepRecord(self.min_scale, self.patience)
@@ -113,12 +113,12 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self._overflow_tracker = torch.full((), self._init_overflow_tracker, dtype=torch.int32, device=dev)
 
     def _maybe_opt_step(self, optimizer, optimizer_state, *args, read=Tensor.item, **kwargs):
-        # torch's own, which keeps to itself what it read, and leaves no choice how
+        # torch's own method, which does not keep what it read, and cannot read in another way
         skip = optimizer_state['skipped'] = any(read(v) for v in optimizer_state['found_inf_per_device'].values())
         return None if skip else optimizer.step(*args, **kwargs)
 
     def _pending_inf(self):
-        "`found_inf` of what was unscaled since the last `update`, None if nothing was"
+        "`found_inf` of the gradients that were unscaled since the last `update`, None if there are none"
         if not self._enabled: return None
         found = [f.to(self._scale.device, non_blocking=True)
                  for s in self._per_optimizer_states.values() for f in s['found_inf_per_device'].values()]
@@ -126,36 +126,36 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     @property
     def found_inf(self) -> Tensor|None:
-        "Did a gradient of the last step overflow (of any optimizer)? 1 or 0 on the device, no sync. None before the first step"
+        "Did a gradient overflow in the last step of any optimizer? 1 or 0 on the device, no sync. None before the first step"
         found = self._pending_inf()
         return self._last_found if found is None else found
 
     @property
     def last_skipped(self) -> bool|None:
-        "Did an optimizer skip the last step? No sync. None before the first step, and where only the device knows (fused optimizers)"
+        "Did an optimizer skip the last step? No sync. None before the first step, and if only the device knows (fused optimizers)"
         if not self._enabled: return False
         known = [s.get('skipped') for s in self._per_optimizer_states.values()] or [self._last_skipped]
         return True if True in known else None if None in known else False
 
     @property
     def n_steps(self) -> int:
-        "Steps so far, skipped ones included; the host knows it, no sync"
+        "Steps so far, including skipped ones; no sync, the host knows"
         return self._record.n_steps
 
     @property
     def n_overflows(self) -> int:
-        "Steps skipped so far; a host sync if there were steps since the last read"
+        "Steps with an overflow so far; costs a host sync if there were steps since the last read"
         return self._record.read().n_overflows
 
     def history(self) -> dict:
-        "The `scale` of each step this scaler took and whether it was `skipped`, as lists; one host sync"
+        "The `scale` of each step of this scaler, and whether it was `skipped`, as lists; one host sync"
         record = self._record.read()
         return dict(scale=list(record.scale), skipped=[bool(s) for s in record.skipped])
 
     def update(self,
-        new_scale:float|Tensor|None=None, # Sets the scale (within the bounds) instead of letting it grow or back off
+        new_scale:float|Tensor|None=None, # Set this scale (within the bounds) instead of letting the scale grow or back off
     ):
-        "Update the scale after the optimizers' steps. Stays on the device; raises when `patience` is out"
+        "Update the scale after the optimizers' steps. Stays on the device; raises an error when `patience` runs out"
         if not self._enabled: return
         found = self._pending_inf()
         if found is not None:
@@ -165,7 +165,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
             torch._amp_update_scale_(self._scale, self._overflow_tracker, 1-found, self._backoff_factor, 1., self.hysteresis)
             torch._amp_update_scale_(self._scale, self._growth_tracker, found, self._growth_factor, 1., self._growth_interval)
             self.reset_step()
-        else: super().update(new_scale)  # sets the scale, or says that no step came before
+        else: super().update(new_scale)  # sets the scale, or raises an error because there was no step
         self._scale.clamp_(self.min_scale, self.max_scale)
         n = self._record.out_of_patience(self._last_skipped) if found is not None else 0
         if n: raise FloatingPointError(f'{n} overflows in a row at the smallest loss scale, min_scale={self.min_scale}: {_what_to_try}')
@@ -180,7 +180,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         if self._enabled: self._per_optimizer_states.clear()
 
     def state_dict(self) -> dict:
-        "PyTorch's entries and the counters, as plain Python numbers. The history is not included"
+        "PyTorch's entries and the counters, as plain Python numbers, without the history"
         if not self._enabled: return {}
         record = self._record.read()
         counts = dict(zip(_counters, (record.n_steps, record.n_overflows, record.at_min)))
@@ -189,7 +189,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
     def load_state_dict(self,
         state_dict:dict, # From `state_dict`, or from a `torch.amp.GradScaler`
     ):
-        "Continue from a saved state, with a new history. Bounds, `hysteresis` and `patience` remain this scaler's own"
+        "Continue from a saved state, with an empty history. This scaler keeps its own bounds, `hysteresis` and `patience`"
         super().load_state_dict(state_dict)
         if not self._enabled: return
         self._init_scale = min(max(self._init_scale, self.min_scale), self.max_scale)
@@ -205,6 +205,6 @@ class DynamicLossScaler(torch.amp.GradScaler):
     def __getstate__(self):
         self._record.read()
         state = super().__getstate__()
-        # no tensors in a pickle, as in torch's: they are made again with the first loss, on its device
+        # no tensors in a pickle, as in torch's: the first loss makes them again, on its device
         if self._enabled: state |= dict(_init_overflow_tracker=self._get_overflow_tracker(), _overflow_tracker=None, _last_found=None)
         return state

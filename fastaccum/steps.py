@@ -1,4 +1,4 @@
-"""A table of the training, one row per optimizer step: losses, batch sizes, learning rates, gradient norms, loss scales
+"""Log one row per optimizer step: losses, batch sizes, learning rates, gradient norms, loss scales
 
 Docs: https://fastaccum.github.io/fastaccum/api/steps.html.md"""
 
@@ -21,9 +21,9 @@ __all__ = ['step_row', 'DeviceSeconds', 'to_host', 'EpochAxis', 'StepTable', 'St
 
 # %% ../nbs/api/12_steps.ipynb #62c8019a
 def step_row(
-    learn # A `Learner` whose optimizer was just called, with one of fastaccum's callbacks
+    learn # A `Learner` with one of fastaccum's callbacks, right after a step
 ) -> dict: # Name -> number, or tensor on the device
-    "What is known about the step: `items`, `accum_bs`, `loss`, `lr`, the `step_values` of callbacks, and whether it was `skipped`"
+    "The values of a step: `items`, `accum_bs`, `loss`, `lr`, the `step_values` of callbacks, and whether the step was `skipped`"
     loop,n = learn.one_batch,find_bs(learn.yb)
     row = dict(items=n, accum_bs=n, loss=loop.step_loss, lr=current_lr(learn.opt))
     for cb in learn.cbs:
@@ -32,7 +32,7 @@ def step_row(
 
 # %% ../nbs/api/12_steps.ipynb #ca2c2354
 class DeviceSeconds:
-    "Time between pairs of a device's events, which the device knows later: asking early makes the host wait"
+    "Time between pairs of events of a device. The device knows it only later; reading it too early makes the host wait"
     def __init__(self, pairs): self.pairs = list(pairs)
     def ready(self) -> bool: return self.pairs[-1][1].query()
     def seconds(self) -> float:
@@ -43,7 +43,7 @@ class DeviceSeconds:
 def to_host(
     row:dict # Name -> number, or tensor with one element
 ) -> dict: # Name -> number
-    "Read the values of a row from their device: all in one transfer, so one host sync"
+    "Read the values of a row from their device in one transfer, with one host sync"
     res,by_device = {k: v.seconds() if isinstance(v, DeviceSeconds) else v for k,v in row.items()},{}
     for k,v in row.items():
         if isinstance(v, Tensor): by_device.setdefault(v.device, {})[k] = v
@@ -56,24 +56,24 @@ def _wide(device): return torch.float32 if device.type == 'mps' else torch.float
 
 # %% ../nbs/api/12_steps.ipynb #a37bf726
 class EpochAxis:
-    "Epochs trained so far. Grows smoothly within an epoch, continues over several fits, and counts a shortened epoch as one"
+    "Number of epochs trained so far. It grows within an epoch, continues over several fits, and counts a shortened epoch as one"
     def __init__(self,
-        done:float=0 # Epochs trained before
+        done:float=0 # Number of epochs trained before
     ): self.done,self.start = done,None
 
     def begin(self): self.start = math.ceil(self.done)
     def move(self, learn): self.done = self.start + (learn.iter+1)/learn.n_iter
-    def end(self): self.done,self.start = (math.ceil(self.done) if self.start is None else self.start) + 1,None  # it may have ended before it began
+    def end(self): self.done,self.start = (math.ceil(self.done) if self.start is None else self.start) + 1,None  # an epoch may be cancelled before `begin`
 
 # %% ../nbs/api/12_steps.ipynb #378e84a3
 class StepTable:
-    "Rows of numbers, in columns that stay on the values' device until they are read"
+    "Rows of numbers, in columns that stay on the device of their values until they are read"
     def __init__(self): self.n,self.cols,self.kinds,self.late = 0,{},{},[]
 
     def __len__(self): return self.n
 
     def append(self, row:dict):
-        "Add a row of numbers and tensors with one element. Copies them, and waits for no device"
+        "Add a row of numbers and tensors with one element. Copies the values without waiting for a device"
         self._settle(wait=False)
         for k,v in row.items():
             if isinstance(v, DeviceSeconds): self.late.append((k, self.n, v)); v = math.nan
@@ -84,13 +84,13 @@ class StepTable:
         self.n += 1
 
     def _settle(self, wait=True):
-        "Enter the times that the device knows by now, or wait for all of them"
+        "Enter the times that the device already knows, or wait for all of them"
         while self.late and (wait or self.late[0][2].ready()):
             name,i,v = self.late.pop(0)
             self.cols[name][None][i] = v.seconds()
 
     def _column(self, name, device):
-        "An array with room for one more row. Rows without a value are NaN; a column may have values in several places"
+        "An array with room for one more row. Rows without a value are NaN; a column may have values on several devices"
         places = self.cols.setdefault(name, {})
         old = places.get(device)
         if old is None or len(old) <= self.n:
@@ -99,8 +99,8 @@ class StepTable:
             if old is not None: places[device][:len(old)] = old
         return places[device]
 
-    def __getitem__(self, name) -> np.ndarray: # NaN where a row has no such value
-        "A column, on the host: one transfer"
+    def __getitem__(self, name) -> np.ndarray: # NaN in rows without this value
+        "A column on the host, copied in one transfer"
         self._settle()
         res = np.full(self.n, np.nan)
         for col in self.cols[name].values():
@@ -108,14 +108,14 @@ class StepTable:
             res[:len(col)] = np.where(np.isnan(col), res[:len(col)], col)
         return res if np.isnan(res).any() else res.astype((bool, int, float)[self.kinds[name]])
 
-    def state_dict(self) -> dict: # Numbers and tensors of float64
+    def state_dict(self) -> dict: # Numbers, and float64 tensors
         "All rows, for checkpoints"
         return dict(n=self.n, kinds=dict(self.kinds), cols={k: torch.from_numpy(self[k].astype(float)) for k in self.cols})
 
     def load_state_dict(self,
         state:dict # From `state_dict`
     ):
-        "Go on after these rows"
+        "Continue after the saved rows"
         self.n,self.kinds = state['n'],dict(state['kinds'])
         self.cols = {k: {None: v.numpy().copy()} for k,v in state['cols'].items()}
 
@@ -128,14 +128,14 @@ def _kind(v):
 _parts = 'data','forward','backward','step'
 
 class StepClock:
-    "Measures what `StepLogger` was asked for: seconds by the clock on a CPU, by events of the device elsewhere, so that nothing waits"
+    "Measures what `StepLogger` needs. Uses the clock on a CPU and the device's events elsewhere, so that the host never waits"
     def __init__(self, logger): self.logger,self.device,self._since = logger,torch.device('cpu'),None
 
     def check(self):
         self.device = next((p.device for p in self.logger.learn.model.parameters()), torch.device('cpu'))
         if self.logger.memory and not hasattr(backend(self.device), 'reset_peak_memory_stats'):
-            raise ValueError(f"StepLogger(memory=True): PyTorch does not count the memory of a {self.device.type!r} device. Leave `memory` out, and put "
-                             "`PeakMemory` around a short fit instead.")
+            raise ValueError(f"StepLogger(memory=True): PyTorch does not record the memory of a {self.device.type!r} device. "
+                             "Leave `memory` out, and put `PeakMemory` around a short fit instead.")
         if self.logger.times and self.device.type != 'cpu': check_events(self.device)
 
     def begin(self): self._since = perf_counter(); self.begin_row()
@@ -145,15 +145,15 @@ class StepClock:
         if self.logger.memory: backend(self.device).reset_peak_memory_stats(self.device)
 
     def mark(self, part):
-        "`part` ends here, and the next one begins. Waiting for data is the host's, by the clock on every device"
+        "End `part` and begin the next one. The host waits for data, so the clock measures that part on every device"
         if not self.logger.times: return
         if part == 'data': self._spans['data'].append(perf_counter()-self._waits)
         now = perf_counter() if self.device.type == 'cpu' else _event(self.device)
         if part not in (None,'data') and self._last is not None: self._spans[part].append((self._last, now))
-        self._last,self._waits = now,perf_counter()   # whatever comes after the last part of a loader batch is waiting for the next
+        self._last,self._waits = now,perf_counter()   # time after the last part counts as waiting for the next loader batch
 
     def values(self) -> dict:
-        "What is known of the step that has just been taken"
+        "The measured values of the last step"
         log,res = self.logger,{}
         if self._since is None: return res
         if log.speed:
@@ -169,12 +169,13 @@ class StepClock:
         return sum(b-a for a,b in spans) if self.device.type == 'cpu' else DeviceSeconds(spans)
 
 def check_events(
-    device # Device, not a CPU
+    device # Any device except a CPU
 ):
-    "Raise an error if the device cannot time itself"
+    "Raise an error if the device cannot measure time"
     try: _event(device).synchronize()
     except RuntimeError as e:
-        raise ValueError(f"StepLogger(times=True): a {device.type!r} device cannot time itself with this PyTorch ({e}). Leave `times` out.") from None
+        raise ValueError(f"StepLogger(times=True): a {device.type!r} device cannot measure time with this version of PyTorch ({e}). "
+                         "Leave `times` out.") from None
 
 def _event(device):
     res = torch.Event(device, enable_timing=True)
@@ -183,14 +184,14 @@ def _event(device):
 
 # %% ../nbs/api/12_steps.ipynb #4962a2ae
 class StepLogger(LoopCallback):
-    "One row per accumulated batch in training, with skipped steps marked. The rows continue over several fits"
-    order,run_valid,name = 10.5,False,'step_logger'  # the gradient's norm: after unscaling (10), before clipping (11)
+    "Log one row per accumulated batch in training, and mark skipped steps. The rows continue over several fits"
+    order,run_valid,name = 10.5,False,'step_logger'  # to see the gradient's norm after unscaling (10) and before clipping (11)
     def __init__(self,
-        grad_norm:bool=False,   # Also the norm of the accumulated gradient, unscaled and before clipping?
-        clipped_norm:bool=False,# And after clipping?
-        speed:bool=False,       # Items a second?
-        memory:bool=False,      # Most memory that was taken since the last step? It starts the device's own record anew
-        times:bool=False        # Seconds of loading, forward, backward and the optimizer?
+        grad_norm:bool=False,   # Log the norm of the accumulated gradient, unscaled and before clipping?
+        clipped_norm:bool=False,# Log the norm of the gradient after clipping?
+        speed:bool=False,       # Log items per second?
+        memory:bool=False,      # Log the peak memory since the last step (MiB)? This resets the device's own record
+        times:bool=False        # Log the seconds of loading, forward, backward and the optimizer?
     ):
         store_attr()
         self.rows,self.axis,self.n_fits,self._first,self.norm = StepTable(),EpochAxis(),0,True,None
@@ -222,7 +223,7 @@ class StepLogger(LoopCallback):
         if self.times: self.clock.mark(None)
 
     def after_batch(self):
-        if not self.loop.now.closed or self.loop.lr_finder: return   # lr_find tries steps and takes them back
+        if not self.loop.now.closed or self.loop.lr_finder: return   # lr_find undoes its steps
         self.n_fits += self._first
         self._first = False
         self.axis.move(self.learn)
@@ -238,20 +239,20 @@ class StepLogger(LoopCallback):
     def load_state_dict(self,
         state:dict # From `state_dict`
     ):
-        "Go on after these rows"
+        "Continue after the saved rows"
         self.rows.load_state_dict(state['rows'])
         vars(self.axis).update(state['axis'])
         self.n_fits,self._first = state['n_fits'],state['first']
 
-    def to_df(self) -> pd.DataFrame: # `step` counts accumulated batches from 1, `fit` fits from 1; `epoch` is the number trained by then
-        "All rows. Each column comes from the device in one transfer"
+    def to_df(self) -> pd.DataFrame: # `step` and `fit` count from 1; `epoch` is the number of epochs trained by the end of the step
+        "All rows. Each column is copied from the device in one transfer"
         return pd.DataFrame({k: self.rows[k] for k in self.rows.cols})
 
 # %% ../nbs/api/12_steps.ipynb #b58ed7ed
 def grad_norm(
     params # Parameters; those without a gradient count as 0
 ) -> Tensor: # On the device
-    "2-norm of all gradients together, without a host sync"
+    "The 2-norm of all gradients together, computed without a host sync"
     grads = [p.grad for p in params if p.grad is not None]
     grads = [g.coalesce().values() if g.is_sparse else g for g in grads]
     if not grads: return torch.tensor(0.)
@@ -259,10 +260,10 @@ def grad_norm(
 
 # %% ../nbs/api/12_steps.ipynb #20ed03bd
 def to_tensorboard(
-    learn,   # Its `TensorBoardCallback`, if there is one, gets the row on its axis, the loader batches
-    row:dict # What `step_row` returns
+    learn,   # `Learner`; if it has a `TensorBoardCallback`, this gets the row, on its own axis of loader batches
+    row:dict # As returned by `step_row`
 ):
-    "Write the row next to what TensorBoard already has (`train_loss`, hyper-parameters). The device is read only then"
+    "Write the row to TensorBoard, which already has `train_loss` and the hyperparameters. Reads the device only if there is a callback"
     for cb in learn.cbs:
         if not (is_a(type(cb), 'TensorBoardCallback') and cb.run): continue
         for k,v in to_host(row).items():
@@ -271,10 +272,10 @@ def to_tensorboard(
 # %% ../nbs/api/12_steps.ipynb #d632ad92
 @patch
 def plot(self:StepLogger,
-    names:list|None=None, # Columns, default all but those that count
+    names:list|None=None, # Columns, default all except counters
     x:str='step'          # 'step' or 'epoch'
 ): # Matplotlib axes
-    "Draw the columns over training. Red ticks: skipped steps; dotted lines: a new fit"
+    "Draw the columns over training. Red ticks mark skipped steps, and dotted lines mark a new fit"
     if not len(self.rows): raise ValueError("StepLogger has no rows yet: train first.")
     df = self.to_df()
     names = names or [n for n in df if n not in ('step','fit','epoch','accum_bs','skipped')]
@@ -299,7 +300,7 @@ _advice = dict(data='the loader: more workers (`num_workers`), or files that are
 def plot_times(self:StepLogger,
     ax=None # Matplotlib axes, default new ones
 ): # Matplotlib axes
-    "Draw where the time of each step went, and say which part to improve"
+    "Draw how the time of each step is spent, with advice in the title"
     if not len(self.rows) or 'forward_s' not in self.rows.cols: raise ValueError("There are no times: train with StepLogger(times=True).")
     df = self.to_df()
     times = df[[f'{k}_s' for k in _parts]].fillna(0.)

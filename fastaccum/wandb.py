@@ -1,4 +1,4 @@
-"""Weights & Biases on the step axis: one row per optimizer step, with everything that is known of it
+"""Log to Weights & Biases on the step axis: one row per optimizer step, with all values of the step
 
 Docs: https://fastaccum.github.io/fastaccum/api/wandb.html.md"""
 
@@ -40,7 +40,7 @@ def settings(
 def plain(
     v # Any value
 ): # Numbers, strings and lists
-    "`v` as something that can be shown in a table"
+    "`v` as a value that W&B can show in a table"
     if v is None or isinstance(v, (str,Number)): return v
     if isinstance(v, (list,tuple,L)): return [plain(o) for o in v]
     if isinstance(v, dict): return {str(k): plain(o) for k,o in v.items()}
@@ -59,7 +59,7 @@ def fit_config(
 def epoch_values(
     rec:Recorder # At the end of an epoch
 ) -> dict: # Name -> number
-    "Losses and metrics of the epoch, except the training loss, which has its own rows"
+    "Losses and metrics of the epoch, without the training loss, which is logged per step"
     names,n_train = list(rec.metric_names[1:]),1 + (len(rec.metrics) if rec.train_metrics else 0)
     if getattr(rec, 'cancel_valid', False): names = names[:n_train]
     if getattr(rec, 'cancel_train', False): names = names[n_train:]
@@ -75,9 +75,9 @@ def histogram(
     return wandb.Histogram(np_histogram=tuple(o.tolist() for o in torch.histogram(t if len(t) else torch.zeros(1), 64)))
 
 def histograms(
-    model:nn.Module, # With gradients, if they are to be drawn
+    model:nn.Module, # Any model; parameters without a gradient get no histogram of gradients
     log:str # 'gradients', 'parameters' or 'all'
-) -> dict: # Name -> `wandb.Histogram`, named as by `wandb.watch`
+) -> dict: # Name -> `wandb.Histogram`, with the names of `wandb.watch`
     "Histograms of the parameters of `model`, of their gradients, or both"
     tensors = {}
     for n,p in model.named_parameters():
@@ -88,11 +88,11 @@ def histograms(
 # %% ../nbs/api/13_wandb.ipynb #04e012d1
 def log_dataset(
     path,                # Folder
-    name:str|None=None,  # Name of the artifact, default the folder's
-    metadata:dict|None=None, # Name -> anything; W&B gets `str` of it
-    description:str='raw dataset' # Shown with the artifact
+    name:str|None=None,  # Name of the artifact, default the folder's name
+    metadata:dict|None=None, # Name -> any value; W&B gets `str(value)`
+    description:str='raw dataset' # Description of the artifact
 ):
-    "Log a folder, except its `models`, as an artifact that the run uses. (Offline W&B cannot record use, so as one that the run makes)"
+    "Log a folder, without its `models`, as an artifact that the run uses. (Offline W&B cannot record use, so as one that the run creates)"
     if wandb.run is None: raise ValueError('You must call wandb.init() before log_dataset()')
     path = Path(path)
     if not path.is_dir(): raise ValueError(f'log_dataset={str(path)!r} is not a folder.')
@@ -107,10 +107,10 @@ _logs = None,'gradients','parameters','all'
 
 class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
     "Log to Weights & Biases: one row per optimizer step, metrics, predictions, data set and model, with fastai's options"
-    log_freq = 1000             # steps from one histogram to the next, as in `wandb.watch`
-    _run_id,_fitting,_ahead = None,False,0 # `_ahead`: step up to which the run had rows when a checkpoint was loaded
+    log_freq = 1000             # steps between histograms, as in `wandb.watch`
+    _run_id,_fitting,_ahead = None,False,0 # `_ahead`: the run's next step when a checkpoint was loaded
 
-    def before_fit(self):       # the beginning of `validate` and `get_preds` too, which log nothing
+    def before_fit(self):       # also called by `validate` and `get_preds`, which log nothing
         if self.log not in _logs: raise ValueError(f"log={self.log!r} is not one of {', '.join(map(repr, _logs))}.")
         self._fitting = False
 
@@ -144,21 +144,21 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         self._fitting = False
         if self.log_preds and not self.log_preds_every_epoch: self.log_predictions()
         if self.log_model: log_best(self)
-        wandb.log({})           # the last row is complete
+        wandb.log({})           # completes the last row
 
     def state_dict(self) -> dict: # Strings, numbers, and lists of them; empty before the first fit
-        "The run's position and its last rows, for checkpoints"
+        "The position in the run, and its last rows, for checkpoints"
         if not self._run_id: return {}
         return dict(run_id=self._run_id, step=self._wandb_step, n_steps=self._n_steps, axis=dict(vars(self.axis)), rows=[(step, row) for _,step,row in self._recent])
 
     def load_state_dict(self,
         state:dict # From `state_dict`
     ):
-        "Continue after this step. Rows that the run already has are logged again, with the same step and values"
+        "Continue after the saved step. Rows that the run has lost are logged again, with the same step and values"
         if not state: return
         if wandb.run is not None and wandb.run.id != state['run_id']:
-            print(f"WandbCallback: the checkpoint logged to the run {state['run_id']!r}, this is {wandb.run.id!r}. Begin with "
-                  "`wandb.init(id=saved_wandb_id(...), resume='allow')` to go on with the same.")
+            print(f"WandbCallback: the checkpoint belongs to the run {state['run_id']!r}, but this run is {wandb.run.id!r}. To continue "
+                  "the old run, start with `wandb.init(id=saved_wandb_id(...), resume='allow')`.")
         self._run_id,self._ahead = (wandb.run.id, wandb.run.step) if wandb.run is not None else (state['run_id'], 0)
         self._wandb_step,self._n_steps,self.axis,self._recent = state['step'],state['n_steps'],EpochAxis(),deque()
         vars(self.axis).update(state['axis'])
@@ -173,15 +173,15 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
             super().log_predictions()
 
 # %% ../nbs/api/13_wandb.ipynb #743dee0b
-keep_rows_s = 30   # seconds; twice what W&B takes to write
+keep_rows_s = 30   # seconds; twice as long as W&B takes to write
 
 def log_row(
     cb,       # A `WandbCallback`
     row:dict, # Name -> number
-    step:int, # Of W&B
-    more={}   # What checkpoints do not keep
+    step:int, # Step of W&B
+    more={}   # Values that checkpoints do not keep
 ):
-    "Log a row, and keep it for checkpoints as long as W&B may not have written it"
+    "Log a row, and keep it for checkpoints until W&B must have written it"
     wandb.log({**row, **more}, step=step)
     now = time.time()
     cb._recent.append((now, step, row))
@@ -190,25 +190,25 @@ def log_row(
 # %% ../nbs/api/13_wandb.ipynb #14ae5045
 def at_step(
     cb,      # A `WandbCallback`
-    step:int # Step of W&B that its next row would have if nobody else logged
+    step:int # Step of W&B for the next row, if no other code logs
 ) -> int:
-    "The step of the row: after what others have logged, but over rows from before a restart"
+    "The step for the next row: after rows that other code has logged, but the same as before for rows repeated after a restart"
     return step if step < cb._ahead else max(step, wandb.run.step)
 
 def begin_fit(
     cb # A `WandbCallback`
 ):
-    "Find the run's position, and log the start of a fit"
+    "Find the position in the run, log its configuration, and prepare what the fit will log"
     run,learn = wandb.run,cb.learn
     if run is None: raise ValueError('You must call wandb.init() before WandbCallback()')
     cb._fitting,cb._hists,new = True,{},run.id != cb._run_id
     if new: cb._run_id,cb._wandb_step,cb._n_steps,cb.axis,cb._recent = run.id,-1,0,EpochAxis(),deque()
-    if not cb._ahead: cb.axis.done = max(cb.axis.done, run.summary.get('epoch') or 0)  # others may have trained in this run
+    if not cb._ahead: cb.axis.done = max(cb.axis.done, run.summary.get('epoch') or 0)  # other code may have trained in this run
     try: run.config.update(fit_config(learn), allow_val_change=True)
     except Exception as e: print(f'WandbCallback could not log config parameters -> {e}')
     if new and cb.log_dataset: log_learner_dataset(cb)
     if cb.log_preds and cb.valid_dl is None: cb.valid_dl = sample_dl(cb)
-    if cb.log_model and not hasattr(learn, 'save_model'):  # where fastai's `after_create` was too early
+    if cb.log_model and not hasattr(learn, 'save_model'):  # fastai's `after_create` was too early for it
         learn.add_cb(SaveModelCallback(fname=cb.model_name or 'model'))
         learn.save_model('before_fit')
 
@@ -216,7 +216,7 @@ def begin_fit(
 def train_row(
     cb # A `WandbCallback`
 ) -> dict: # Name -> number, or tensor on the device
-    "The row of a step, or with `log_accum_batch=False` of a loader batch without one"
+    "The row of a step; with `log_accum_batch=False`, also the row of a loader batch without a step"
     learn,loop = cb.learn,cb.loop
     known = step_row(learn) if loop.closed else dict(items=loop.accumulation.n_items)
     known = {k: v for k,v in known.items() if k not in ('loss','lr')}
@@ -228,7 +228,7 @@ def train_row(
 def sample_dl(
     cb # A `WandbCallback`
 ):
-    "Loader of `n_preds` items of the validation set, the same for every run with the same `seed`; `None` if they cannot be had"
+    "Loader of `n_preds` items of the validation set, the same in all runs with the same `seed`; `None` if it cannot be made"
     dls = cb.learn.dls
     try:
         n = len(dls.valid_ds)
@@ -242,7 +242,7 @@ def sample_dl(
 def log_learner_dataset(
     cb # A `WandbCallback`
 ):
-    "Log the folder that the callback's argument `log_dataset=` names, or that the Learner's data are in"
+    "Log the folder that the callback's argument `log_dataset=` names, or the folder of the Learner's data"
     path = Path(cb.learn.dls.path if cb.log_dataset is True else cb.log_dataset)
     if cb.log_dataset is True and path == Path('.'):
         return print('WandbCallback could not retrieve the dataset path, please provide it explicitly to "log_dataset"')
@@ -251,7 +251,7 @@ def log_learner_dataset(
 def log_best(
     cb # A `WandbCallback`
 ):
-    "Log the model that `SaveModelCallback` saved last, with the metrics of the last epoch"
+    "Log the last model that `SaveModelCallback` saved, with the metrics of the last epoch"
     save = cb.learn.save_model
     if save.last_saved_path is None: print('WandbCallback could not retrieve a model to upload')
     else: log_model(save.last_saved_path, name=save.fname, metadata=epoch_values(cb.learn.recorder))
@@ -259,9 +259,9 @@ def log_best(
 # %% ../nbs/api/13_wandb.ipynb #1cdc422b
 def offline_records(
     path,            # `wandb.run.settings.sync_file`, or the `run-*.wandb` file in the folder of an offline run
-    timeout:float=10 # Seconds to wait for the end of the run: another process writes it, a little after `wandb.finish()`
+    timeout:float=10 # Seconds to wait for the end of the run, which another process writes shortly after `wandb.finish()`
 ) -> list: # Protocol buffers (`wandb_internal_pb2.Record`)
-    "Everything that an offline run has logged, in order"
+    "All records of an offline run, in order"
     path,until = Path(path),time.time() + timeout
     while True:
         late = time.time() > until
@@ -274,7 +274,7 @@ def _records(data):
     pos,rec,block,header = 7,b'',2**15,struct.Struct('<IHB')        # W&B's own header has 7 bytes
     while pos + header.size <= len(data):
         left = block - pos%block
-        if left < header.size: pos += left; continue                # the end of a block is filled up with zeros
+        if left < header.size: pos += left; continue                # zeros fill the end of a block
         _,size,kind = header.unpack_from(data, pos)
         rec,pos = rec + data[pos+header.size:pos+header.size+size],pos+header.size+size
         if pos > len(data): return                                  # not written yet
@@ -282,8 +282,8 @@ def _records(data):
 
 # %% ../nbs/api/13_wandb.ipynb #143af827
 def offline_history(
-    path,            # As for `offline_records`
-    timeout:float=10 # Likewise
+    path,            # As in `offline_records`
+    timeout:float=10 # As in `offline_records`
 ) -> list: # A dict for each step of W&B
     "The rows of an offline run"
     return [_nested(r.history.item) for r in offline_records(path, timeout) if r.WhichOneof('record_type') == 'history']

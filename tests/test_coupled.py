@@ -290,7 +290,7 @@ def test_wrong_arguments(kwargs, says):
     with pytest.raises(ValueError, match='coupled') as e: GradientAccumulation(64, **kwargs)
     assert says in str(e.value)
 
-@pytest.mark.parametrize('coupled,says', [('tail', 'no such module'), ('0', 'is no head'), ('a', 'is no head')])
+@pytest.mark.parametrize('coupled,says', [('tail', 'no such module'), ('0', 'is not a head'), ('a', 'is not a head')])
 def test_wrong_head(coupled, says):
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8)) if coupled != 'a' else Encoders()
     with pytest.raises(ValueError, match=says): trained(8, model=model, loss=CrossEntropyLossFlat, acc=dict(coupled=coupled))

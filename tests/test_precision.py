@@ -365,7 +365,7 @@ def test_state_dict():
         assert log2_scales(other)[-4:]==log2_scales(learn)[-4:]
     bf16 = exact(unscaled())
     bf16.mixed_precision.load_state_dict(through_file(bf16.mixed_precision.state_dict()))
-    with pytest.raises(ValueError, match="This state is of 'fp16', the callback of 'bf16'"): bf16.mixed_precision.load_state_dict(saved)
+    with pytest.raises(ValueError, match="saved state is for 'fp16', but this callback computes in 'bf16'"): bf16.mixed_precision.load_state_dict(saved)
 
 def test_save_and_load():
     "`Learner.save` and `load` are fastai's; the scale goes on"
@@ -546,7 +546,7 @@ def test_refuses():
     learn = exact(MixedPrecision(device='cpu'))
     learn.fit(1)
 
-@pytest.mark.parametrize('able,msg', (([AMPMode.BF16], "This 'cpu' device .* cannot compute in fp16. It can in bf16 and fp32"), ([], 'cannot compute in fp16. It can in fp32')))
+@pytest.mark.parametrize('able,msg', (([AMPMode.BF16], "This 'cpu' device .* cannot compute in fp16. It supports bf16 and fp32"), ([], 'cannot compute in fp16. It supports fp32')))
 def test_device_cannot(able, msg, monkeypatch):
     monkeypatch.setattr(precision, 'can_compute_in', lambda device, mode: mode in able)
     refuses(exact(fp16()), msg)

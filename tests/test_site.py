@@ -270,32 +270,45 @@ def requests(browser):
     msgs = [json.loads(e['message'])['message'] for e in browser.get_log('performance')]
     return [m['params']['request']['url'] for m in msgs if m['method']=='Network.requestWillBeSent']
 
+def at_width(browser, width, height=900):
+    browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', dict(width=width, height=height, deviceScaleFactor=1, mobile=width<600))
+    wait(browser, 'Math.abs(document.documentElement.clientWidth - arguments[0]) < 30', width)
+
+stands_out = """const edge = innerWidth < 600 ? innerWidth : document.querySelector('article').getBoundingClientRect().right + 8
+    const scrolls = e => e && e.tagName!='ARTICLE' && (getComputedStyle(e).overflowX!='visible' || scrolls(e.parentElement))
+    const out = [...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().width && e.getBoundingClientRect().right > edge && !scrolls(e))
+    return [...out.map(e => e.outerHTML.slice(0, 99)), ...(document.documentElement.scrollWidth <= innerWidth ? [] : ['the page'])]"""
+cut_off = """const wide = e => e.scrollWidth > e.clientWidth+1 && getComputedStyle(e).display != 'inline'
+    return [...document.querySelectorAll(`article :is(${arguments[0]})`)].flatMap(e => [e, ...e.querySelectorAll('code')])
+        .filter(e => wide(e) && getComputedStyle(e).overflowX != 'visible').map(e => e.outerHTML.slice(0, 200))"""
+# On a phone code wraps, while columns and figures scroll
+blocks = {400: '.highlight:not(.out) pre', 1300: 'pre, table, .out-html, math, img, p'}
+
+def check_widths(browser, p):
+    "On a phone as on a wide screen nothing stands out of the page; at 1300 pixels everything is as wide as its place, at 400 what can wrap"
+    try:
+        for width in (390, 1400):
+            at_width(browser, width)
+            assert browser.execute_script(stands_out)==[], (p, width)
+        browser.execute_script('document.querySelectorAll("article details").forEach(d => d.open = true)')
+        for width,which in blocks.items():
+            at_width(browser, width)
+            assert browser.execute_script(cut_off, which)==[], (p, width)
+    finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
+
 def test_all_pages(browser, base, site):
-    "No errors in the console, all pictures are there, nothing is asked of another host"
+    "No errors in the console, all pictures are there, nothing is asked of another host, and on screens of any width all can be read"
     browser.get_log('browser'), requests(browser)
     for p in paths(site):
         browser.get(f'{base}/{p}')
         assert wait(browser, 'document.readyState=="complete" && document.querySelector("h1").innerText'), p
         broken = browser.execute_script('return [...document.images].filter(i => !i.naturalWidth || !i.alt).map(i => i.src)')
         assert broken==[], p
+        if base==site.as_uri(): check_widths(browser, p)
     assert browser.get_log('browser')==[]
     asked = requests(browser)
     assert len(asked) > len(paths(site))
     assert [u for u in asked if not u.startswith((base, 'data:', 'blob:', 'about:', 'chrome:'))]==[]
-
-@pytest.mark.parametrize('width', [390, 1400])
-def test_width(browser, site, width):
-    "On a phone as on a wide screen nothing but code, tables and figures scrolls sideways, and nothing stands out of them"
-    browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', dict(width=width, height=800, deviceScaleFactor=1, mobile=width<600))
-    try:
-        for p in paths(site):
-            browser.get(f'{site.as_uri()}/{p}')
-            assert browser.execute_script('return document.documentElement.scrollWidth <= innerWidth'), p
-            out = browser.execute_script("""const edge = innerWidth < 600 ? innerWidth : document.querySelector('article').getBoundingClientRect().right + 8
-                const scrolls = e => e && e.tagName!='ARTICLE' && (getComputedStyle(e).overflowX!='visible' || scrolls(e.parentElement))
-                return [...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().width && e.getBoundingClientRect().right > edge && !scrolls(e)).map(e => e.outerHTML.slice(0, 99))""")
-            assert out==[], p
-    finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 def test_search(browser, base):
     browser.get(f'{base}/index.html')
@@ -319,32 +332,15 @@ def test_search_finds(browser, site, query):
     hits = lambda b: [h for h in b.execute_script(f'return [...{frame}.querySelectorAll("a[role=option]")].map(a => a.href)')[:3] if f'{searches[query]}.html' in h]
     WebDriverWait(browser, 10).until(hits, f'{query}: {searches[query]} is not among the first three')
 
-def at_width(browser, width, height=900):
-    browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', dict(width=width, height=height, deviceScaleFactor=1, mobile=width<600))
-
 def test_first_screen(browser, site):
     "Who opens the site sees the call, the picture and the proof without scrolling"
-    at_width(browser, 1300)
+    browser.get(f'{site.as_uri()}/index.html')
     try:
-        browser.get(f'{site.as_uri()}/index.html')
+        at_width(browser, 1300)
         wait(browser, 'document.querySelector("article img").complete')
         ends = browser.execute_script('return ["pre", "img", "table"].map(s => document.querySelector(`article ${s}`).getBoundingClientRect().bottom)')
         assert max(ends) <= 900, ends
         assert browser.execute_script('return document.querySelectorAll("article table")[0].rows.length')==6
-    finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
-
-@pytest.mark.parametrize('width', [400, 1300])
-def test_not_cut_off(browser, site, width):
-    "At 1300 pixels everything is as wide as its place; on a phone code is, while columns and figures scroll"
-    at_width(browser, width)
-    which = 'pre, table, .out-html, math, img, p' if width > 1000 else '.highlight:not(.out) pre'
-    try:
-        for p in paths(site):
-            browser.get(f'{site.as_uri()}/{p}')
-            browser.execute_script('document.querySelectorAll("article details").forEach(d => d.open = true)')
-            cut = browser.execute_script(f"""const wide = e => e.scrollWidth > e.clientWidth+1 && getComputedStyle(e).display != 'inline'
-                return [...document.querySelectorAll('article :is({which})')].flatMap(e => [e, ...e.querySelectorAll('code')]).filter(e => wide(e) && getComputedStyle(e).overflowX != 'visible').map(e => e.outerHTML.slice(0, 200))""")
-            assert cut==[], (p, cut)
     finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 def test_parameters(browser, base):

@@ -89,6 +89,11 @@ def is_typed(cell):
     d = cell.directives
     return bool(cell.source.strip()) and not (d.get('echo') == 'false' or d.get('eval') == 'false' or d.get('include') == 'false')
 
+def shown_code(cell):
+    "The code in the output of a cell"
+    texts = (''.join(o.data.get('text/markdown', '')) for o in cell.outputs if 'data' in o)
+    return [src for text in texts for src in re.findall(r'(?ms)^```python\n(.*?)^```', text)]
+
 # -- What is folded ----------------------------------------------------------------------------------------------
 def fold(summary, text, kind='info'):
     "`text` below a line that opens it"
@@ -159,7 +164,7 @@ class Page:
 
     def blocks(self):
         """The cells with their numbers, in the order of the page, as (summary, cells). What has a summary is folded: a helper with the code
-        that shows it; a section of helpers only, below *Internals* at the end"""
+        that shows it; a section of helpers only, below *Internals* at the end, where sections go that have this name in the notebook"""
         sections = [[]]
         for o in zip(self.nb.cells, range(len(self.nb.cells))):
             if o[0].cell_type == 'markdown' and re.match(r'## ', o[0].source): sections.append([])
@@ -168,6 +173,7 @@ class Page:
         inner = [s for s in sections[1:] if not head(s).startswith('Internals') and any(self.helpers(c) for c,_ in s)
                  and all(self.helpers(c) for c,_ in s if calls(c))]
         front = [s for s in sections if not any(s is o for o in inner)]
+        front[1:] = sorted(front[1:], key=lambda s: head(s).startswith('Internals'))
         for cells in front: yield from self.folded(cells)
         if inner and not any(head(s).startswith('Internals') for s in front[1:]): yield '',[(mk_cell('## Internals', 'markdown'), -1)]
         for cells in inner: yield f'{head(cells)}: {", ".join(n for c,_ in cells for n in self.helpers(c))}',cells
@@ -196,8 +202,9 @@ class Page:
         return '\n'.join(lines + [f'from {self.mod.__name__} import {", ".join(own)}']*bool(own))
 
     def snippets(self):
-        "What a reader types, from the top of the page to its end"
-        cells = [c.source for _,cells in self.blocks() for c,_ in cells if c.cell_type == 'code' and not calls(c) and is_typed(c)]
+        "What a reader types, from the top of the page to its end: the code that is shown, also as the output of a cell that is not"
+        code = [c for _,cells in self.blocks() for c,_ in cells if c.cell_type == 'code' and not calls(c)]
+        cells = [src for c in code for src in ([c.source] if is_typed(c) else shown_code(c))]
         return [self.imports(), *cells] if self.mod and cells else cells
 
     def cell(self, cell, i):
