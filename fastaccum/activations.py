@@ -1,4 +1,4 @@
-"""Activations recomputed, moved to the host, or fused by a compiler: three callbacks that undo themselves when the fit ends
+"""Recompute activations, move them to the host, or fuse operators with a compiler: three callbacks that undo themselves when the fit ends
 
 Docs: https://fastaccum.github.io/fastaccum/api/activations.html.md"""
 
@@ -25,10 +25,10 @@ __all__ = ['ActivationCheckpointing', 'outermost', 'find_blocks', 'parse_blocks'
 
 # %% ../nbs/api/16_activations.ipynb #a4544eb2
 class ActivationCheckpointing(Callback):
-    "Keep the inputs of the model's blocks only, and compute what is inside them again in the backward pass"
+    "Keep only the inputs of the model's blocks, and recompute what is inside them in the backward pass"
     def __init__(self,
         blocks=None,         # Classes of the blocks, or `f(module)->bool`. Default: the class that `find_blocks` finds
-        selective:bool=False # Keep the results of matrix products and of attention? It takes less time then, and more memory
+        selective:bool=False # Keep the results of matrix products and attention? This takes less time and more memory
     ):
         if blocks is not None: self.chosen = parse_blocks(blocks)
         store_attr()
@@ -39,7 +39,7 @@ class ActivationCheckpointing(Callback):
     def recomputed(self,
         model:nn.Module # Any model
     ):
-        "The blocks of `model` are recomputed within"
+        "A context in which the backward pass recomputes the blocks of `model`"
         blocks = find_blocks(model) if self.blocks is None else choose_blocks(model, self.chosen)
         with ExitStack() as stack:
             for m in blocks: stack.enter_context(Recompute(m, self.selective).attached())
@@ -47,10 +47,10 @@ class ActivationCheckpointing(Callback):
 
 # %% ../nbs/api/16_activations.ipynb #70c22cdf
 def outermost(
-    model:nn.Module, # Where to look, itself excepted
+    model:nn.Module, # Where to look; `model` itself does not count
     chosen           # `chosen(module)->bool`
-) -> list: # Each once
-    "The modules for which `chosen` holds, and which are in no other one of them"
+) -> list: # Modules, each once
+    "The modules for which `chosen` is true, and that are not inside another such module"
     found = {}
     def walk(m):
         for c in m.children():
@@ -68,8 +68,8 @@ def find_blocks(
     classes = groupby(outermost(model, can), type)
     blocks = max(classes.values(), key=lambda ms: sum(len(list(m.modules())) for m in ms), default=[])
     if len(blocks) > 1: return blocks
-    raise ValueError(f"No blocks found in this {type(model).__name__}: no class with layers of its own occurs several times in it. "
-                     "Pass their classes, or a function: ActivationCheckpointing(blocks=lambda m: ...).")
+    raise ValueError(f"No blocks found in this {type(model).__name__}: no class that contains layers occurs several times in it. "
+                     "Pass the classes of the blocks, or a function: ActivationCheckpointing(blocks=lambda m: ...).")
 
 # %% ../nbs/api/16_activations.ipynb #309befe1
 def parse_blocks(
@@ -79,8 +79,8 @@ def parse_blocks(
     classes = tuple(blocks) if isinstance(blocks, (tuple,list)) else (blocks,)
     if all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes) and classes: return partial(_is_one_of, classes)
     if callable(blocks) and not isinstance(blocks, (type,nn.Module)): return blocks
-    raise TypeError(f"blocks={blocks!r}: pass a class of modules, several in a tuple, or a function of a module "
-                    "that says whether it is a block.")
+    raise TypeError(f"blocks={blocks!r}: pass a class of modules, several in a tuple, or a function that takes a module "
+                    "and returns whether it is a block.")
 
 def _is_one_of(classes, m): return isinstance(m, classes)
 
@@ -88,15 +88,15 @@ def choose_blocks(
     model:nn.Module, # Any model
     chosen           # From `parse_blocks`
 ) -> list: # Modules
-    "The outermost `chosen` modules of `model`; none is an error"
+    "The outermost `chosen` modules of `model`; raises an error if there are none"
     blocks = outermost(model, chosen)
     if blocks: return blocks
     names = ', '.join(dict.fromkeys(type(m).__name__ for m in model.modules() if any(m.children())))
-    raise ValueError(f"ActivationCheckpointing: `blocks` chooses no module of this {type(model).__name__}. It is made of {names}.")
+    raise ValueError(f"ActivationCheckpointing: `blocks` matches no module of this {type(model).__name__}, which is made of {names}.")
 
 # %% ../nbs/api/16_activations.ipynb #542daf70
 class Recompute:
-    "The `forward` of a block that is computed again in the backward pass. Copies and pickles of the block have its own one"
+    "The `forward` of a block that the backward pass recomputes. Copies and pickles of the block have the original `forward`"
     def __init__(self,
         module:nn.Module,    # The block
         selective:bool=False # Keep the results of matrix products and attention?
@@ -118,14 +118,14 @@ class Recompute:
 
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled(): return self.plain(*args, **kwargs)
-        flat,spec = tree_flatten((args,kwargs))  # tensors, which offloading sees one by one
+        flat,spec = tree_flatten((args,kwargs))  # single tensors, so that offloading sees each of them
         def again(*flat):
             args,kwargs = tree_unflatten(flat, spec)
             return self.plain(*args, **kwargs)
         return checkpoint(again, *flat, use_reentrant=False, **self.contexts())
 
     def contexts(self):
-        "The compiler handles buffers itself, and takes no contexts but PyTorch's own"
+        "The compiler handles buffers itself, and accepts only PyTorch's own contexts"
         keep = partial(create_selective_checkpoint_contexts, _kept)
         if torch.compiler.is_compiling(): return dict(context_fn=keep) if self.selective else {}
         return dict(context_fn=partial(replayed, self.module, keep if self.selective else None))
@@ -137,9 +137,9 @@ _kept = [getattr(torch.ops.aten, n).default for n in ('mm','addmm','bmm','baddbm
 # %% ../nbs/api/16_activations.ipynb #9348b091
 def replayed(
     module:nn.Module, # A block
-    keep=None         # Makes two contexts of PyTorch's, for what is not to be computed again
-) -> tuple: # Contexts of its forward pass and of the repetition. PyTorch's own random numbers are up to `checkpoint`
-    "With the draws and buffers of the first pass in the second"
+    keep=None         # Makes two PyTorch contexts that keep results instead of recomputing them
+) -> tuple: # Contexts of the forward pass and of its repetition. `checkpoint` handles PyTorch's own random numbers
+    "Contexts that repeat the random numbers and buffers of the first pass in the second"
     replay,(first,second) = Replay(module),(nullcontext(),nullcontext()) if keep is None else keep()
     first.respect_saved_tensors_hooks = True  # what is kept selectively may be offloaded
     return _within(replay.first(), first),_within(replay.second(), second)
@@ -150,12 +150,12 @@ def _within(outer, inner):
 
 # %% ../nbs/api/16_activations.ipynb #b296206c
 class ActivationOffload(Callback):
-    "Keep activations on the host, and bring them back for the backward pass. Where the model is on the CPU this saves nothing"
+    "Keep activations on the host, and bring them back for the backward pass. On a CPU this saves nothing"
     def __init__(self,
         min_bytes:int=2**16 # Smaller tensors stay where they are
     ):
         if not isinstance(min_bytes, int) or min_bytes < 0:
-            raise ValueError(f"min_bytes={min_bytes!r}: pass the bytes of the smallest tensor to move, an int of at least 0.")
+            raise ValueError(f"min_bytes={min_bytes!r}: pass the size in bytes of the smallest tensor to move (an int, at least 0).")
         store_attr()
 
     def during_fit(self):
@@ -170,7 +170,7 @@ class ActivationOffload(Callback):
 
 # %% ../nbs/api/16_activations.ipynb #058d754e
 class Mover:
-    "Moves what a forward pass saves: not parameters, nor what is small or on the CPU"
+    "Moves what a forward pass saves, except parameters, small tensors and tensors on the CPU"
     def __init__(self,
         params:set,   # Addresses of the parameters' storages
         min_bytes:int # Smaller tensors stay
@@ -195,14 +195,14 @@ class OnHost:
     "A tensor's copy on the host"
     def __init__(self,
         t:Tensor,           # On another device
-        before=lambda: None # `before()`: the `OnHost` of what was saved just before, while there is one
+        before=lambda: None # `before()`: the `OnHost` of the tensor saved just before, as long as it exists
     ):
         self.device,self.before,self.back,self.stream = t.device,before,None,side_stream(t.device)
         if self.stream is None: self.host = t.to('cpu'); return
         mod = backend(self.device)
         self.stream.wait_stream(mod.current_stream(self.device))
         with mod.stream(self.stream): self.host = torch.empty_like(t, device='cpu', pin_memory=True).copy_(t, non_blocking=True)
-        t.record_stream(self.stream)   # its memory is not given to others before it is copied
+        t.record_stream(self.stream)   # nothing else gets its memory before it is copied
 
     def start(self):
         "Send it back"
@@ -212,7 +212,7 @@ class OnHost:
         return self.back
 
     def fetch(self) -> Tensor:
-        "The tensor on its device; what was saved before it follows, as it will be asked for next"
+        "The tensor on its device; starts sending back the one saved before it, which comes next"
         if self.stream is None: return self.host.to(self.device)
         (t,ready),self.back = self.start(),None
         if (o := self.before()) is not None: o.start()
@@ -224,25 +224,25 @@ class OnHost:
 @lru_cache(None)
 def side_stream(
     device:torch.device # Any
-): # None where there are no streams
+): # None if the device has no streams
     "A stream for copies"
     mod = backend(device)
     return mod.Stream(device) if hasattr(mod, 'Stream') and device.type != 'cpu' else None
 
 # %% ../nbs/api/16_activations.ipynb #1393f18d
 class Compile(Callback):
-    "Compile the model for the fit with `torch.compile`, for any number of items. If that cannot be done it trains uncompiled"
+    "Compile the model for the fit with `torch.compile`, for any number of items. If that fails, the model trains uncompiled"
     def __init__(self,
         **kwargs:Any # Arguments of `torch.compile`: mode, backend, fullgraph, options, ...
     ) -> None: self.kwargs = kwargs
 
     @contextmanager
     def during_fit(self):
-        "The model is compiled within; keys, names, class and copies are the plain model's"
+        "A context in which the model is compiled; keys, names, class and copies stay those of the plain model"
         model = self.learn.model
         if self.kwargs.get('backend') == 'eager' and any(isinstance(cb, ActivationCheckpointing) for cb in self.learn.cbs):
-            warn("Compile(backend='eager'), PyTorch's backend for debugging, recomputes blocks with other draws of dropout: "
-                 "gradients are wrong where there is any.")
+            warn("Compile(backend='eager'), PyTorch's backend for debugging, recomputes blocks with different random numbers for dropout: "
+                 "if the model has dropout, its gradients are wrong.")
         old = model.__dict__.get('_compiled_call_impl')
         model._compiled_call_impl = CompiledCall(model, self.kwargs)
         try: yield
@@ -252,13 +252,13 @@ class Compile(Callback):
 
 # %% ../nbs/api/16_activations.ipynb #5aaf32c8
 class CompiledCall:
-    "What a model's call does while it is compiled"
+    "Replaces a model's call while the model is compiled"
     def __init__(self,
         model:nn.Module, # Any model
         kwargs:dict      # Arguments of `torch.compile`
     ):
         self.model,self.call = model,None
-        self.dynamo = importlib.import_module('torch._dynamo')  # takes seconds, so only where it is needed
+        self.dynamo = importlib.import_module('torch._dynamo')  # takes seconds, so import it only here
         try: self.call = torch.compile(model._call_impl, **kwargs)
         except self.dynamo.exc.TorchDynamoException as e: self.give_up(e)
 
@@ -269,7 +269,7 @@ class CompiledCall:
                 if isinstance(t, Tensor) and t.dim() and len(t) > 1: self.dynamo.maybe_mark_dynamic(t, 0)
             try: return self.call(*args, **kwargs)
             except self.dynamo.exc.TorchDynamoException as e: failed = e
-        res = self.model._call_impl(*args, **kwargs)  # an error of the model's own is raised here, in its own words
+        res = self.model._call_impl(*args, **kwargs)  # the model's own errors appear here, unchanged
         if failed is not None: self.give_up(failed)
         return res
 

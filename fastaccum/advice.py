@@ -1,4 +1,4 @@
-"""What a training step will take, part by part, and which tool saves how much of it: foretold without running the model
+"""How much memory will a training step take, part by part, and how much would each tool save? A forecast that does not run the model
 
 Docs: https://fastaccum.github.io/fastaccum/api/advice.html.md"""
 
@@ -33,19 +33,19 @@ __all__ = ['MemoryAdvice', 'Plan', 'present_plan', 'Costs', 'NoValues', 'no_subc
 # %% ../nbs/api/16b_advice.ipynb #2fcde7d4
 @patch
 def memory_advice(self:Learner,
-    gib:float|None=None # Memory of the device that is to be enough, in GiB
+    gib:float|None=None # Memory of the device, in GiB, that training should fit
 ): # A `MemoryAdvice`
-    "What training takes with the callbacks that are attached now, and what each of fastaccum's tools would save. Runs no training step"
+    "The memory that training takes with the present callbacks, and what each fastaccum tool would save. Runs no training step"
     if gib is not None and not (isinstance(gib, (int,float)) and gib > 0):
         raise ValueError(f"gib={gib!r}: pass the memory of the device in GiB, a number above 0.")
     return MemoryAdvice(self, gib)
 
 # %% ../nbs/api/16b_advice.ipynb #e3b1e607
 class MemoryAdvice:
-    "Bytes that a fit takes: `params`, `grads`, `state` (of the optimizer), and the `peak` of all that is there beside the parameters"
+    "Bytes that a fit takes: `params`, `grads`, `state` (of the optimizer), and the `peak` of everything except the parameters"
     def __init__(self,
-        learn:Learner,       # It stays as it is
-        gib:float|None=None  # GiB that are to be enough
+        learn:Learner,       # Is not changed
+        gib:float|None=None  # GiB that training should fit
     ):
         f = forecast_of(learn)
         self.gib,self.forecast,self.now = gib,f,present_plan(learn, f.bs)
@@ -54,7 +54,7 @@ class MemoryAdvice:
         self.micro_batch_size = self._largest(self.now)
 
     def peak_at(self,
-        k:int # Most items of a micro-batch
+        k:int # Largest number of items of a micro-batch
     ) -> int: # Bytes
         "The `peak` with micro-batches of `k` items"
         if k < 1: raise ValueError(f"k={k}: a micro-batch has at least 1 item.")
@@ -62,16 +62,16 @@ class MemoryAdvice:
 
     def cost(self,
         plan:Plan # How to train
-    ) -> tuple: # Peak in bytes, floating-point operations of an item
-        "What training like this takes"
+    ) -> tuple: # Peak in bytes, floating-point operations per item
+        "What training with `plan` takes"
         return self.forecast.cost(plan)
 
     def _fits(self, plan):
         try: return self.params + self.cost(plan)[0] <= .9*self.gib*2**30
-        except ValueError: return False  # BatchNorm may not train on so few items
+        except ValueError: return False  # BatchNorm may be unable to train on so few items
 
     def _largest(self, plan):
-        "The largest micro-batch that fits, None if there is none: halving what is between one that does and one that does not"
+        "The largest micro-batch that fits, by bisection; None if none fits"
         if self.gib is None: return None
         if self._fits(replace(plan, size=self.bs)): return self.bs
         fits,too_large = 0,self.bs
@@ -96,7 +96,7 @@ class MemoryAdvice:
 
     @cached_property
     def table(self) -> pd.DataFrame: # A row for each of fastaccum's tools
-        "Peak, MiB that are saved, floating-point operations relative to now, and passes through the model for a loader batch"
+        "Peak and saving in MiB, floating-point operations relative to now, and passes through the model per loader batch"
         rows,(peak,flops) = {},self.cost(self.now)
         for name,plan in self._plans().items():
             p,f = self.cost(plan)
@@ -105,8 +105,8 @@ class MemoryAdvice:
         return pd.DataFrame.from_dict(rows, orient='index')
 
     @cached_property
-    def call(self) -> str|None: # None: it fits already, or cannot be made to
-        "The cheapest change with which training fits. Micro-batches cost no computing, but under 8 items most devices are not busy"
+    def call(self) -> str|None: # None if training fits already, or no change makes it fit
+        "Code for the cheapest change that makes training fit. Micro-batches cost no computing, but below 8 items most devices are not busy"
         if self.gib is None or self._fits(self.now): return None
         tools = [self.now.recompute]
         if tools[0] is None and self.forecast.has_blocks: tools += [ActivationCheckpointing(selective=True), ActivationCheckpointing()]
@@ -120,11 +120,11 @@ class MemoryAdvice:
     def __str__(self):
         mib = lambda n: f'{n/2**20:.1f} MiB'
         lines = [f'parameters {mib(self.params)}, gradients {mib(self.grads)}, optimizer state {mib(self.state)}; with micro-batches of '
-                 f'{self.now.size} items a peak of {mib(self.peak)} beside the parameters', '', self.table.round(2).to_string()]
+                 f'{self.now.size} items, a peak of {mib(self.peak)} on top of the parameters', '', self.table.round(2).to_string()]
         if self.gib is not None:
             k = self.micro_batch_size
-            enough = f'micro-batches of at most {k} items' if k else 'not even one item'
-            lines += ['', f'{self.gib:g} GiB, less a tenth, are enough for {enough}',
+            enough = f'are enough for micro-batches of at most {k} items' if k else 'are not enough for even one item'
+            lines += ['', f'{self.gib:g} GiB, less a tenth, {enough}',
                       *([self.call] if self.call else [])]
         return '\n'.join(lines)
     __repr__ = __str__
@@ -137,7 +137,7 @@ class Plan:
     accum_bs:int        # Items of an accumulated batch
     recompute:Any=None  # An `ActivationCheckpointing`
     offload:Any=None    # An `ActivationOffload`
-    amp:Any=None        # A type to compute in
+    amp:Any=None        # A dtype to compute in
     wide:bool=False     # Are gradients summed in fp32?
 
 def present_plan(
@@ -154,7 +154,7 @@ def present_plan(
 
 # %% ../nbs/api/16b_advice.ipynb #484b5d05
 class Costs(StorageFollower):
-    "Bytes, as the class it is made from, and floating-point operations"
+    "Counts bytes, as its base class does, and floating-point operations"
     flops = 0
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         res = super().__torch_dispatch__(func, types, args, kwargs)
@@ -163,22 +163,22 @@ class Costs(StorageFollower):
         return res
 
 class NoValues(StorageFollower):
-    "For optimizers that ask for the value of a tensor (Lamb: is the norm 0?), which does not change what they keep"
+    "For optimizers that read the value of a tensor (Lamb: is the norm 0?), which does not change how much they keep"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return 1 if func is torch.ops.aten._local_scalar_dense.default else super().__torch_dispatch__(func, types, args, kwargs)
 
 @contextmanager
 def no_subclasses():
-    "A fake tensor cannot become one of fastai's types, as its losses ask for"
+    "fastai's losses convert tensors to its own types, which fake tensors do not allow: skip that"
     plain,torch.as_subclass = torch.as_subclass,lambda t, cls: t
     try: yield
     finally: torch.as_subclass = plain
 
 def one_pass(
-    model, loss_func, # Of a Learner; the model's gradients are added to
+    model, loss_func, # Of a Learner; adds to the model's gradients
     xb, yb,           # A micro-batch
     plan:Plan,        # How to train
-    train:bool=True   # Or validate
+    train:bool=True   # Train, or else validate?
 ) -> Costs:
     "Forward and backward, as fastaccum's batch loop does it"
     device = next((p.device.type for p in model.parameters()), 'cpu')
@@ -195,7 +195,7 @@ def one_pass(
     return costs
 
 def gone(mover):
-    "What an `ActivationOffload` would move takes no memory; it comes back as something of the same shape"
+    "Tensors that an `ActivationOffload` would move take no memory; they come back as tensors of the same shape"
     def pack(t): return t.detach() if mover.stays(t) else (t.device, t.dtype, t.size(), t.stride())
     def unpack(o): return o if isinstance(o, Tensor) else torch.empty_strided(o[2], o[3], dtype=o[1], device=o[0])
     return saved_tensors_hooks(pack, unpack)
@@ -205,7 +205,7 @@ class Forecast:
     "What a step of `learn` would take, on fake tensors"
     scale = None
     def __init__(self,
-        learn:Learner # It stays as it is
+        learn:Learner # Is not changed
     ):
         self.loss_func,self.mode,self.costs = learn.loss_func,FakeTensorMode(allow_non_fake_inputs=True),{}
         xb,yb = example_batch(learn)
@@ -227,7 +227,7 @@ class Forecast:
         except ValueError: return False
 
     def optimizer(self, learn, memo):
-        "Steps the fake parameters: bytes of `state`, of a `step`'s temporaries; and whether gradients stay, as zeros, between steps"
+        "Step the fake parameters to find the bytes of `state` and of a `step`'s temporaries, and whether zero gradients stay between steps"
         for p in self.ps: p.grad = torch.zeros_like(p)
         opt = learn.opt_func
         opt = deepcopy(opt, memo) if isinstance(opt, OptimWrapper) else opt(learn.splitter(self.model), lr=learn.lr)
@@ -239,8 +239,8 @@ class Forecast:
         opt.zero_grad()
         self.keeps = any(p.grad is not None for p in self.ps)
 
-    def cost(self, plan) -> tuple: # Peak in bytes, floating-point operations of an item
-        "What training like `plan` takes; asked for once"
+    def cost(self, plan) -> tuple: # Peak in bytes, floating-point operations per item
+        "What training with `plan` takes; computed once"
         if plan not in self.costs: self.costs[plan] = self.run(plan)
         return self.costs[plan]
 
@@ -265,7 +265,7 @@ class Forecast:
 def example_batch(
     learn # A `Learner`
 ) -> tuple: # `xb`, `yb`
-    "The first batch of an epoch; random numbers go on as if nobody had asked"
+    "The first batch of an epoch, without an effect on the random numbers"
     dl = learn.dls.train
     kept,rng = Snapshot(nn.Module(), learn.model.parameters(), gradients=False),getattr(dl, 'rng', None)
     state = rng and rng.getstate()
@@ -278,18 +278,18 @@ def example_batch(
 
 def some_items(
     b,    # A batch
-    k:int,# Items to have
-    n:int # Items of `b`
-): # A batch of its type
-    "The first `k` items, from the start again where there are fewer"
+    k:int,# Number of items to return
+    n:int # Number of items in `b`
+): # A batch of the same type
+    "The first `k` items, repeated from the start if there are fewer"
     if k <= n: return split_items(b, k, n)[0]
     return map_tensors(lambda t: t.repeat(-(-k//n), *[1]*(t.dim()-1))[:k] if t.dim() and len(t)==n else t, b)
 
 # %% ../nbs/api/16b_advice.ipynb #278e950b
 class Measured(Forecast):
-    "The same from one real micro-batch, for models that ask for the value of a tensor"
+    "The forecast from one real micro-batch, for models that read the value of a tensor"
     def __init__(self,
-        learn:Learner # It stays as it is
+        learn:Learner # Is not changed
     ):
         super().__init__(learn)
         self.learn,self.k,self.seen = learn,present_plan(learn, self.bs).size,{}
@@ -318,7 +318,7 @@ class Measured(Forecast):
 def forecast_of(
     learn # A `Learner`
 ) -> Forecast: # On fake tensors, if the model runs on them
-    "Foretell the steps of `learn`"
+    "Forecast the steps of `learn`"
     f = Forecast(learn)
     try: f.cost(present_plan(learn, f.bs))
     except Exception as e:
@@ -331,7 +331,7 @@ def forecast_of(
 def plot(self:MemoryAdvice,
     ax=None # Matplotlib axes, default new ones
 ): # Matplotlib axes
-    "Draw the peak over the size of micro-batches, with recomputed blocks too"
+    "Draw the peak over the size of micro-batches, also with recomputed blocks"
     ks = sorted({min(2**i, self.bs) for i in range(1, self.bs.bit_length()+1)})
     plans = {'as it is': self.now}
     if self.now.recompute is None and self.forecast.has_blocks: plans['recomputed'] = replace(self.now, recompute=ActivationCheckpointing())

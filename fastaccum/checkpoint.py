@@ -1,4 +1,4 @@
-"""Stop a training run anywhere, start the script again, and get the same weights to the last bit
+"""Stop a training run anywhere, start the script again, and get the same weights, to the last bit
 
 Docs: https://fastaccum.github.io/fastaccum/api/checkpoint.html.md"""
 
@@ -21,7 +21,8 @@ from .fingerprint import callback_list, callbacks_wrong, data_fingerprint, data_
 from .folder import OwnFiles, copied, read_checkpoint
 from .loaders import check_loader, drawn_in_workers, item_order, rest_of_loader, rng_state, set_rng_state
 from .loop import LoopCallback, in_fit
-from .state import callback_states, cannot_save, generator_places, known_objects, learner_device, load_training, plain, remember_given, training_state
+from .state import callback_states, cannot_save, generator_places, known_objects, learner_device, load_training, plain
+from .state import remember_given, training_state
 from .values import Values
 
 _all_ = ['plain', 'first_difference']
@@ -34,15 +35,15 @@ __all__ = ['TrainingCheckpoint', 'check_checkpoint_args', 'check_resumable', 'Ch
 _signals = 'SIGINT','SIGTERM','SIGUSR1'
 
 class TrainingCheckpoint(LoopCallback):
-    "Save a fit between two optimizer steps; started again, the script goes on from there, to the same weights bit for bit"
+    "Save a fit between two optimizer steps; a restarted script continues from there, and ends with the same weights, bit for bit"
     order,run_valid,name = 1000,False,'training_checkpoint'   # after all that the step changes
     def __init__(self,
         fname:str='checkpoint',   # Folder of the checkpoints, in `learn.path/learn.model_dir`
         every_steps:int|None=None,# Optimizer steps from one checkpoint to the next; None: only by time
-        every_minutes:float|None=15, # Minutes from one to the next; None: only by steps
-        keep:int=2,               # Checkpoints of the fit under way to keep, at least 1
-        resume:bool=True,         # Go on with the run that the folder has? If False start anew
-        background:bool=False,    # Write the file in a thread, while training goes on? Takes a copy of the state in the computer's memory
+        every_minutes:float|None=15, # Minutes from one checkpoint to the next; None: only by steps
+        keep:int=2,               # Number of checkpoints of the current fit to keep, at least 1
+        resume:bool=True,         # Continue the run that the folder has? If False, start a new run
+        background:bool=False,    # Write the file in a thread while training continues? Keeps a copy of the state in host memory
         digest:bool=False         # Write digests of each step, for `first_difference`?
     ):
         check_checkpoint_args(every_steps, every_minutes, keep)
@@ -50,9 +51,9 @@ class TrainingCheckpoint(LoopCallback):
         self.state = SimpleNamespace(fitting=False, folder=None, given={}, told={}, read={}, ranks=OneRank())
 
     def before_fit(self):
-        if not self.state.fitting or self.state.begun: return # `validate` and `get_preds` begin in the same way, also inside a fit
+        if not self.state.fitting or self.state.begun: return # `validate` and `get_preds` fire this event too, also inside a fit
         self.state.begun = True
-        self._tell(self.report())         # what cannot be saved is an error now, not in 15 minutes
+        self._tell(self.report())         # say now what cannot be saved, not in 15 minutes
         self.state.steps = 0
         self._plan_next()
 
@@ -63,8 +64,9 @@ class TrainingCheckpoint(LoopCallback):
     def _tell(self, wrong):
         new = {k: v for k,v in wrong.items() if k not in self.state.told}
         self.state.told.update(new)
-        if new and not self.state.ranks.rank: warn(f"A run that goes on from a checkpoint will not have: {'; '.join(f'{k} ({v})' for k,v in new.items())}. If training depends on it, give its callback "
-                     "`state_dict` and `load_state_dict`.")
+        if new and not self.state.ranks.rank:
+            warn(f"A run that continues from a checkpoint will not have: {'; '.join(f'{k} ({v})' for k,v in new.items())}. If training "
+                 "depends on it, give its callback `state_dict` and `load_state_dict`.")
 
     def _plan_next(self):
         st,never = self.state,self.state.lr_find
@@ -73,7 +75,8 @@ class TrainingCheckpoint(LoopCallback):
 
     def before_train(self):
         self.state.before = 0   # batches of this epoch that another process trained
-        if not isinstance(self.learn.dl, DataLoader): self.state.epoch_rng = self._rng()   # the order of its items comes from them
+        # these random numbers determine the order of its items
+        if not isinstance(self.learn.dl, DataLoader): self.state.epoch_rng = self._rng()
 
     def after_batch(self):
         st = self.state
@@ -88,7 +91,7 @@ class TrainingCheckpoint(LoopCallback):
             raise CancelFitException(st.signal)
 
     def _asked(self):
-        "Is there to be a checkpoint now, on all ranks? A signal, of any of them, ends the fit, too"
+        "Should all ranks save a checkpoint now? A signal to any rank also ends the fit"
         st,asked = self.state,self.state.ranks.granted()
         st.signal = next((s for s in _signals if s in asked), st.signal)
         return bool(asked)
@@ -107,9 +110,9 @@ class TrainingCheckpoint(LoopCallback):
         st.folder.save(dict(state, **more, settings=st.settings), st.fit, done, self.keep, self.background)
 
     def say(self,
-        text:str # What to tell
+        text:str # The message
     ):
-        "Print it, once for all ranks"
+        "Print `text` once for all ranks"
         if not self.state.ranks.rank: print(f'TrainingCheckpoint: {text}')
 
     def _stop(self, name):
@@ -117,38 +120,44 @@ class TrainingCheckpoint(LoopCallback):
         self.state.ranks.ask(name)
 
     def finish(self) -> None:
-        "The run is complete, whatever the process does now: the next fit begins a new one. A script that ends normally needs no `finish`"
+        "Mark the run as complete, so that the next fit begins a new run. A script that ends normally needs no `finish`"
         folder = self.state.folder
         if folder is not None: folder.finish()
 
 # %% ../nbs/api/15_checkpoint.ipynb #20e00196
 def check_checkpoint_args(
     every_steps,   # As for `TrainingCheckpoint`
-    every_minutes, # Likewise
-    keep           # Likewise
+    every_minutes, # As for `TrainingCheckpoint`
+    keep           # As for `TrainingCheckpoint`
 ):
-    "Raise an error for arguments of `TrainingCheckpoint` that cannot be meant"
+    "Raise an error for invalid arguments of `TrainingCheckpoint`"
     count = lambda v: isinstance(v, Integral) and not isinstance(v, bool) and v >= 1
-    if not (every_steps is None or count(every_steps)): raise ValueError(f"every_steps={every_steps!r}: pass a number of optimizer steps (an int, at least 1), or None.")
-    if not (every_minutes is None or isinstance(every_minutes, Real) and every_minutes > 0): raise ValueError(f"every_minutes={every_minutes!r}: pass a number above 0, or None.")
-    if not count(keep): raise ValueError(f"keep={keep!r}: pass the number of checkpoints of the fit under way to keep (an int, at least 1; with 2 a damaged one costs little).")
+    if not (every_steps is None or count(every_steps)):
+        raise ValueError(f"every_steps={every_steps!r}: pass a number of optimizer steps (an int, at least 1), or None.")
+    if not (every_minutes is None or isinstance(every_minutes, Real) and every_minutes > 0):
+        raise ValueError(f"every_minutes={every_minutes!r}: pass a number above 0, or None.")
+    if not count(keep):
+        raise ValueError(f"keep={keep!r}: pass the number of checkpoints of the current fit to keep (an int, at least 1; with 2, a damaged "
+                         "checkpoint costs little).")
 
 def check_resumable(
     learn, # A `Learner`
     cbs    # All callbacks of the fit
 ):
-    "Raise an error if a fit of `learn` cannot be taken up in the middle"
+    "Raise an error if a fit of `learn` cannot resume in the middle"
     check_loader(learn.dls.train)
     ranks = ranks_of(cbs)
     if num_distrib() > 1 and type(ranks) is OneRank:
-        raise ValueError("Several processes train, and TrainingCheckpoint would save the training of each by itself: add DataParallel() to the Learner's callbacks, which brings them together, or leave it out.")
+        raise ValueError("Several processes train, and TrainingCheckpoint would save the training of each one separately: add "
+                         "DataParallel() to the Learner's callbacks, which trains them together, or leave out TrainingCheckpoint.")
     if 'TrainingCheckpoint' in ranks.refuses: raise ValueError(f"TrainingCheckpoint {ranks.refuses['TrainingCheckpoint']}")
     if any(isinstance(cb, ModelResetter) for cb in cbs):
-        raise ValueError("This model keeps a state from one batch to the next that is not in its `state_dict` (a ModelResetter is there): TrainingCheckpoint cannot save it.")
+        raise ValueError("The Learner has a ModelResetter, so this model keeps a state from one batch to the next that is not in its "
+                         "`state_dict`: TrainingCheckpoint cannot save it.")
 
 # %% ../nbs/api/15_checkpoint.ipynb #e5cd75b1
 def _place(path):
-    "Fit, and loader batches of it that were done"
+    "The fit's number, and how many of its loader batches were done"
     fit,done = path.stem.split('-')[:2]
     return int(fit),inf if done == 'end' else int(done)
 
@@ -157,11 +166,12 @@ class CheckpointFolder:
     in_use = {}   # folder -> object
     def __init__(self,
         path:Path, # Folder of the checkpoints
-        ranks=None # What acts for several processes, from `ranks_of`; default for one
+        ranks=None # From `ranks_of`, for several processes; default one process
     ):
         self._begin(path, ranks or OneRank())
         self.own = OwnFiles(path)
-        self.files = [] if self.own.finished is not None else sorted((path/n for n in self.own.names(r'\d+-(\d+|end)(-\w+)?\.pt')), key=_place)
+        names = [] if self.own.finished is not None else self.own.names(r'\d+-(\d+|end)(-\w+)?\.pt')
+        self.files = sorted((path/n for n in names), key=_place)
 
     def _begin(self, path, ranks):
         self.path,self.ranks,self.n_fits,self.unfinished,self.stopped,self.pid = path,ranks,0,False,None,os.getpid()
@@ -169,7 +179,7 @@ class CheckpointFolder:
 
     @classmethod
     def at(cls, path:Path, ranks=None):
-        "The one that this process has for `path`, or a new one"
+        "The object that this process has for `path`, or a new one"
         if path not in cls.in_use or cls.in_use[path].pid != os.getpid():
             self = cls.in_use[path] = (OthersFolder if ranks is not None and ranks.rank else cls)(path, ranks)
             self._call_off = _call_at_exit(self._at_exit)
@@ -187,19 +197,22 @@ class CheckpointFolder:
         for f in reversed(self.of_fit(fit)):
             try: return read_checkpoint(f, device)
             except torch.OutOfMemoryError: raise
-            except Exception as e: warn(f"The checkpoint {f} is damaged ({type(e).__name__}: {str(e).splitlines()[0]}). TrainingCheckpoint takes the one before.")
+            except Exception as e:
+                warn(f"The checkpoint {f} is damaged ({type(e).__name__}: {str(e).splitlines()[0]}). TrainingCheckpoint uses the one "
+                     "before it.")
             self.files.remove(f)
 
     def forget(self, fit:int):
-        "Go on without what is there of this fit and later ones"
+        "Ignore the checkpoints of this fit and of later fits"
         self.files = [f for f in self.files if _place(f)[0] < fit]
 
     def save(self, state:dict, fit:int, done, keep:int, background:bool=False):
-        "Write a checkpoint of `fit`, and remove those that it makes superfluous. What goes wrong is said, and stops nothing"
+        "Write a checkpoint of `fit`, and remove those that it replaces. An error is a warning and does not stop training"
         self.wait()
         if background:
             state,self.spare = copied(state, self.spare)
-            self.writer = threading.Thread(target=self._save, args=(state, fit, done, keep))   # no daemon: Python waits for it when it ends
+            # not a daemon, so Python waits for it before it exits
+            self.writer = threading.Thread(target=self._save, args=(state, fit, done, keep))
             return self.writer.start()
         self._save(state, fit, done, keep)
         self.wait()
@@ -208,7 +221,7 @@ class CheckpointFolder:
         name = f'{fit}-end.pt' if done == inf else f'{fit}-{done:09d}.pt'
         try: path = self.own.write(state, name)
         except (OSError,RuntimeError) as e:
-            self.failed = f"TrainingCheckpoint could not save {self.path/name}: {str(e).splitlines()[0]} Training goes on."
+            self.failed = f"TrainingCheckpoint could not save {self.path/name}: {str(e).splitlines()[0]} Training continues."
             return
         self.files = sorted({*self.files, path}, key=_place)
         old = self.of_fit(fit)[:-keep] + [f for f in self.files if _place(f)[0] < fit and _place(f)[1] != inf]
@@ -216,33 +229,35 @@ class CheckpointFolder:
         with suppress(OSError): self.own.remove(keep={f.name for f in self.files} | self.own.logs())      # the next save tries again
 
     def wait(self):
-        "Until the last checkpoint is written"
+        "Wait until the last checkpoint is written"
         if self.writer is not None: self.writer.join()
         if self.failed: warn(self.failed)
         self.writer = self.failed = None
 
     def finish(self):
-        "The run is complete: its last state goes to the folder `...-finished`, and the next run starts anew"
+        "Mark the run as complete: its last state moves to the folder `...-finished`, and the next start begins a new run"
         self._call_off()
         self.in_use.pop(self.path, None)
         self.wait()
-        self._try(partial(self.own.finish, [*(f.name for f in self.files[-1:]), *self.own.logs()]), 'move the end of the run, which is complete')
+        self._try(partial(self.own.finish, [*(f.name for f in self.files[-1:]), *self.own.logs()]),
+                  'move the end of the run, which is complete')
 
     def _try(self, f, what):
         try: f()
-        except OSError as e: warn(f"TrainingCheckpoint could not {what}: {e}. If {self.path} still has checkpoints, the next start takes their fits over instead of training; "
-                                  "to train anew, delete them or use TrainingCheckpoint(resume=False).")
+        except OSError as e:
+            warn(f"TrainingCheckpoint could not {what}: {e}. If {self.path} still has checkpoints, the next start loads their fits "
+                 "instead of training them; to train again, delete them or use TrainingCheckpoint(resume=False).")
 
     def _at_exit(self):
-        later = any(_place(f)[0] > self.n_fits for f in self.files)   # fits that another process began
+        later = any(_place(f)[0] > self.n_fits for f in self.files)   # fits that another process had begun
         if os.getpid() != self.pid or not self.n_fits or self.unfinished or self.stopped or later or _failed(): return
         if not self.ranks.all_ended(): return
         self.finish()
-        if self.files: print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}. Did it end too early? To go on, move {self.files[-1].name} back "
-                             f"from {self.path.name}-finished to {self.path}.")
+        if self.files: print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}. Did it end too "
+                             f"early? To continue it, move {self.files[-1].name} back from {self.path.name}-finished to {self.path}.")
 
 class OthersFolder(CheckpointFolder):
-    "What a rank other than 0 has of it: no files"
+    "The folder of a rank other than 0: it has no files"
     def __init__(self,
         path:Path,# Folder of the checkpoints
         ranks     # From `ranks_of`
@@ -253,21 +268,21 @@ class OthersFolder(CheckpointFolder):
 
 # %% ../nbs/api/15_checkpoint.ipynb #77ab10e4
 class OneRank:
-    "What several ranks do together at a checkpoint, for one process; `DataParallel` does it for many"
+    "The interface for what ranks do together at a checkpoint, for one process; `DataParallel` implements it for several"
     rank,refuses = 0,{}
     def __init__(self): self.known = set()
     def ask(self, what:str):
         "Have all ranks save ('save'), or save and end the fit (the name of a signal), at the same step"
         self.known.add(what)
     def granted(self) -> set:
-        "What was asked for, and all know by now; each time what is new"
+        "The requests that all ranks know of, since the last call"
         res,self.known = self.known,set()
         return res
     def load(self, folder:CheckpointFolder, fit:int, device) -> dict|None:
         "The newest good checkpoint of a fit"
         return folder.load(fit, device)
     def join(self, learn, state:dict) -> dict:
-        "The state, and what other ranks have otherwise"
+        "The state, with what differs on other ranks"
         return state
     def all_ended(self) -> bool:
         "Has the script ended well on all ranks?"
@@ -276,19 +291,20 @@ class OneRank:
 def ranks_of(
     cbs # All callbacks of a fit
 ) -> OneRank:
-    "What acts for all processes: the `DataParallel` among the callbacks, where there are several"
+    "The object that acts for all processes: the `DataParallel` among the callbacks if there are several"
     return first(cb for cb in cbs if cb.name == 'data_parallel' and cb.many) or OneRank()
 
 # %% ../nbs/api/15_checkpoint.ipynb #977514d2
 def _call_at_exit(f):
-    "Call `f` when this process ends; returns what calls that off"
-    if multiprocessing.parent_process() is not None: return Finalize(None, f, exitpriority=100).cancel   # such a process does not call what `atexit` has
+    "Call `f` when this process ends; returns a function that cancels the call"
+    # such a process does not run `atexit` functions
+    if multiprocessing.parent_process() is not None: return Finalize(None, f, exitpriority=100).cancel
     atexit.register(f)
     return partial(atexit.unregister, f)
 
 def _failed():
     "Did an error end the script, or the last cell of the notebook?"
-    e = sys.exc_info()[1]                           # what a process of `multiprocessing` ends with
+    e = sys.exc_info()[1]                           # the error that ends a process of `multiprocessing`
     if e is not None: return not isinstance(e, SystemExit) or e.code not in (None, 0)
     if not IN_IPYTHON: return getattr(sys, 'last_value', None) is not None
     from IPython import get_ipython
@@ -296,8 +312,8 @@ def _failed():
 
 # %% ../nbs/api/15_checkpoint.ipynb #a0afd36a
 def saved_wandb_id(
-    folder # Of the checkpoints
-) -> str|None: # `None`, for a new one, if there are no checkpoints or nothing was logged to W&B
+    folder # Folder of the checkpoints
+) -> str|None: # `None`, for a new run, if there are no checkpoints or nothing was logged to W&B
     "The W&B run of the newest good checkpoint"
     found = CheckpointFolder(Path(folder))
     for fit in sorted({_place(f)[0] for f in found.files}, reverse=True):
@@ -310,9 +326,9 @@ def saved_wandb_id(
 @contextmanager
 def on_signals(
     f,     # Function of a signal's name
-    *names # 'SIGTERM' and the like; those that the system or another thread does not allow are left out
+    *names # 'SIGTERM' and the like; signals that the system or another thread does not allow are left out
 ):
-    "Call `f` at the first of each of these signals; a second one does what it did before, as all do afterwards"
+    "Call `f` for the first of each of these signals; a second one, or one after the context, acts as before"
     old = {}
     def handler(number, frame):
         signal.signal(number, old[number])
@@ -333,15 +349,16 @@ def _rest_of_fit(learn, first):
         for learn.epoch in range(first, learn.n_epoch): learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
 
 def _rest_of_epoch(learn, cb, state):
-    "`Learner.all_batches` of the epoch that was interrupted; here all callbacks have begun the fit and the epoch, and then get their state"
-    del learn.all_batches                       # it is the validation's too
+    "`Learner.all_batches` of the interrupted epoch: by now all callbacks have begun the fit and the epoch, and then get their state"
+    del learn.all_batches                       # validation uses it too
     _check_replaced(learn, cb.state, state)
     learn.n_iter = len(learn.dl)
     learn.one_batch.begin_epoch()
     put_back = partial(_set_rng, learn)
     _put_back(learn, state)
     cb.state.epoch_rng,cb.state.before = state.get('epoch_rng'),state['batch']
-    rest = rest_of_loader(learn.dl, state.get('order'), state['batch'], partial(put_back, cb.state.epoch_rng), partial(put_back, state['rng']))
+    rest = rest_of_loader(learn.dl, state.get('order'), state['batch'], partial(put_back, cb.state.epoch_rng),
+                          partial(put_back, state['rng']))
     for i,b in enumerate(rest, state['batch']): learn.one_batch(i, b)
 
 def _set_rng(learn, rng):
@@ -349,13 +366,15 @@ def _set_rng(learn, rng):
 
 def _put_back(learn, state):
     if wrong := load_training(learn, state):
-        warn(f"The checkpoint has states for which there is no place: {'; '.join(f'{k} ({v})' for k,v in wrong.items())}. Make them in `__init__` or `before_fit`.")
+        warn(f"The checkpoint has states that cannot be restored: {'; '.join(f'{k} ({v})' for k,v in wrong.items())}. Create the objects "
+             "that hold them in `__init__` or `before_fit`.")
 
 def _check_replaced(learn, st, state):
-    "Callbacks may have replaced the data while the fit was under way: then they must have done so again by now"
+    "If callbacks replaced the data during the fit, they must have done so again by now"
     if wrong := data_wrong(state['data'], data_fingerprint(learn.dls, st.read)):
-        raise ValueError(f"The data were replaced while the fit was under way, and these are others than at the checkpoint: {'; '.join(wrong)}. Replace them in a callback's `before_fit` "
-                         "or `before_epoch`, whatever the epoch, or in the script between two fits; or start anew: TrainingCheckpoint(resume=False).")
+        raise ValueError("The data were replaced during the fit, and the present data differ from those at the checkpoint: "
+                         f"{'; '.join(wrong)}. Replace the data in a callback's `before_fit` or `before_epoch`, in every epoch, or in "
+                         "the script between two fits; or start a new run: TrainingCheckpoint(resume=False).")
 
 @contextmanager
 def resumed(
@@ -363,10 +382,10 @@ def resumed(
     cb,        # Its `TrainingCheckpoint`
     state:dict # A checkpoint of the fit, or None
 ):
-    "Within, a fit goes on from the checkpoint"
+    "A context in which a fit continues from the checkpoint"
     if state is not None:
         first = state['learner']['epoch']
-        cb.say(f"fit {cb.state.fit} goes on in epoch {first}, after {state['batch']} of {state['learner']['n_iter']} batches.")
+        cb.say(f"fit {cb.state.fit} continues in epoch {first}, after {state['batch']} of {state['learner']['n_iter']} batches.")
         learn._do_fit,learn.all_batches = partial(_rest_of_fit, learn, first),partial(_rest_of_epoch, learn, cb, state)
     try: yield
     finally:
@@ -377,10 +396,10 @@ def checkpointed_fit(
     learn,     # A `Learner`
     cb,        # Its `TrainingCheckpoint`
     cbs,       # All callbacks of the fit
-    fit,       # Function of more callbacks that does it
-    **settings # Its arguments
+    fit,       # Runs the fit; takes more callbacks
+    **settings # Arguments of the fit
 ):
-    "A fit of a run: skipped if it was finished, taken up if it was interrupted, and saved"
+    "A fit of a run: skipped if it was finished, resumed if it was interrupted, and saved"
     check_resumable(learn, cbs)
     path,st,ranks = (learn.path/learn.model_dir/cb.fname).resolve(),cb.state,ranks_of(cbs)
     folder = st.folder = CheckpointFolder.at(path, ranks)
@@ -412,9 +431,11 @@ def _check_same(learn, st, state):
     refused,told = callbacks_wrong(saved.pop('callbacks'), now.pop('callbacks'))
     data = data_wrong(saved.pop('data'), now.pop('data'))
     wrong = differences(saved, now, state.get('model'), get_model(learn.model).state_dict()) + data + refused
-    if wrong: raise ValueError(f"{st.folder.path} has checkpoints of another training. Fit {st.fit}: {'; '.join(wrong)}. Take back the change, or start anew: "
-                               "TrainingCheckpoint(resume=False), another `fname`, or delete the folder.")
-    if told and not st.ranks.rank: warn(f"Since the checkpoint callbacks have changed: {', '.join(told)}. The training goes on with those that are there now.")
+    if wrong: raise ValueError(f"{st.folder.path} has checkpoints of another training run. Fit {st.fit}: {'; '.join(wrong)}. Undo the "
+                               "change, or start a new run: use TrainingCheckpoint(resume=False) or another `fname`, or delete the "
+                               "folder.")
+    if told and not st.ranks.rank:
+        warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the present callbacks.")
 
 def _skip_fit(learn, cb, state):
     cb.say(f"fit {cb.state.fit} was finished; its end state is loaded.")
@@ -433,9 +454,9 @@ def fit(self:Learner,
     wd=None,         # Weight decay, default `learn.wd`
     cbs=None,        # More callbacks, for this fit
     reset_opt=False, # Begin with a new optimizer?
-    start_epoch=0    # The first epoch that is trained
+    start_epoch=0    # First epoch to train
 ):
-    "fastai's `fit`; a fit of the run, if there is a `TrainingCheckpoint`"
+    "fastai's `fit`; with a `TrainingCheckpoint`, a fit of its run"
     cbs = L(c() if isinstance(c, type) else c for c in L(cbs))
     do = lambda more: _fit(self, n_epoch, lr=lr, wd=wd, cbs=cbs+more, reset_opt=reset_opt, start_epoch=start_epoch)
     found = [cb for cb in [*self.cbs, *cbs] if isinstance(cb, TrainingCheckpoint)]
@@ -443,5 +464,6 @@ def fit(self:Learner,
     if len(found) > 1: raise ValueError(f"{len(found)} TrainingCheckpoint callbacks are attached. Keep one.")
     if reset_opt or not self.opt: self.create_opt()
     found[0].state.fitting = True
-    try: checkpointed_fit(self, found[0], [*self.cbs, *cbs], do, epochs=n_epoch, lr=ifnone(lr, self.lr), wd=ifnone(wd, self.wd), start_epoch=start_epoch)
+    try: checkpointed_fit(self, found[0], [*self.cbs, *cbs], do, epochs=n_epoch, lr=ifnone(lr, self.lr), wd=ifnone(wd, self.wd),
+                          start_epoch=start_epoch)
     finally: found[0].state.fitting = False

@@ -1,4 +1,4 @@
-"""How exact is your trainer? Ten trainings, each compared with the same training in big batches
+"""How exact is your trainer? Ten training runs, each compared with the same run in big batches
 
 Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 
@@ -35,7 +35,7 @@ class Batches(list):
     def __iter__(self): return map(self.__getitem__, range(len(self)))
 
 def mapped(batches, f):
-    "`f(x, y)` of each of the `batches`, which stop where they did"
+    "`f(x, y)` of each of the `batches`, which stop at the same place"
     return Batches([f(x, y) for x,y in list.__iter__(batches)], getattr(batches, 'stops_at', None))
 
 def nothing(): pass
@@ -43,17 +43,17 @@ def nothing(): pass
 # %% ../nbs/api/91_conformance.ipynb #a2146a50
 @dataclass
 class Job:
-    "What a trainer has to do: train `model` in place, one step for each accumulated batch"
+    "What a trainer must do: train `model` in place, with one step for each accumulated batch"
     model:nn.Module            # Train this object, not a copy
     batches:list               # Micro-batches `(x, y)` of one epoch; `loader()` gives the same
     loss_func:Any=None # Loss of `(model(x), y)`, a mean; default cross entropy
     n_acc:int=4                # Micro-batches of an accumulated batch
-    accum_bs:int|None=None     # The same in items, default those of `n_acc` micro-batches
-    epochs:int=1               # Each one ends with a step on the items that are left
+    accum_bs:int|None=None     # Items of an accumulated batch, default those of `n_acc` micro-batches
+    epochs:int=1               # Each epoch ends with a step on the items that are left
     lr:float=1.                # Learning rate of plain SGD
     clip:float|None=None       # Largest norm of a step's gradient
-    lr_at:Callable|None=None   # Factor of the learning rate at a position of the training, 0 to 1
-    precision:str='fp32'       # Or 'bf16', 'fp16': autocast, the latter with a loss scale
+    lr_at:Callable|None=None   # Factor of the learning rate at a position in training, from 0 to 1
+    precision:str='fp32'       # 'fp32', or autocast in 'bf16' or 'fp16'; 'fp16' with a loss scale
     device:str='cpu'           # Where the model and the batches are
     on_step:Callable=field(default=nothing, repr=False) # Called after each step of the optimizer
 
@@ -62,7 +62,7 @@ class Job:
         self.accum_bs = self.accum_bs or self.n_acc*self.micro_bs
 
     def loader(self,
-        batches=None # Default those of the job
+        batches=None # Default the batches of the job
     ):
         "A PyTorch `DataLoader` of the micro-batches, or of other `batches`"
         return DataLoader(self.batches if batches is None else batches, batch_size=None)
@@ -71,7 +71,7 @@ class Job:
         params,  # Parameters of the model
         **kwargs # Of `torch.optim.SGD`
     ) -> torch.optim.Optimizer:
-        "The optimizer to use: its steps are counted"
+        "The optimizer to use; it counts the steps"
         opt = torch.optim.SGD(params, lr=self.lr, **kwargs)
         opt.register_step_post_hook(lambda *_: self.on_step())
         return opt
@@ -84,31 +84,31 @@ class Job:
 
     init_scale = 1024.
     def scaler(self) -> torch.amp.GradScaler:
-        "The loss scale to use, which does nothing but in fp16"
+        "The loss scale to use; it does nothing except in fp16"
         return torch.amp.GradScaler(self.device, init_scale=self.init_scale, enabled=self.precision == 'fp16')
 
     @property
     def dtype(self): return dict(bf16=torch.bfloat16, fp16=torch.float16).get(self.precision)
     def autocast(self):
-        "A context to call the model and the loss in"
+        "The context for calling the model and the loss"
         return torch.autocast(self.device, self.dtype) if self.dtype else nullcontext()
 
     @property
     def n_steps(self) -> int:
-        "Steps of the whole training, one that is skipped included"
+        "Steps of the whole training, including a skipped one"
         return self.epochs*len(accumulated(self))
 
     def fresh(self,
-        **kwargs # What is to be different
+        **kwargs # Fields to change
     ) -> Job:
-        "The same with a new copy of the model"
+        "The same job with a new copy of the model"
         return replace(self, model=deepcopy(self.model), **kwargs)
 
 # %% ../nbs/api/91_conformance.ipynb #cb4fb0f5
 def accumulated(
-    job:Job # What is to be trained
+    job:Job # What to train
 ) -> Batches: # One `(x, y)` for each step of an epoch
-    "The accumulated batches of `job`, each in one piece: what a trainer that splits batches by itself gets"
+    "The accumulated batches of `job`, each in one piece, for trainers that split batches themselves"
     groups,n = [[]],0
     for i in range(len(job.batches)):
         if n >= job.accum_bs: groups,n = [*groups, []],0
@@ -120,9 +120,9 @@ def accumulated(
 
 # %% ../nbs/api/91_conformance.ipynb #820beb77
 def big_batch(
-    job:Job # What is to be trained
+    job:Job # What to train
 ):
-    "Train with batches that are whole accumulated batches: no accumulation, so nothing can go wrong with it"
+    "Train with whole accumulated batches: without accumulation, it cannot go wrong"
     job.model.zero_grad()
     opt,scaler = job.optimizer(job.model.parameters()),job.scaler()
     sched = job.scheduler(opt)
@@ -139,14 +139,14 @@ def big_batch(
 
 # %% ../nbs/api/91_conformance.ipynb #171727a9
 class ClassesFirst(nn.Module):
-    "Where cross entropy wants the classes of a sequence"
+    "Moves the classes of a sequence to where cross entropy wants them"
     def forward(self, x): return x.transpose(1, 2)
 
 def net(*after): return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10), *after)
 def micro_batches(*sizes): return [(torch.randn(n, 16), torch.randint(10, (n,))) for n in sizes]
 
 def sentences(most, n=8, length=20):
-    "Of at most `most` words. What pads them does not count in the loss"
+    "Sentences of at most `most` words. The padding does not count in the loss"
     y = torch.randint(10, (n, length))
     for o in y: o[torch.randint(1, most+1, ()):] = -100
     return torch.randn(n, length, 16), y
@@ -156,22 +156,22 @@ def weighted():
     return partial(F.cross_entropy, weight=torch.tensor([.1, 10, 1, 1, 1, 1, 1, 1, .1, 5]))
 
 def overflowing():
-    "Three accumulated batches of two micro-batches; a number in the second one is too large for fp16"
+    "Three accumulated batches of two micro-batches; a number in the second accumulated batch is too large for fp16"
     res = micro_batches(*[8]*6)
     res[3][0][0,0] = 1e6
     return res
 
 # %% ../nbs/api/91_conformance.ipynb #9853f49f
 class Case(NamedTuple):
-    "A training, what it asks, and where to look if the answer is wrong"
+    "A training run, the question that it answers, and where to look if the answer is no"
     asks:str
     make:Callable         # Makes the `Job`
     look:str
     tol:float=1e-6        # Largest error that counts as exact
-    interrupted:bool=False # Is there a fit before, which fails in the middle of an accumulated batch?
+    interrupted:bool=False # Does an earlier fit fail in the middle of an accumulated batch?
 
     def job(self, device='cpu') -> Job:
-        "Always with the same weights and data"
+        "The job, always with the same weights and data"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             job = self.make()
@@ -186,18 +186,23 @@ def to_device(job, device):
     if device == 'cpu': return job
     loss_func = job.loss_func
     if isinstance(loss_func, partial): loss_func = partial(loss_func.func, **{k: v.to(device) for k,v in loss_func.keywords.items()})
-    return replace(job, model=job.model.to(device), batches=[(x.to(device), y.to(device)) for x,y in job.batches], loss_func=loss_func, device=device)
+    return replace(job, model=job.model.to(device), batches=[(x.to(device), y.to(device)) for x,y in job.batches], loss_func=loss_func,
+                   device=device)
 
 CASES = {
-    'ragged end': Case('Does the last micro-batch, of 2 items after three of 8, count as 2 items?', lambda: Job(net(), micro_batches(8, 8, 8, 2)),
+    'ragged end': Case('Does the last micro-batch, of 2 items after three of 8, count as 2 items?',
+        lambda: Job(net(), micro_batches(8, 8, 8, 2)),
         'Weigh the loss of each micro-batch by its items; divide by the items of the step.'),
-    'any size': Case('Is a step of 20 items in micro-batches of 8 the mean of the 24 that it takes?', lambda: Job(net(), micro_batches(*[8]*6), n_acc=3, accum_bs=20),
+    'any size': Case('Is a step of 20 items in micro-batches of 8 the mean of the 24 that it takes?',
+        lambda: Job(net(), micro_batches(*[8]*6), n_acc=3, accum_bs=20),
         'Divide by the items that were taken, not by those that were asked for.'),
-    'tokens': Case('Does each token count alike, however the sentences are padded?', lambda: Job(net(ClassesFirst()), [sentences(most) for most in (20, 4, 8, 2)]),
+    'tokens': Case('Does each token count alike, however the sentences are padded?',
+        lambda: Job(net(ClassesFirst()), [sentences(most) for most in (20, 4, 8, 2)]),
         'A mean over tokens has to be weighted by the tokens that are not ignored.'),
     'class weights': Case('Does each item count with the weight of its class?', lambda: Job(net(), micro_batches(8, 8, 8, 8), weighted()),
         'Cross entropy divides by the sum of the class weights: weigh each micro-batch by that.'),
-    'two epochs': Case('Does what an epoch leaves over stay out of the next one?', lambda: Job(net(), micro_batches(8, 8, 8), n_acc=2, epochs=2),
+    'two epochs': Case('Does what an epoch leaves over stay out of the next one?',
+        lambda: Job(net(), micro_batches(8, 8, 8), n_acc=2, epochs=2),
         'Step at the end of each epoch, and count from zero in the next.'),
     'remainder': Case('Is a step on 3 micro-batches of 4, all that is left, their mean?', lambda: Job(net(), micro_batches(8, 8, 8)),
         'Divide by the micro-batches that are there, not always by `n_acc`.'),
@@ -205,20 +210,21 @@ CASES = {
         'Clip before the optimizer steps, after unscaling, and never after a single micro-batch.'),
     'schedules': Case('Does the learning rate move once a step?', lambda: Job(net(), micro_batches(*[8]*16), lr_at=lambda pos: 1-.9*pos),
         'Call the schedule where you call the optimizer, and give it the number of steps, not of micro-batches.'),
-    'precision skip': Case('If fp16 overflows, is the whole step skipped, and no other?', lambda: Job(net(), overflowing(), n_acc=2, precision='fp16'),
+    'precision skip': Case('If fp16 overflows, is the whole step skipped, and no other?',
+        lambda: Job(net(), overflowing(), n_acc=2, precision='fp16'),
         'Check for infinity and update the loss scale once a step; zero the gradients after a skipped step too.', tol=2e-3),
     'several fits': Case('Does a fit begin clean if the one before failed half-way?', lambda: Job(net(), micro_batches(*[8]*8)),
         'Zero the gradients before the first step of a fit.', interrupted=True)}
 
 # %% ../nbs/api/91_conformance.ipynb #316beb6f
 class Result(NamedTuple):
-    "What a trainer made of a case"
+    "The result of a trainer in one case"
     case:str
-    off:float|None    # Distance of its weights to the big batch's, in units of how far these moved; `None` if it did not finish
-    steps:int=0       # Of the optimizer
+    off:float|None    # Distance to the big batch's weights, relative to how far these moved; `None` if the trainer did not finish
+    steps:int=0       # Steps of the optimizer
     expected:int=0    # Steps of training in big batches
-    note:str=''       # Why it did not finish
-    error:str=''      # Its traceback, if that was an exception
+    note:str=''       # Why the trainer did not finish
+    error:str=''      # The traceback, if an exception stopped it
 
     @property
     def exact(self) -> bool: return self.off is not None and self.off < CASES[self.case].tol
@@ -241,7 +247,7 @@ def run_fits(train, case, job): # The weights afterwards, and the number of step
 
 # %% ../nbs/api/91_conformance.ipynb #d45a9b80
 class ProtocolError(ValueError):
-    "A trainer that does not do what the protocol asks, so that nothing can be measured"
+    "The trainer does not follow the protocol, so nothing can be measured"
 
 def check_case(train, name, device='cpu') -> Result:
     "How far off `train` is in one case"
@@ -254,20 +260,22 @@ def check_case(train, name, device='cpu') -> Result:
     except ProtocolError: raise
     except Exception as e: return Result(name, None, 0, expected, f'{type(e).__name__}: {e}', traceback.format_exc())
     if steps and found.equal(before):
-        raise ProtocolError(f"{name}: {steps} steps were taken, but job.model is as it was. Train job.model itself, not a copy of it.")
+        raise ProtocolError(f"{name}: the optimizer took {steps} steps, but job.model did not change. Train job.model itself, not a copy "
+                            "of it.")
     if not steps and not found.equal(before):
-        raise ProtocolError(f"{name}: job.model has changed, but no step was counted. Make the optimizer with job.optimizer(job.model.parameters()).")
+        raise ProtocolError(f"{name}: job.model has changed, but no step was counted. Make the optimizer with "
+                            "job.optimizer(job.model.parameters()).")
     off = ((found-exact).norm()/(exact-before).norm()).item()
     return Result(name, off if off == off else float('inf'), steps, expected)
 
 # %% ../nbs/api/91_conformance.ipynb #d45a9bck
 def check(
-    train,        # `train(job)`: trains `job.model`. It may raise NotImplementedError, with a reason, for a case it leaves out
+    train,        # `train(job)`: trains `job.model`; to leave out a case, it raises NotImplementedError with a reason
     cases=None,   # Names of cases, default all
     device='cpu'  # Where to train
 ) -> list: # A `Result` for each case
     "How far the weights are off those of training in big batches"
-    if not callable(train): raise TypeError(f'train={train!r}: pass a function of a Job, which trains job.model.')
+    if not callable(train): raise TypeError(f'train={train!r}: pass a function of a Job that trains job.model.')
     unknown = set(cases or ())-set(CASES)
     if unknown: raise ValueError(f"{', '.join(sorted(unknown))}: the cases are {', '.join(CASES)}.")
     return [check_case(train, name, device) for name in cases or CASES]
@@ -277,7 +285,7 @@ def load(
     file # Path of a Python file
 ): # Its function `train`
     "`train` of a user's script"
-    path,how = Path(file),'It has to define `train(job)`: https://fastaccum.github.io/fastaccum/tutorials/how_exact.html'
+    path,how = Path(file),'It must define `train(job)`: https://fastaccum.github.io/fastaccum/tutorials/how_exact.html'
     if not path.is_file(): raise ProtocolError(f'{file}: there is no such file.')
     if path.suffix != '.py': raise ProtocolError(f'{file} is not a Python file.')
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -295,7 +303,7 @@ def load(
 def table(
     results:list # From `check`
 ) -> str:
-    "The results for a terminal, with what to do about those that are not exact"
+    "The results for a terminal, with advice for those that are not exact"
     lines = [f"{'case':15} {'off':>10} {'steps':>7}"]
     for r in results:
         off = str(r) if r.off is not None else 'failed' if r.error else 'left out'
@@ -307,19 +315,20 @@ def table(
     return '\n'.join(lines)
 
 def main(
-    args=None # Of the command line
+    args=None # Arguments of the command line
 ) -> int: # Exit code: 0 if nothing is wrong, 1 if something is not exact, 2 if nothing could be measured
     "`python -m fastaccum.conformance my_loop.py`"
-    parser = argparse.ArgumentParser(prog='python -m fastaccum.conformance', description='Compare a training loop with training in big batches.')
+    parser = argparse.ArgumentParser(prog='python -m fastaccum.conformance',
+                                     description='Compare a training loop with training in big batches.')
     parser.add_argument('file', help='a Python file that defines train(job)')
-    parser.add_argument('--case', action='append', choices=list(CASES), metavar='NAME', help=f"only this one; of {', '.join(CASES)}")
+    parser.add_argument('--case', action='append', choices=list(CASES), metavar='NAME', help=f"run only this case: {', '.join(CASES)}")
     parser.add_argument('--device', default='cpu', help='where to train (cpu)')
     args = parser.parse_args(args)
     try: results = check(load(args.file), args.case, args.device)
     except ProtocolError as e:
         print(f'{e}', *[''.join(traceback.format_exception(e.__cause__))]*bool(e.__cause__), sep='\n\n', file=sys.stderr)
         return 2
-    print(f'{args.file}, PyTorch {torch.__version__}: the distance to the weights of training in big batches\n\n{table(results)}')
+    print(f'{args.file}, PyTorch {torch.__version__}: distance to the weights from training in big batches\n\n{table(results)}')
     for r in results:
         if r.error: print(f'\n{r.case}\n{r.error}', file=sys.stderr)
     return int(any(not r.exact and (r.off is not None or r.error) for r in results))

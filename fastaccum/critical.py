@@ -1,4 +1,4 @@
-"""How large may a step be? Train a little with each size from where the model is, and compare
+"""How large may a step be? Train a little with each size from the model's current state, and compare
 
 Docs: https://fastaccum.github.io/fastaccum/api/critical.html.md"""
 
@@ -28,11 +28,11 @@ def critical_batch(
     learn,                # A `Learner` with a validation set, best after some training
     sizes:list,           # Items of a step to compare, at least two; each a loader batch or more
     n_items:int|None=None,# Items that each branch trains on; default an epoch, or 20 steps of the largest size if that is more
-    lr:float|None=None,   # Learning rate of a step of `scale_lr.bs` items (default: a loader batch), default `learn.lr`
-    scale_lr:ScaleLR|None=ScaleLR('sqrt', half_life=True), # How the rate goes with the size; None: the same for all
-    n_seeds:int=3         # Orders of the items, the same for every size; at least two
+    lr:float|None=None,   # Learning rate for steps of `scale_lr.bs` items (default: a loader batch); default `learn.lr`
+    scale_lr:ScaleLR|None=ScaleLR('sqrt', half_life=True), # How the rate depends on the size; None: the same rate for all sizes
+    n_seeds:int=3         # Number of orders of the items, the same orders for every size; at least two
 ) -> pd.DataFrame: # `accum_bs`, `steps`, `items`, `loss` (validation), `loss_std` over the seeds
-    "Train a copy of `learn` with each size of a step on the same items, compare the losses, and print what to use"
+    "Train a copy of `learn` with each step size on the same items, compare the losses, and print which size to use"
     sizes,n_items = check_branches(learn, sizes, n_items, n_seeds)
     rows,device = [],learner_device(learn)
     rng = rng_state(device, learn.dls.loaders)
@@ -48,21 +48,27 @@ def critical_batch(
 # %% ../nbs/api/15b_critical.ipynb #3fcc1ab4
 def check_branches(
     learn,   # As for `critical_batch`
-    sizes,   # Likewise
-    n_items, # Likewise
-    n_seeds  # Likewise
+    sizes,   # As for `critical_batch`
+    n_items, # As for `critical_batch`
+    n_seeds  # As for `critical_batch`
 ) -> tuple: # The sizes in order, and the items of a branch
-    "Raise an error for what cannot be compared"
+    "Raise an error if the sizes cannot be compared"
     count = lambda v, least: isinstance(v, Integral) and not isinstance(v, bool) and v >= least
     sizes,bs = sorted(set(sizes)),loader_bs(learn)
-    if len(sizes) < 2 or not all(count(s, 1) for s in sizes): raise ValueError(f"sizes={sizes}: pass two or more numbers of items of a step.")
+    if len(sizes) < 2 or not all(count(s, 1) for s in sizes):
+        raise ValueError(f"sizes={sizes}: pass two or more numbers of items per step.")
     if bs is None: raise ValueError("critical_batch needs a loader with a fixed batch size.")
-    if sizes[0] < bs: raise ValueError(f"sizes={sizes}: a step has at least a loader batch, {bs} items here. Give the loader a smaller one.")
-    if not count(n_seeds, 2): raise ValueError(f"n_seeds={n_seeds!r}: with fewer than two nobody can say how sure the result is.")
-    if len(learn.dls.loaders) < 2 or not len(learn.dls.valid): raise ValueError("critical_batch compares losses on the validation set, and there is none.")
-    if not getattr(learn.dls.train, 'shuffle', True): raise ValueError("The training loader does not shuffle: every seed would train on the same items in the same order.")
+    if sizes[0] < bs:
+        raise ValueError(f"sizes={sizes}: a step takes at least a loader batch, {bs} items here. Give the loader a smaller batch size.")
+    if not count(n_seeds, 2):
+        raise ValueError(f"n_seeds={n_seeds!r}: pass at least two, because fewer than two do not show how sure the result is.")
+    if len(learn.dls.loaders) < 2 or not len(learn.dls.valid):
+        raise ValueError("critical_batch compares losses on the validation set, but there is none.")
+    if not getattr(learn.dls.train, 'shuffle', True):
+        raise ValueError("The training loader does not shuffle, so every seed would train on the same items in the same order.")
     if n_items is None: n_items = max(len(learn.dls.train)*bs, 20*sizes[-1])
-    if not count(n_items, sizes[-1]): raise ValueError(f"n_items={n_items!r}: pass a number of items, enough for a step of the largest size ({sizes[-1]}).")
+    if not count(n_items, sizes[-1]):
+        raise ValueError(f"n_items={n_items!r}: pass a number of items that is enough for a step of the largest size ({sizes[-1]}).")
     return sizes,n_items
 
 # %% ../nbs/api/15b_critical.ipynb #43834764
@@ -76,8 +82,9 @@ def branch_of(
     "A copy of `learn` to train: same data and settings, its own weights, optimizer and callbacks"
     own = [_copy(cb) for cb in learn.cbs if type(cb) not in _defaults and not isinstance(cb, _stay_behind) and not takes_rows(cb)]
     loss_func = deepcopy(learn.loss_func) if isinstance(learn.loss_func, nn.Module) else learn.loss_func
-    res = Learner(learn.dls, deepcopy(learn.model), loss_func=loss_func, opt_func=learn.opt_func, lr=learn.lr, splitter=learn.splitter, cbs=[*own, *cbs],
-                  path=learn.path, model_dir=learn.model_dir, wd=learn.wd, wd_bn_bias=learn.wd_bn_bias, train_bn=learn.train_bn, moms=learn.moms)
+    res = Learner(learn.dls, deepcopy(learn.model), loss_func=loss_func, opt_func=learn.opt_func, lr=learn.lr, splitter=learn.splitter,
+                  cbs=[*own, *cbs], path=learn.path, model_dir=learn.model_dir, wd=learn.wd, wd_bn_bias=learn.wd_bn_bias,
+                  train_bn=learn.train_bn, moms=learn.moms)
     res.remove_cbs([cb for cb in res.cbs if isinstance(cb, ProgressCallback)])
     if learn.opt is not None: _copy_opt(learn, res)
     return res
@@ -95,7 +102,7 @@ def _copy_opt(learn, res):
     res.opt.frozen_idx = learn.opt.frozen_idx
 
 class StopAfter(Callback):
-    "End the fit after `n_items` items; what is accumulated by then is a step"
+    "End the fit after `n_items` items, with a step for what has accumulated by then"
     order,run_valid = 1000,False
     def __init__(self, n_items:int): self.n_items,self.done,self.over = n_items,0,False
     def after_batch(self):
@@ -113,8 +120,8 @@ def train_branch(
     size:int,    # Items of a step
     n_items:int, # Items to train on
     lr,          # As for `critical_batch`
-    scale_lr,    # Likewise
-    seed:int     # Of the order of the items
+    scale_lr,    # As for `critical_batch`
+    seed:int     # For the order of the items
 ) -> dict: # `steps`, `items`, `loss`
     "Train a copy, and validate it"
     for dl in learn.dls.loaders:
@@ -132,12 +139,12 @@ def advice(
     runs:pd.DataFrame, # A row for each branch: `accum_bs`, `seed`, `loss`, `steps`
     scale_lr           # As for `critical_batch`
 ) -> str:
-    "What to use, and how sure that is"
+    "Which size to use, and how sure that is"
     losses = runs.pivot(index='seed', columns='accum_bs', values='loss')
     more = losses.sub(losses[losses.columns[0]], axis=0)       # than the smallest size, of the same seed
     mean,err = more.mean(),more.std()/len(more)**.5*_t90(len(more)-1)
     smallest,*larger = losses.columns
-    spread = losses[smallest].std()                            # how far apart runs of one and the same size are
+    spread = losses[smallest].std()                            # how far apart runs of the same size are
     worse = next((s for s in larger if mean[s] > spread), None)
     good = [s for s in larger if worse is None or s < worse]
     steps = runs.groupby('accum_bs').steps.first()
@@ -146,10 +153,12 @@ def advice(
         res = (f"Accumulation is not worth it here: steps of {smallest} items learn most from the same data ({told(larger[0])}).")
     else:
         best = good[-1]
-        res = (f"Use steps of up to {best} items: {steps[smallest]/steps[best]:.3g} times fewer than with {smallest}, and within the {spread:.2g} by which runs with {smallest} differ ({told(best)}).")
-        if worse is not None: res += f" With more the loss is higher ({told(worse)})."
-        if err[best] > spread: res += " The seeds differ too much to be sure of it: take more."
+        res = (f"Use steps of up to {best} items: {steps[smallest]/steps[best]:.3g} times fewer steps than with {smallest} items, and a "
+               f"loss at most {spread:.2g} higher, which is how much runs with {smallest} items differ ({told(best)}).")
+        if worse is not None: res += f" With more items the loss is higher ({told(worse)})."
+        if err[best] > spread: res += " The seeds differ too much to be sure: use more seeds."
     rule = 'the same learning rate' if scale_lr is None else f"the learning rate scaled by '{scale_lr.rule}'"
-    return res + f" (Against {smallest} items, with {rule}; 90% intervals of {len(more)} seeds.) On one device fewer steps save little time, as each takes longer."
+    return res + (f" (Compared with {smallest} items, with {rule}; 90% intervals of {len(more)} seeds.) On one device, fewer steps save "
+                  "little time, because each step takes longer.")
 
 def _t90(v): return 1.6449 + (1.6449**3+1.6449)/(4*v) + (5*1.6449**5+16*1.6449**3+3*1.6449)/(96*v*v)   # Student's quantile

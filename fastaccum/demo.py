@@ -1,4 +1,4 @@
-"""What `make demo` runs: one training run in four ways, to see which of them are the same
+"""What `make demo` runs: one training run in four ways, to show which of them are the same
 
 Docs: https://fastaccum.github.io/fastaccum/api/demo.html.md"""
 
@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/demo.html.md"""
 # %% ../nbs/api/90_demo.ipynb #ac719de2
 from __future__ import annotations
 import warnings
-warnings.filterwarnings('ignore', '.torch.jit.script', FutureWarning)  # fastai's import warns; a newcomer should see the table first
+warnings.filterwarnings('ignore', '.torch.jit.script', FutureWarning)  # fastai's import warns, but a newcomer should see the table first
 
 # %% auto #0
 __all__ = ['header', 'digits_dls', 'conv_net', 'flat_weights', 'Steps', 'train', 'difference', 'row', 'run_all', 'verdict',
@@ -29,10 +29,10 @@ from .memory import PeakMemory
 def digits_dls(
     bs:int # Batch size
 ) -> DataLoaders: # 1437 items for training, 360 for validation
-    "scikit-learn's handwritten digits, 8x8 pixels: the order of the items is the same for every `bs`"
+    "scikit-learn's handwritten digits, 8x8 pixels. The order of the items is the same for every `bs`"
     x,y = load_digits(return_X_y=True)
     items = L(zip(tensor(x).float().view(-1, 1, 8, 8)/16, tensor(y)))
-    set_seed(0)      # the loader, too, takes its seed from here when it is made
+    set_seed(0)      # the loader also takes its seed from here
     items = items.shuffle()
     return DataLoaders(DataLoader(items[360:], bs=bs, shuffle=True), DataLoader(items[:360], bs=bs), device='cpu')
 
@@ -70,11 +70,11 @@ class Steps(Callback):
 # %% ../nbs/api/90_demo.ipynb #bba05a44
 def train(
     bs:int,        # Batch size of the loader
-    cbs=None,      # Callback that accumulates
+    cbs=None,      # Callback that accumulates, if any
     epochs:int=15, # Epochs to train
     watch=()       # More callbacks, for these epochs only
 ) -> SimpleNamespace: # steps (a `Steps`), accuracy, seconds, peak (a `PeakMemory`)
-    "One run, and one more epoch that measures its memory. Measuring is slow, so this epoch does not count in `seconds`"
+    "One run, and one more epoch to measure its memory. Measuring is slow, so this epoch does not count in `seconds`"
     learn = Learner(digits_dls(bs), conv_net(), CrossEntropyLossFlat(), opt_func=partial(SGD, mom=.9), metrics=accuracy, cbs=cbs)
     res = SimpleNamespace(steps=Steps())
     with learn.no_bar(), learn.no_logging():
@@ -88,8 +88,8 @@ def train(
 def difference(
     run,  # What `train` returned
     whole # The same, for another run
-) -> float: # The largest difference of two weights
-    "The largest difference between the runs' final weights"
+) -> float: # The largest difference of a weight
+    "The largest difference between the final weights of two runs"
     return (run.steps.weights[-1] - whole.steps.weights[-1]).abs().max().item()
 
 _line = '{:<34} {:>8}  {:>5}  {:>14}  {:>15}  {:>11}  {:>7}'.format
@@ -107,7 +107,7 @@ def row(
 # %% ../nbs/api/90_demo.ipynb #637180d8
 def run_all(
     epochs:int=15,       # Epochs of each run
-    log=nullcontext(()), # Context manager that gives callbacks to log the last run with
+    log=nullcontext(()), # Context manager that yields callbacks to log the last run
     show=print           # Called with each line of the table, as soon as it is known
 ) -> list: # What `train` returned for (a), (b), (c) and (d)
     "The four runs, in a table"
@@ -128,8 +128,10 @@ def verdict(
 ) -> str:
     "What the table says"
     a,b,c,_ = runs
-    return (f'(b) is (a): the same {len(b.steps.items)} steps, weights equal to {difference(b, a):.0e}, {a.peak.peak/b.peak.peak:.1f} times less memory.\n'
-            f'(c) is not: {len(c.steps.items)} steps, as the items left at the end of an epoch wait for the next; weights {difference(c, a):.0e} off.')
+    return (f'(b) is (a): the same {len(b.steps.items)} steps, weights equal to within {difference(b, a):.0e}, '
+            f'{a.peak.peak/b.peak.peak:.1f} times less memory.\n'
+            f'(c) is not: {len(c.steps.items)} steps, because the items left at the end of an epoch wait for the next epoch; '
+            f'weights off by {difference(c, a):.0e}.')
 
 # %% ../nbs/api/90_demo.ipynb #bc82d25e
 def figure(
@@ -138,7 +140,8 @@ def figure(
     "Losses and the distance to (a) over the steps, and the batch size over training"
     a,b,c,d = (r.steps for r in runs)
     fig,(loss,off,size) = plt.subplots(1, 3, figsize=(12, 3.4), layout='constrained')
-    styles = dict(a=dict(c='C0', lw=5, alpha=.35, label='(a) batches of 256'), b=dict(c='C0', lw=1.4, ls='--', label='(b) 8 x 32, fastaccum'),
+    styles = dict(a=dict(c='C0', lw=5, alpha=.35, label='(a) batches of 256'),
+                  b=dict(c='C0', lw=1.4, ls='--', label='(b) 8 x 32, fastaccum'),
                   c=dict(c='C3', lw=1.4, label='(c) 8 x 32, fastai'), d=dict(c='C2', lw=1.4, label='(d) 32, from 64 to 512'))
     for s,style in zip((a, b, c, d), styles.values()):
         loss.semilogy(s.losses, **style)
@@ -153,7 +156,7 @@ def figure(
 # %% ../nbs/api/90_demo.ipynb #14905aad
 @contextmanager
 def wandb_offline(
-    out:Path # Folder for it. W&B's service, which writes there, may have started elsewhere: it gets the absolute path
+    out:Path # Folder for the run. W&B's service may have started in another folder, so it gets the absolute path
 ):
     "An offline run of Weights & Biases. Yields the callbacks that log to it: none if W&B is not installed"
     try:
@@ -172,7 +175,7 @@ def main(
     epochs:int=15,  # Epochs of each run
     out:str='demo'  # Folder for the figure and the Weights & Biases run
 ):
-    "Train on handwritten digits: in large batches, in the same batches accumulated by fastaccum and by fastai, and in growing ones"
+    "Train on handwritten digits: in large batches, in batches accumulated by fastaccum and by fastai, and in growing batches"
     torch.set_num_threads(1)  # fastest for a net this small
     start,folder = time.perf_counter(),Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,5 +183,5 @@ def main(
     print(f'\n{verdict(runs)}\n')
     figure(runs).savefig(folder/'demo.png', dpi=130)
     print(f'The picture: {folder/"demo.png"}')
-    for o in sorted(folder.glob('wandb/offline-run-*'))[-1:]: print(f'Run (d) for Weights & Biases, to upload with `wandb sync`: {o}')
+    for o in sorted(folder.glob('wandb/offline-run-*'))[-1:]: print(f'Run (d) for Weights & Biases (upload it with `wandb sync`): {o}')
     print(f'{time.perf_counter()-start:.0f} seconds')

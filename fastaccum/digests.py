@@ -17,10 +17,10 @@ __all__ = ['StepDigests', 'first_difference']
 _parts = 'batch','gradients','weights','optimizer'
 
 class StepDigests(Callback):
-    "Writes a line for each optimizer step; `TrainingCheckpoint` adds it"
+    "Writes a line for each optimizer step; `TrainingCheckpoint` adds this callback"
     order,run_valid,name = 1001,False,'step_digests'
     def __init__(self,
-        path:Path, # File; lines are added to it
+        path:Path, # File to add lines to
         fit:int    # Number of the fit
     ): store_attr()
 
@@ -41,16 +41,17 @@ class StepDigests(Callback):
 
     def _write(self, row):
         try:
-            text = '' if self.path.exists() else json.dumps(dict(training_checkpoint=1, columns=['fit', 'epoch', 'batch of the epoch', *_parts])) + '\n'
+            head = dict(training_checkpoint=1, columns=['fit', 'epoch', 'batch of the epoch', *_parts])
+            text = '' if self.path.exists() else json.dumps(head) + '\n'
             with open(self.path, 'a') as f: f.write(f'{text}{json.dumps(row)}\n')
-        except OSError as e: warn(f'TrainingCheckpoint could not write the digests of a step: {e}. Training goes on.')
+        except OSError as e: warn(f'TrainingCheckpoint could not write the digests of a step: {e}. Training continues.')
 
 # %% ../nbs/api/14h_digests.ipynb #2341b7a8
 def first_difference(
-    folder,    # Of the checkpoints of a run with `digest=True`, or their `...-finished`
-    other=None # The same of another run; without it the steps that one run took twice, before and after it was stopped, are compared
-) -> str|None: # None if all steps that both have are the same
-    "The first step in which two runs differ, and in what"
+    folder,    # Folder of the checkpoints of a run with `digest=True`, or its `...-finished`
+    other=None # The folder of another run. Default: compare the steps that one run took twice, before and after it stopped
+) -> str|None: # None if all common steps are the same
+    "The first step in which two runs differ, and what differs"
     rows = _rows(folder) + (_rows(other) if other is not None else [])
     seen,twice = {},0
     for *step,row in sorted(((*r[:3], r[3:]) for r in rows), key=lambda r: r[:3]):
@@ -59,8 +60,8 @@ def first_difference(
         if was == row: continue
         parts = [k for k,a,b in zip(_parts, was, row) if a != b]
         same = f" ({' and '.join(_parts[:_parts.index(parts[0])])}: the same)" if parts[0] != 'batch' else ''
-        return f'fit {step[0]}, epoch {step[1]}, batch {step[2]}: other {parts[0]}{same}'
-    if not twice: raise ValueError('There is no step that was taken twice: nothing can be compared.')
+        return f'fit {step[0]}, epoch {step[1]}, batch {step[2]}: different {parts[0]}{same}'
+    if not twice: raise ValueError('No step was taken twice, so nothing can be compared.')
 
 # %% ../nbs/api/14h_digests.ipynb #2d6b6ba9
 def _rows(folder):

@@ -1,4 +1,4 @@
-"""The same training on one device or on eight: every loader batch is cut over the ranks, and gradients are reduced once a step
+"""The same training on one device or on eight: `DataParallel` splits every loader batch over the ranks, and reduces gradients once per step
 
 Docs: https://fastaccum.github.io/fastaccum/api/distributed.html.md"""
 
@@ -26,29 +26,31 @@ __all__ = ['no_noise', 'GradientBuckets', 'DataParallel', 'check_ranks', 'quiet'
 
 # %% ../nbs/api/17_distributed.ipynb #498cf35c
 class GradientBuckets:
-    "The gradients of `params` in flat tensors, which are added up over the ranks"
+    "The gradients of `params` in flat tensors, to add them up over the ranks"
     def __init__(self,
         params,            # Parameters; those without `requires_grad` are left out
-        bucket_mb:float=25 # Most MiB of a bucket
+        bucket_mb:float=25 # Largest size of a bucket, in MiB
     ):
-        self.lists,size = [],0                     # from the last parameter on: its gradient comes first in a backward pass
+        self.lists,size = [],0                     # backwards from the last parameter, whose gradient comes first
         for p in reversed([p for p in params if p.requires_grad]):
             n,b = p.numel()*p.element_size(),self.lists[-1] if self.lists else [p]
-            if not self.lists or size+n > bucket_mb*2**20 or (p.dtype, p.device) != (b[0].dtype, b[0].device): self.lists.append([]); size = 0
+            if not self.lists or size+n > bucket_mb*2**20 or (p.dtype, p.device) != (b[0].dtype, b[0].device):
+                self.lists.append([]); size = 0
             self.lists[-1].append(p)
             size += n
         self.place = {p: i for i,b in enumerate(self.lists) for p in b}
         self.begin()
 
     def begin(self):
-        "Nothing is sent"
+        "Start again: nothing is sent yet"
         self.sent,self.ready,self.scale = [],[0]*len(self.lists),1
 
     def send(self):
         "Send the next bucket. Its gradients are multiplied by `scale`"
         params = self.lists[len(self.sent)]
         if any(p.grad is not None and p.grad.is_sparse for p in params):
-            raise TypeError("A gradient is sparse (nn.Embedding(sparse=True)?), and would be sent dense: use sparse=False with several ranks.")
+            raise TypeError("A gradient is sparse (nn.Embedding(sparse=True)?), and several ranks would send it as a dense tensor: use "
+                            "sparse=False.")
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         flags = grads[0].new_tensor([p.grad is not None for p in params])
         flat = torch.cat([*(g.reshape(-1) for g in grads), flags])
@@ -56,7 +58,7 @@ class GradientBuckets:
         self.sent.append((flat, dist.all_reduce(flat, async_op=True)))
 
     def arrived(self, p):
-        "The gradient of `p` is there: send each bucket that is complete, in the same order on all ranks"
+        "The gradient of `p` is ready: send each bucket that is complete, in the same order on all ranks"
         self.ready[self.place[p]] += 1
         while len(self.sent) < len(self.lists) and self.ready[len(self.sent)] == len(self.lists[len(self.sent)]): self.send()
 
@@ -70,7 +72,7 @@ class GradientBuckets:
             work.wait()
             sums,n = flat[:-len(params)].split([p.numel() for p in params]),len(params)
             own = [p.grad is not None for p in params]
-            has = own if all(own) else flat[-n:].tolist()  # wait for the device only where it can matter
+            has = own if all(own) else flat[-n:].tolist()  # wait for the device only if it matters
             for p,g,h in zip(params, sums, has):
                 if not h: continue
                 if p.grad is None: p.grad = torch.empty_like(p)
@@ -79,12 +81,12 @@ class GradientBuckets:
 
 # %% ../nbs/api/17_distributed.ipynb #04ee7c77
 class DataParallel(SavingRanks, LoopCallback):
-    "Cut every loader batch over the ranks, and reduce gradients, losses and counts once a step"
+    "Split every loader batch over the ranks, and reduce gradients, losses and counts once per step"
     order,name,one_target = 5,'data_parallel',False
     _kinds = 'train','step','validate','validated','metrics','average','end'
     def __init__(self,
-        bucket_mb:float=25,  # Most MiB of gradients in a message
-        overlap:bool=False,  # Send gradients during the last backward pass of a step, for a third message?
+        bucket_mb:float=25,  # Largest size of gradients in a message, in MiB
+        overlap:bool=False,  # Send gradients during the last backward pass of a step? This costs a third message
         timeout:float=600    # Seconds that a rank waits for the others
     ):
         for k,v in dict(bucket_mb=bucket_mb, timeout=timeout).items():
@@ -132,7 +134,7 @@ class DataParallel(SavingRanks, LoopCallback):
         self.n_items,self.n_own,self.before,self.began = sum(row),row[self.rank],self.accumulation.n_items,self.learn.iter
 
     def passes(self) -> bool: # Has this rank no items in the batch?
-        "Called before the batch goes through the model"
+        "Called before the batch goes through the model; prepares the batch for a rank without items"
         if self.overlap and self.accumulation.closes: self._open_buckets()
         if not self.n_own:
             self._without_pred()
@@ -140,7 +142,7 @@ class DataParallel(SavingRanks, LoopCallback):
         return not self.n_own
 
     def counted(self):
-        "The batch went through the model: count it as all ranks do"
+        "After the batch went through the model: count it with the items of all ranks"
         acc = self.accumulation.acc
         self.local += acc.n_items - self.before
         acc.so_far,self.met = acc.so_far._replace(n_items=self.before + self.n_items),self.learn.iter
@@ -153,10 +155,10 @@ class DataParallel(SavingRanks, LoopCallback):
         self.counted()
         self._without_pred()
         acc.state.closes = acc._ends(acc.n_items)
-        if acc.closes: self.loop.step()            # the other ranks are there
+        if acc.closes: self.loop.step()            # the other ranks wait at the step
 
     def after_cancel_step(self):
-        if self.many: scale_grads(self.accumulation.acc.params, 1/self.world)  # should they go on accumulating: all ranks have them now
+        if self.many: scale_grads(self.accumulation.acc.params, 1/self.world)  # in case they go on accumulating: all ranks hold the sum now
 
     def before_validate(self):
         if not self.many: return
@@ -180,7 +182,7 @@ class DataParallel(SavingRanks, LoopCallback):
         if self.fitting: self.last_together()
         self._end()
 
-    def last_together(self): "What the ranks do together when the fit has ended for all of them"
+    def last_together(self): "What the ranks do together when the fit has ended on all of them"
 
     def detach(self):
         if self.accumulation is not None: self.accumulation.ranks = self.accumulation.acc.reduce = None
@@ -190,9 +192,9 @@ class DataParallel(SavingRanks, LoopCallback):
 @patch
 def agree(self:DataParallel,
     kind:str, # Where this rank is: one of `_kinds`
-    *sums     # Up to five numbers, or tensors without dimensions, that are added up
-) -> list: # The sums
-    "Meet the other ranks. Raises `CancelFitException` if one of them has ended the fit"
+    *sums     # Up to five numbers, or tensors without dimensions, to add up
+) -> list: # The sums over the ranks
+    "Exchange the head with the other ranks. Raises `CancelFitException` if one of them has ended the fit"
     ends = kind == 'end'
     place,rule = (0, 0) if ends else self._where(kind)
     head = [*sums, *[0]*(5-len(sums)), place, place**2, rule, rule**2, ends, *self.sent()]
@@ -210,10 +212,10 @@ def agree(self:DataParallel,
 def reduce(self:DataParallel,
     loss:Tensor,  # Mean loss of this rank's micro-batches, or their sum
     weight,       # Sum of their weights
-    n_items:int,  # Planned
+    n_items:int,  # Planned number of items
     target        # What `backward` divided by
-) -> tuple: # Loss, weight and items of all ranks
-    "Make the gradients those of all ranks' items"
+) -> tuple: # Loss, weight and number of items over all ranks
+    "Make the gradients those of the items of all ranks"
     acc,target = self.accumulation.acc,ifnone(target, 1)
     if self.overlap:
         if not self.buckets.sent: self.buckets.scale = self._scale(target)
@@ -227,7 +229,7 @@ def reduce(self:DataParallel,
 # %% ../nbs/api/17_distributed.ipynb #e534e654
 @patch
 def _sums(self:DataParallel, loss, weight):
-    "The loss of all ranks, what gradients are divided by, and the sums of weights and items"
+    "The loss over all ranks, the divisor of the gradients, and the sums of weights and items"
     mean,n,noise = self.accumulation.acc.normalize,self.local,getattr(self.learn, 'gradient_noise_scale', None)
     loss_sum,weight,n,*more = self.agree('step', loss.double()*weight if mean else loss, weight, n, *(noise.rank_sums() if noise else ()))
     if noise: noise.summed = *more,weight,n
@@ -236,7 +238,7 @@ def _sums(self:DataParallel, loss, weight):
 
 @patch
 def _where(self:DataParallel, kind):
-    "Two numbers that are the same on all ranks: the place, and what the loss is taken to average over"
+    "Two numbers that must be the same on all ranks: the place, and what the loss is thought to average over"
     learn,acc = self.learn,self.accumulation
     batch = learn.iter if kind in ('step','average') else 0
     info = acc.state.info
@@ -247,15 +249,17 @@ def _where(self:DataParallel, kind):
 def _check_same(self:DataParallel, kind, same_place, same_rule):
     learn = self.learn
     if not same_place:
-        raise RuntimeError(f"The ranks have parted: this one is at {kind!r} (epoch {learn.epoch}, batch {getattr(learn, 'iter', 0)}), another is not. Something ends an epoch or a validation on some "
-                           "ranks only (`CancelTrainException`, `CancelEpochException`, `CancelValidException`): let all ranks do so, or raise `CancelFitException`.")
+        raise RuntimeError(f"The ranks have parted: this one is at {kind!r} (epoch {learn.epoch}, batch {getattr(learn, 'iter', 0)}), "
+                           "another is not. Something ends an epoch or a validation on some ranks only (`CancelTrainException`, "
+                           "`CancelEpochException`, `CancelValidException`): end it on all ranks, or raise `CancelFitException`.")
     if not same_rule:
-        raise RuntimeError(f"The ranks have measured different things that the loss averages over; on this one: {self.accumulation.loss_rule}. Pass weight= to the accumulation callback: "
-                           "a function of the Learner that returns what its loss averaged over.")
+        raise RuntimeError("The ranks disagree about what the loss averages over. This rank has measured: "
+                           f"{self.accumulation.loss_rule}. Pass weight= to the accumulation callback: a function that takes the Learner "
+                           "and returns what its loss averaged over.")
 
 @patch
 def _without_pred(self:DataParallel):
-    "The batch gets its events and its row, but not from this rank's items"
+    "The batch gets its events and its row, without items of this rank"
     self.loop.now.predicted,self.learn.pred,self.learn.loss = True,None,torch.zeros((), device=self.device)
 
 @patch
@@ -263,7 +267,7 @@ def _scale(self:DataParallel, target): return target/self.accumulation.acc.accum
 
 @patch
 def _open_buckets(self:DataParallel):
-    "The closing batch begins: let the gradients of its last backward pass go as they come"
+    "At the start of the closing batch: send the gradients of its last backward pass as soon as they are ready"
     self.agree('step')
     size = self.accumulation.micro_batch_size or max(self.n_own, 1)
     self.left = -(-self.n_own//size)
@@ -284,7 +288,8 @@ def device(self:DataParallel): return next(self.learn.model.parameters()).device
 @patch
 def _shard(self:DataParallel, dl, ghosts=False):
     "The rank's part of `dl`, the same object each time"
-    if not ghosts and not (isinstance(dl, (DataLoader, torch.utils.data.DataLoader)) and len(getattr(dl, 'dataset', ())) >= self.world): return LocalDL(dl)
+    if not ghosts and not (isinstance(dl, (DataLoader, torch.utils.data.DataLoader)) and len(getattr(dl, 'dataset', ())) >= self.world):
+        return LocalDL(dl)
     old = self._loaders.get(ghosts)
     if old is None or old.source is not dl:
         old = self._loaders[ghosts] = ShardedDL(dl, self.rank, self.world, ghosts)
@@ -301,32 +306,38 @@ def _end(self:DataParallel):
 def check_ranks(
     cb # A `DataParallel` that is attached to a `Learner`
 ):
-    "Raise an error for what several ranks cannot do"
+    "Raise an error for settings that do not work with several ranks"
     learn = cb.learn
     same = [type(o).__name__ for o in learn.cbs if o.name == cb.name]
-    if len(same) > 1: raise ValueError(f"{' and '.join(same)} are attached: keep one of them.")
+    if len(same) > 1: raise ValueError(f"{' and '.join(same)} are attached: keep only one of them.")
     acc = first(o for o in learn.cbs if isinstance(o, Accumulation))
     name = type(cb).__name__
-    if acc is None: raise ValueError(f"{name} puts together what a callback accumulates, and there is none: add `GradientAccumulation(accum_bs=...)`, also if every loader batch is a step.")
+    if acc is None:
+        raise ValueError(f"{name} needs an accumulation callback, and there is none: add `GradientAccumulation(accum_bs=...)`, even if "
+                         "every loader batch is a step.")
     if acc.coupled: check_coupled_ranks(cb, acc)
     if cb.overlap and acc.micro_batch_size == 'auto':
-        raise ValueError("overlap=True sends gradients during the backward pass; micro_batch_size='auto' may have to begin that again. Use one of the two.")
+        raise ValueError("overlap=True sends gradients during the backward pass, but micro_batch_size='auto' may have to repeat that pass. "
+                         "Use one of the two.")
     if not acc.normalize:
-        raise ValueError(f"normalize=False adds up the mean losses of micro-batches, and with {cb.world} ranks there are more of these: the gradient would grow with the number of ranks. "
-                         "Use normalize=True, or a loss with reduction='sum'.")
-    if acc.items_func is not None: raise ValueError("n_items= counts the items of a rank's part of a batch, and which ranks are to close the accumulated batch together would not be known: leave it out with several ranks.")
+        raise ValueError(f"normalize=False adds up the mean losses of micro-batches. With {cb.world} ranks there are more micro-batches, "
+                         "so the gradient would grow with the number of ranks. Use normalize=True, or a loss with reduction='sum'.")
+    if acc.items_func is not None:
+        raise ValueError("n_items= counts only the items of a rank's part of a batch, so the ranks would not know when to close the "
+                         "accumulated batch together: leave out n_items= with several ranks.")
     refused = first((o, why) for o in learn.cbs for k,why in cb.refuses.items() if is_a(type(o), k))
     if refused is not None: raise ValueError(f"{type(refused[0]).__name__} {refused[1]}")
     check_metrics(learn.metrics)
 
-no_noise = "measures the noise of gradients that all ranks add up at each step, and here they do not: use it with DataParallel, or in one process."
+no_noise = ("needs gradients that all ranks add up at each step, and these ranks do not add them up: use it with DataParallel, or in one "
+            "process.")
 
 _writers = 'ProgressCallback','ShowGraphCallback','CSVLogger','WandbCallback','TensorBoardCallback','TensorBoardProjectorCallback'
 
 def quiet(
-    cb # A `DataParallel` of a rank that is to write and show nothing
+    cb # A `DataParallel` of a rank that should write and show nothing
 ):
-    "Progress bars, files and rows for a server come from rank 0"
+    "Switch off progress bars, files and rows for a server: rank 0 makes them"
     for o in cb.learn.cbs:
         if is_a(type(o), *_writers): o.run = False
     cb._logger,cb.learn.logger = cb.learn.logger,noop
@@ -334,11 +345,12 @@ def quiet(
 # %% ../nbs/api/17_distributed.ipynb #90e4d5aa
 @patch
 def gather_items(self:DataParallel,
-    out=None # Outputs of this rank's items; without any, the rank only takes part
-) -> tuple|None: # Outputs of all ranks' items, number of this rank's first one, and what its gradients are to be multiplied by
-    "Put outputs and targets of all ranks together, the targets into `learn.yb`"
+    out=None # Outputs of this rank's items; a rank without items passes none
+) -> tuple|None: # Outputs of all ranks' items, index of this rank's first item, and the factor for its gradients
+    "Gather the outputs and targets of all ranks; the targets go into `learn.yb`"
     learn,row = self.learn,self.rows[self.learn.iter]
-    if 0 in row: parts = [p for p in gather(None if out is None else map_tensors(lambda t: t.detach().cpu(), (out, learn.yb))) if p is not None]
+    if 0 in row:
+        parts = [p for p in gather(None if out is None else map_tensors(lambda t: t.detach().cpu(), (out, learn.yb))) if p is not None]
     if out is None: return None
     self.n_active,self.first_item = sum(n > 0 for n in row),sum(row[:self.rank])
     if 0 not in row:
@@ -350,7 +362,8 @@ def _of_all_ranks(row, rank, t):
     if not t.dim(): return t
     per_item = len(t)//row[rank]
     if len(t) != per_item*row[rank]:
-        raise ValueError(f"coupled: a tensor of shape {tuple(t.shape)} has no row for each of this rank's {row[rank]} items, and cannot be put together with the other ranks'.")
+        raise ValueError(f"coupled: a tensor of shape {tuple(t.shape)} has no row for each of this rank's {row[rank]} items, so it "
+                         "cannot be joined with the tensors of the other ranks.")
     room = t.new_zeros((max(row)*per_item, *t.shape[1:])).as_subclass(Tensor)   # ranks may have one item more
     room[:len(t)] = t
     all_ranks = [torch.empty_like(room) for _ in row]
@@ -361,20 +374,22 @@ def check_coupled_ranks(
     cb, # A `DataParallel` that is attached to a `Learner`
     acc # Its accumulation callback
 ):
-    "Raise an error for what does not work with `coupled` on several ranks"
+    "Raise an error for settings that do not work with `coupled` on several ranks"
     why = None
-    if type(cb) is not DataParallel: why = f"{type(cb).__name__} does not put the ranks' outputs together: use DataParallel"
+    if type(cb) is not DataParallel: why = f"{type(cb).__name__} does not gather the ranks' outputs: use DataParallel"
     elif isinstance(acc.coupled, str): why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
     elif cb.overlap: why = "overlap=True sends gradients in the last backward pass, and there is one for each micro-batch: leave it out"
     elif any(is_a(type(o), 'MixHandler') for o in cb.learn.cbs): why = "MixUp and CutMix mix the items of each rank: leave them out"
-    elif acc.micro_batch_size == 'auto': why = "a rank that runs out of memory would have to begin again after the others have its outputs: pass a number as micro_batch_size"
+    elif acc.micro_batch_size == 'auto':
+        why = ("a rank that runs out of memory would have to start again after the others have received its outputs: pass a number as "
+               "micro_batch_size")
     if why: raise ValueError(f"coupled={acc.coupled!r} with several ranks: {why}.")
 
 # %% ../nbs/api/17_distributed.ipynb #4120c8d0
 def to_own_device(
     learn # A `Learner` of one of several ranks
 ):
-    "Each rank has a GPU of its own, and loaders that were made before the ranks were started are on the first"
+    "Move model and loaders to this rank's GPU; loaders made before the ranks started are on the first GPU"
     device = getattr(learn.dls, 'device', None)
     if device is None or torch.device(device).type != 'cuda': return
     learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
@@ -384,7 +399,7 @@ def average_buffers(
     model:nn.Module, # Its buffers become the same on all ranks
     world:int        # Number of ranks
 ):
-    "BatchNorm has seen each rank's items: average its statistics. Buffers that are no floats are rank 0's"
+    "Average BatchNorm's statistics, as each rank has seen its own items. Buffers that are not floats become those of rank 0"
     by_kind = groupby([b for b in model.buffers()], lambda b: (b.dtype, b.device))
     with together(), torch.no_grad():
         for bufs in by_kind.values():
@@ -398,26 +413,29 @@ def join_gathered(
     rows:list # From `shard_sizes`
 ):
     "Let `get_preds` return the items of all ranks, in order"
-    if cb.save_preds is not None or cb.save_targs is not None: raise ValueError("save_preds and save_targs write one file a batch, and each rank would write its own: leave them out, and save what get_preds returns.")
-    names = [k for k,on in (('preds', cb.with_preds), ('targets', cb.with_targs), ('inputs', cb.with_input), ('losses', cb.with_loss)) if on]
+    if cb.save_preds is not None or cb.save_targs is not None:
+        raise ValueError("save_preds and save_targs write one file per batch, and each rank would write its own: leave them out, and "
+                         "save what get_preds returns.")
+    names = [k for k,on in (('preds', cb.with_preds), ('targets', cb.with_targs), ('inputs', cb.with_input), ('losses', cb.with_loss))
+             if on]
     for k,v in zip(names, joined_predictions([getattr(cb, k) for k in names], rows, cb.concat_dim)): setattr(cb, k, v)
 
 def save_for_lr_find(
     learn # On a rank other than 0, in `lr_find`
 ):
-    "`lr_find` loads the weights that it saved, and only rank 0 has saved them; the others would not even come to `load`'s barrier"
+    "`lr_find` loads the weights that only rank 0 has saved; without a file the other ranks would not even reach the barrier in `load`"
     file = join_path_file(f'{learn.lr_finder.tmp_p}/_tmp', learn.path/learn.model_dir, ext='.pth')
     torch.save(dict(model=get_model(learn.model).state_dict(), opt=learn.opt.state_dict()), file)
 
 # %% ../nbs/api/17_distributed.ipynb #5b7ac8b6
 if find_spec('accelerate'):
-    import fastai.distributed                      # its methods must be patched in before ours are
+    import fastai.distributed                      # patches its methods in, so it must come before our patches
     from fastai.distributed import DistributedTrainer
 
     class DistributedShell(DistributedTrainer):
         "fastai's `DistributedTrainer`, which leaves gradients and loaders to `DataParallel`"
         name = 'distributed_trainer'
-        def state_dict(self): return {}            # for checkpoints: `DataParallel` has all that there is
+        def state_dict(self): return {}            # for checkpoints: `DataParallel` has the whole state
         def load_state_dict(self, state): pass
         def before_fit(self):
             super().before_fit()
@@ -429,7 +447,7 @@ if find_spec('accelerate'):
     @patch
     @delegates(_to_distributed)
     def to_distributed(self:Learner, sync_bn=True, **kwargs):
-        "Train on several ranks: with an accumulation callback as `DataParallel` does, else as fastai does"
+        "Train on several ranks: like `DataParallel` if there is an accumulation callback, else like fastai"
         if not any(isinstance(cb, Accumulation) for cb in self.cbs): return _to_distributed(self, sync_bn, **kwargs)
         if not start_group(): return self
         self.add_cb(DistributedShell(sync_bn, **kwargs))
@@ -439,6 +457,7 @@ if find_spec('accelerate'):
     @patch
     def detach_distributed(self:Learner):
         "Undo `to_distributed`, also after an exception"
-        if not hasattr(self, 'distributed_trainer') or not isinstance(self.distributed_trainer, DistributedShell): return _detach_distributed(self)
+        if not hasattr(self, 'distributed_trainer') or not isinstance(self.distributed_trainer, DistributedShell):
+            return _detach_distributed(self)
         if isinstance(self.model, nn.parallel.DistributedDataParallel): self.model = self.model.module
         return self.remove_cbs([self.distributed_trainer, self.data_parallel])

@@ -1,4 +1,4 @@
-"""Is it the same training? Its data, loss, optimizer, schedule and callbacks, as something that can be saved and compared
+"""Is it the same training run? Its data, loss, optimizer, schedule and callbacks, in a form that can be saved and compared
 
 Docs: https://fastaccum.github.io/fastaccum/api/fingerprint.html.md"""
 
@@ -24,9 +24,9 @@ __all__ = ['setting', 'data_fingerprint', 'of_loader', 'data_wrong', 'own_loss',
 # %% ../nbs/api/14f_fingerprint.ipynb #9d355b8e
 def setting(
     v,      # An argument of a fit, of a callback, a transform, a loss...
-    depth=4 # Objects within objects
-): # As something that can be compared and shown
-    "`v`, or what it was made with"
+    depth=4 # How many levels of objects within objects to describe
+): # A value that can be compared and shown
+    "`v`, or the arguments of its constructor"
     if v is None or type(v) in (bool,int,float,str): return v
     if isinstance(v, Enum): return setting(v.value, depth)
     if isinstance(v, np.generic): return setting(v.item(), depth)
@@ -44,11 +44,12 @@ def setting(
 def _summary(v): return f'{type(v).__name__}{tuple(getattr(v, "shape", [len(v)]))} {digest(Values().encode(v, ""))}'
 
 def _function(f, depth):
-    "Its name; and if that says nothing, its code and what it has from around it"
+    "A function's name; if that says nothing, also its code and the variables that it uses from outside"
     code = getattr(f, '__code__', None)
     if code is None or '<' not in f.__qualname__: return f.__qualname__
     around = [c.cell_contents for c in f.__closure__ or () if c != type(c)()]
-    return [f.__qualname__, digest(repr((code.co_code, code.co_names, [c for c in code.co_consts if not hasattr(c, 'co_code')]))), setting(around, depth-1) if depth else []]
+    return [f.__qualname__, digest(repr((code.co_code, code.co_names, [c for c in code.co_consts if not hasattr(c, 'co_code')]))),
+            setting(around, depth-1) if depth else []]
 
 def _arguments(o):
     names = dict.fromkeys(n for c in type(o).__mro__[:-1] if '__init__' in vars(c) for n in inspect.signature(c.__init__).parameters)
@@ -59,16 +60,17 @@ def _object(o, depth):
     name = type(o).__name__
     if depth <= 0 or name in ('Learner','DataLoaders'): return name
     res = {k: setting(v, depth-1) for k,v in _arguments(o).items() if k not in ('self','args','kwargs')}
-    if isinstance(o, nn.Module): res.update({k: setting(b) for k,b in o.named_buffers()}, inside=[[k, setting(m, depth-1)] for k,m in o.named_children()])
+    if isinstance(o, nn.Module):
+        res.update({k: setting(b) for k,b in o.named_buffers()}, inside=[[k, setting(m, depth-1)] for k,m in o.named_children()])
     if isinstance(getattr(o, 'func', None), nn.Module): res['func'] = setting(o.func, depth-1)     # fastai's losses
     return [name, res]
 
 # %% ../nbs/api/14f_fingerprint.ipynb #f2e7951a
 def data_fingerprint(
     dls,       # `DataLoaders`
-    cache=None # A dict, for the next call: items of a data set that was seen before are not read again
-) -> dict: # Name of the set -> number of items, digests of some, settings
-    "What the data of a training are known by"
+    cache=None # A dict to pass to later calls, so that they do not read the items of the same dataset again
+) -> dict: # Name of the dataset -> number of items, digests of some items, settings
+    "A description by which the data of a training run are recognized"
     cache = {} if cache is None else cache
     def sample(ds):
         if id(ds) not in cache: cache[id(ds)] = ds,_sample(ds, n)
@@ -80,9 +82,10 @@ def data_fingerprint(
 def of_loader(
     dl # A loader of fastai or PyTorch
 ) -> dict: # Name -> plain value
-    "What a loader does with its items"
+    "How a loader handles its items"
     ds = getattr(dl, 'dataset', None)
-    pipes = {k: p for k in ('after_item','before_batch','after_batch') if (p := vars(dl).get(k)) is not None} if isinstance(dl, DataLoader) else dict(collate=dl.collate_fn)
+    pipes = ({k: p for k in ('after_item','before_batch','after_batch') if (p := vars(dl).get(k)) is not None} if isinstance(dl, DataLoader)
+             else dict(collate=dl.collate_fn))
     for i,tl in enumerate(vars(ds).get('tls', ()) if hasattr(ds, '__dict__') else ()): pipes[f'target {i}' if i else 'input'] = tl.tfms
     for k in ('transform','target_transform','transforms','tfms'):
         if k in getattr(ds, '__dict__', {}): pipes[k] = vars(ds)[k]
@@ -97,7 +100,7 @@ def _length(ds):
 def _transform(t):
     if isinstance(t, (nn.Module,str)): return repr(t)
     s = setting(t)
-    f = getattr(vars(t).get('encodes'), '__wrapped__', None) if isinstance(t, Transform) else None      # made of a function
+    f = getattr(vars(t).get('encodes'), '__wrapped__', None) if isinstance(t, Transform) else None      # made from a function
     if f is not None: return [setting(f), s]
     return [getattr(t, 'name', ''), s] if isinstance(t, Transform) else s if s != type(t).__name__ or ' at 0x' in repr(t) else repr(t)
 
@@ -110,38 +113,41 @@ def _sample(ds, n):
     return [digest(o) for o in _relative([_content(o) for o in _read(ds, idxs)])]
 
 def _read(ds, idxs):
-    "Items as they are stored, or else loaded, with the random numbers as before"
+    "Items as they are stored; else loaded, without an effect on the random numbers"
     if isinstance(ds, torch_data.Subset): return _read(ds.dataset, [ds.indices[i] for i in idxs])
     if isinstance(ds, (Tensor,np.ndarray)): return [ds[i] for i in idxs]
     if isinstance(ds, (list,tuple)): return [(list if isinstance(ds, list) else tuple).__getitem__(ds, i) for i in idxs]
-    held = ds.items if isinstance(ds, (FilteredBase,L)) or 'items' in getattr(ds, '__dict__', {}) else list(getattr(ds, '__dict__', {}).values())
+    held = (ds.items if isinstance(ds, (FilteredBase,L)) or 'items' in getattr(ds, '__dict__', {})
+            else list(getattr(ds, '__dict__', {}).values()))
     columns = _columns(held, len(ds))
     if columns: return [[_row(c, i) for c in columns] for i in idxs]
     holders = dict(ds=ds)
     before = rng_state(others=holders)
-    random.seed(0); np.random.seed(0); torch.default_generator.manual_seed(0)     # what it draws is the same in every process
+    random.seed(0); np.random.seed(0); torch.default_generator.manual_seed(0)     # so that it draws the same in every process
     try: return [ds[i] for i in idxs]
     finally: set_rng_state(before, others=holders)
 
 def _columns(v, n, depth=2):
-    "What has `n` rows"
+    "The parts of `v` that have `n` rows"
     if isinstance(v, (Tensor,np.ndarray,list,L,pd.DataFrame,pd.Series,tuple)) and _length(v) == n: return [v]
-    if depth and isinstance(v, (list,tuple,dict)) and len(v) <= 64: return [c for o in (v.values() if isinstance(v, dict) else v) for c in _columns(o, n, depth-1)]
+    if depth and isinstance(v, (list,tuple,dict)) and len(v) <= 64:
+        return [c for o in (v.values() if isinstance(v, dict) else v) for c in _columns(o, n, depth-1)]
     return []
 
 def _row(c, i): return c.iloc[i] if isinstance(c, (pd.DataFrame,pd.Series)) else c[i]
 
 def _content(o):
-    "An item in what `digest` takes"
+    "An item in a form that `digest` accepts"
     if isinstance(o, (Tensor,Path)) or o is None or isinstance(o, (bool,int,float,str)): return o
     if isinstance(o, (list,tuple,L)): return [_content(v) for v in o]
     if isinstance(o, pd.Series): return [_content(v) for v in o.tolist()]
     if isinstance(o, dict): return [[str(k), _content(v)] for k,v in o.items()]
-    if hasattr(o, 'tobytes') and hasattr(o, 'size'): return [type(o).__name__, str(o.size), getattr(o, 'mode', ''), o.tobytes()]    # arrays, pictures
+    # arrays, pictures
+    if hasattr(o, 'tobytes') and hasattr(o, 'size'): return [type(o).__name__, str(o.size), getattr(o, 'mode', ''), o.tobytes()]
     return setting(o)
 
 def _relative(items):
-    "Paths without the folders that all of them are in"
+    "The items, with paths relative to their common folder"
     def paths(o): return [o] if _is_path(o) else [p for v in o for p in paths(v)] if isinstance(o, list) else []
     folders = {os.path.dirname(p) for p in map(str, paths(items))}
     if not folders: return items
@@ -157,21 +163,24 @@ def data_wrong(
     saved:dict, # From `data_fingerprint`, in a checkpoint
     now:dict    # From `data_fingerprint`
 ) -> list: # Strings
-    "What is different about the data"
+    "How the data differ"
     res = []
     for k in {**saved, **now}:
         a,b = saved.get(k),now.get(k)
-        if a is None or b is None: res.append(f"the set `{k}` is {'not in the file' if a is None else 'missing here'}"); continue
+        if a is None or b is None: res.append(f"the dataset `{k}` is {'not in the file' if a is None else 'missing here'}"); continue
         of = '' if k == 'train' else f' of `{k}`'
-        res += [f'{key}{of}: {a.get(key)} in the file, {b.get(key)} here' for key in {**a, **b} if key != 'sample' and a.get(key) != b.get(key)]
+        res += [f'{key}{of}: {a.get(key)} in the file, {b.get(key)} here' for key in {**a, **b} if key != 'sample'
+                and a.get(key) != b.get(key)]
         n = sum(x != y for x,y in zip(a['sample'], b['sample']))
-        if n and a['items'] == b['items']: res.append(f"the items of `{k}`: {n} of {len(a['sample'])} that were compared are others. If they are split at random, split them with a seed "
-                                                      f"(`RandomSplitter(seed=42)`, `from_folder(..., seed=42)`), or they are split anew in every process")
+        if n and a['items'] == b['items']:
+            res.append(f"the items of `{k}`: {n} of {len(a['sample'])} compared items are different. If you split the items at random, "
+                       "split them with a seed (`RandomSplitter(seed=42)`, `from_folder(..., seed=42)`), or every process makes a new "
+                       "split")
     return res
 
 # %% ../nbs/api/14f_fingerprint.ipynb #83ae676d
 def own_loss(
-    learn # A `Learner`; MixUp may have put itself in the place of the loss
+    learn # A `Learner`; MixUp may have replaced its loss
 ): # Loss function
     "The loss that the `Learner` was given"
     f = learn.loss_func
@@ -183,14 +192,16 @@ def fit_settings(
     cbs,    # All callbacks of the fit
     **kwargs# Arguments of `fit`
 ) -> dict: # Name -> plain value
-    "What must be the same for a fit to go on"
+    "What must be the same for a fit to continue"
     opt = learn.opt
     if isinstance(opt, (OptimWrapper,Lookahead)): opt = opt.opt
-    res = {'fastaccum': fastaccum.__version__, **{k: setting(v) for k,v in kwargs.items()}, 'batches': len(learn.dls.train), 'loss': setting(own_loss(learn)),
+    res = {'fastaccum': fastaccum.__version__, **{k: setting(v) for k,v in kwargs.items()}, 'batches': len(learn.dls.train),
+           'loss': setting(own_loss(learn)),
            'optimizer': [type(opt).__name__, *[getattr(f, 'func', f).__name__ for f in getattr(opt, 'cbs', ())], setting(learn.opt_func)],
            'parameter groups': [len(ps) for ps in learn.opt.param_lists]}
     for cb in cbs:
-        if cb.name in ('gradient_accumulation','mixed_precision'): res[cb.name] = {'class': type(cb).__name__, **{k: setting(v) for k,v in _own_arguments(cb).items()}}
+        if cb.name in ('gradient_accumulation','mixed_precision'):
+            res[cb.name] = {'class': type(cb).__name__, **{k: setting(v) for k,v in _own_arguments(cb).items()}}
         if isinstance(cb, ParamScheduler): res[f'schedule of {" and ".join(cb.scheds)}'] = [_schedule(f) for f in cb.scheds.values()]
     return res
 
@@ -207,13 +218,14 @@ def differences(
     saved:dict, # From `fit_settings`, in a checkpoint
     now:dict,   # From `fit_settings`
     model=None, # Model's `state_dict` in the checkpoint
-    ours=None   # The model's
+    ours=None   # Model's `state_dict` now
 ) -> list: # Strings
-    "What a checkpoint has otherwise than the training that wants to go on from it"
+    "How a checkpoint differs from the training run that should continue from it"
     res = [f'{k}: {saved.get(k)} in the file, {now.get(k)} here' for k in {**saved, **now} if saved.get(k) != now.get(k)]
     if model is None: return res
     what = lambda t: f'{tuple(t.shape)} {t.dtype}' if isinstance(t, Tensor) else 'nothing' if t is None else type(t).__name__
-    wrong = [f"the model's {k}: {what(model.get(k))} in the file, {what(ours.get(k))} here" for k in {**model, **ours} if what(model.get(k)) != what(ours.get(k))]
+    wrong = [f"the model's {k}: {what(model.get(k))} in the file, {what(ours.get(k))} here" for k in {**model, **ours}
+             if what(model.get(k)) != what(ours.get(k))]
     return res + wrong[:3] + ([f'and {len(wrong)-3} more of its tensors'] if len(wrong) > 3 else [])
 
 # %% ../nbs/api/14f_fingerprint.ipynb #264db295
@@ -221,28 +233,29 @@ _touch = 'after_pred','after_loss','before_backward','after_backward','before_st
 
 def callback_list(
     cbs # Callbacks
-) -> dict: # Class -> [how many, does it change what is trained?]
+) -> dict: # Class -> [how many, does it change training?]
     "The callbacks of a fit, by their classes"
     res = {}
     for cb in cbs:
-        if cb.name in ('progress','training_checkpoint','gradient_accumulation','mixed_precision'): continue    # no part of it, or compared with their arguments
+        # not part of the training, or compared with their arguments
+        if cb.name in ('progress','training_checkpoint','gradient_accumulation','mixed_precision'): continue
         res.setdefault(type(cb).__name__, [0, _changes_training(cb)])[0] += 1
     return res
 
 def _changes_training(cb):
-    "By the events it listens to; loggers, and fastaccum's own, which are exact, do not"
+    "Judged by the events that it listens to. Loggers do not, nor do fastaccum's callbacks, which are exact"
     if isinstance(cb, (MixHandler,TrainEvalCallback)): return True
     return not takes_rows(cb) and not type(cb).__module__.startswith('fastaccum.') and any(hasattr(type(cb), e) for e in _touch)
 
 def callbacks_wrong(
     saved:dict, # From `callback_list`, in a checkpoint
     now:dict    # From `callback_list`
-): # List of what must not be different, list of what may be
+): # List of changes that are not allowed, list of changes that are
     "Which callbacks were added or removed"
     refused,told = [],[]
     for k in {**saved, **now}:
         (a,touches),(b,touches_now) = saved.get(k, (0, False)),now.get(k, (0, False))
         if a == b: continue
-        what = f"{k} {'was added' if not a else 'was removed' if not b else f'is there {b} times instead of {a}'}"
+        what = f"{k} {'was added' if not a else 'was removed' if not b else f'is attached {b} times instead of {a}'}"
         (refused if touches or touches_now else told).append(what)
     return refused,told

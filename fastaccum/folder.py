@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or not there, in a folder of which nothing else is touched
+"""Checkpoint files that are either whole or absent, in a folder whose other files stay untouched
 
 Docs: https://fastaccum.github.io/fastaccum/api/folder.html.md"""
 
@@ -15,17 +15,17 @@ __all__ = ['write_checkpoint', 'read_checkpoint', 'copied', 'run_of', 'OwnFiles'
 
 # %% ../nbs/api/14d_folder.ipynb #750d8068
 def _force_to_disk(path):
-    if os.name == 'nt' and path.is_dir(): return   # Windows cannot
+    if os.name == 'nt' and path.is_dir(): return   # not possible on Windows
     fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try: os.fsync(fd)
     finally: os.close(fd)
 
 def write_checkpoint(
-    state,        # What `read_checkpoint` is to return: tensors, numbers, strings, in dicts, lists and tuples
-    path:Path,    # File; its folder is there
-    tmp:Path=None # File beside it, which is written first
+    state,        # What `read_checkpoint` should return: tensors, numbers and strings, in dicts, lists and tuples
+    path:Path,    # File, in an existing folder
+    tmp:Path=None # File in the same folder, which is written first
 ):
-    "Save `state` so that `path` holds either all of it or what it held before, whenever the machine stops"
+    "Save `state` so that `path` holds either all of it or its old content, whenever the machine stops"
     tmp = tmp or path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
         torch.save(state, tmp)
@@ -39,27 +39,29 @@ def write_checkpoint(
 # %% ../nbs/api/14d_folder.ipynb #9c785d2a
 def read_checkpoint(
     path,        # File that `write_checkpoint` wrote: a path, or an open file
-    device='cpu' # For what was not saved from a CPU
+    device='cpu' # For tensors that were not saved from a CPU
 ): # The state
-    "Load a file after a check of its checksums. Runs no code that may be in it (`weights_only`)"
+    "Check the checksums of a file and load it. Runs no code from the file (`weights_only`)"
     with zipfile.ZipFile(path) as z: bad = z.testzip()
     if bad is not None: raise zipfile.BadZipFile(f'wrong checksum of {bad}')
     if hasattr(path, 'seek'): path.seek(0)
     place = lambda storage, location: storage if location == 'cpu' else torch.serialization.default_restore_location(storage, str(device))
-    return _changed(torch.load(path, map_location=place, weights_only=True), dict, lambda d: d['from_device'].to(device) if 'from_device' in d else None)
+    return _changed(torch.load(path, map_location=place, weights_only=True), dict,
+                    lambda d: d['from_device'].to(device) if 'from_device' in d else None)
 
 # %% ../nbs/api/14d_folder.ipynb #0aff60f7
 def copied(
     state,    # For `write_checkpoint`
-    spare=None# Tensors of an earlier copy that nobody needs any more, a dict: their memory is used again, as new memory takes longer than the copy
-): # The same, in memory of its own; and its tensors, for the next time
+    spare=None# Dict of tensors of an earlier copy that is no longer needed; reusing their memory is faster than allocating
+): # The copy, and its tensors to pass as `spare` the next time
     "A copy of a state, on the CPU"
     made,used,spare = {},{},spare or {}
     def copy_of(t):
         key = t.data_ptr(),t.dtype,t.shape,t.stride()      # tied weights stay one
         if key not in made:
             kind = t.dtype,t.shape
-            new = spare[kind].pop() if spare.get(kind) else torch.empty(t.shape, dtype=t.dtype) if t.layout == torch.strided else t.detach().cpu().clone()
+            new = (spare[kind].pop() if spare.get(kind) else torch.empty(t.shape, dtype=t.dtype) if t.layout == torch.strided
+                   else t.detach().cpu().clone())
             used.setdefault(kind, []).append(new.copy_(t.detach()))
             made[key] = new if t.device.type == 'cpu' else dict(from_device=new)
         return made[key]
@@ -67,7 +69,7 @@ def copied(
 
 # %% ../nbs/api/14d_folder.ipynb #2815b3be
 def _changed(o, cls, f):
-    "Lists, tuples and dicts with `f(v)` for each `v` of type `cls` in them, unless that is None"
+    "A copy of nested lists, tuples and dicts, with `f(v)` for each `v` of type `cls`, unless that is None"
     if isinstance(o, cls) and (new := f(o)) is not None: return new
     if isinstance(o, (list,tuple)): return type(o)(_changed(v, cls, f) for v in o)
     if not isinstance(o, dict): return o
@@ -78,15 +80,15 @@ def _changed(o, cls, f):
 # %% ../nbs/api/14d_folder.ipynb #a464faaa
 def run_of(
     path:Path # Any file
-) -> str|None: # None if it is no checkpoint, or was given another name
-    "The run by which a checkpoint was written"
+) -> str|None: # None if it is not a checkpoint, or was renamed
+    "The run that wrote a checkpoint"
     try:
         with zipfile.ZipFile(path) as z: data = z.read(first(n for n in z.namelist() if n.endswith('/data.pkl')))
     except (OSError,zipfile.BadZipFile,KeyError,RuntimeError,NotImplementedError,EOFError): return None
     found = re.search(rb'fastaccum\.TrainingCheckpoint run=(\w+) file=([\w-]+)\.pt\.', data)
     if found is None: return None
     run,stem = found[1].decode(),found[2].decode()
-    return run if path.name in (f'{stem}.pt', f'{stem}-{run}.pt') else None      # the second where the first was taken
+    return run if path.name in (f'{stem}.pt', f'{stem}-{run}.pt') else None      # the second if the first was taken
 
 # %% ../nbs/api/14d_folder.ipynb #c1efcf0b
 class OwnFiles:
@@ -94,47 +96,51 @@ class OwnFiles:
     manifest = 'training_checkpoint.json'
     _manifests = f'{manifest}.tmp',manifest
     def __init__(self,
-        path:Path # The folder; it need not be there
+        path:Path # The folder; it need not exist
     ):
         self.path = path
         now = self._read()
         self.run,self.made,self.listed,self.finished = now.get('run'),now.get('made', False),set(now.get('files', ())),now.get('finished')
-        if self.run is None: self.run = first(filter(None, map(run_of, sorted(path.glob('*.pt'))))) or secrets.token_hex(4)   # it was copied here, or the manifest is lost
+        # the files were copied here, or the manifest is lost
+        if self.run is None: self.run = first(filter(None, map(run_of, sorted(path.glob('*.pt'))))) or secrets.token_hex(4)
 
     def _read(self):
         text,mark = '','{"training_checkpoint": 1'
         for file in (self.path/n for n in self._manifests):
             try: text = file.read_text(errors='replace')
             except (FileNotFoundError,NotADirectoryError): continue
-            if not (text.startswith(mark) or mark.startswith(text)): raise ValueError(f"{file} was not written by TrainingCheckpoint. Choose another `fname`.")
+            if not (text.startswith(mark) or mark.startswith(text)):
+                raise ValueError(f"{file} was not written by TrainingCheckpoint. Choose another `fname`.")
         try: return json.loads(text) if (self.path/self.manifest).exists() else {}
-        except ValueError: return {}     # cut off
+        except ValueError: return {}     # incomplete
 
     def note(self):
         "Write the manifest"
-        tmp,text = self.path/self._manifests[0],dict(training_checkpoint=1, run=self.run, made=self.made, finished=self.finished, files=sorted(self.listed))
+        tmp,text = self.path/self._manifests[0],dict(training_checkpoint=1, run=self.run, made=self.made, finished=self.finished,
+                                                     files=sorted(self.listed))
         tmp.write_text(json.dumps(text))
         os.replace(tmp, self.path/self.manifest)
 
     def names(self, pattern):
-        "Those that are there, and were written here"
+        "Names of existing files that match `pattern` and belong to this run"
         here = [f for f in self.path.glob('*') if re.fullmatch(pattern, f.name)] if self.path.is_dir() else []
         return sorted(f.name for f in here if f.name in self.listed or run_of(f) == self.run)
 
     def is_own(self, name):
-        "Was it written here, as it is now?"
+        "Did `TrainingCheckpoint` write the file as it is now?"
         file = self.path/name
         return name in self.listed and (name.endswith(f'.{self.run}.tmp') or _is_log(file)) or run_of(file) is not None
 
     def free(self, name):
-        "`name`, or another if a file of somebody else has it"
+        "`name`, or another name if a foreign file has it"
         if not (self.path/name).exists() or self.is_own(name): return name
         stem,dot,kind = name.rpartition('.')
         return f'{stem}-{self.run}.{kind}'
 
     def begin(self):
-        "See to it that the folder is there"
-        self.made = self.made or not self.path.exists() or {f.name for f in self.path.iterdir()} <= {*self._manifests}   # ours if nothing else is in it
+        "Make sure that the folder exists"
+        # ours if nothing else is in it
+        self.made = self.made or not self.path.exists() or {f.name for f in self.path.iterdir()} <= {*self._manifests}
         self.path.mkdir(parents=True, exist_ok=True)
 
     def write(self, state:dict, name:str) -> Path:
@@ -153,11 +159,11 @@ class OwnFiles:
         return self.path/name
 
     def logs(self):
-        "Names of its files that are no checkpoints"
+        "Names of the run's files that are not checkpoints"
         return {n for n in self.listed if n.endswith('.jsonl')}
 
     def log(self, name:str) -> Path:
-        "The file of this name that lines are added to"
+        "The file of this name, for adding lines"
         self.begin()
         name = first(self.logs()) or self.free(name)
         self.listed.add(name)
@@ -165,7 +171,7 @@ class OwnFiles:
         return self.path/name
 
     def remove(self, keep=()):
-        "Remove what was written here, but for the names in `keep`"
+        "Remove the run's files, except the names in `keep`"
         for name in {*self.listed} - {*keep}:
             if self.is_own(name): (self.path/name).unlink(missing_ok=True)
             self.listed.discard(name)
@@ -173,9 +179,9 @@ class OwnFiles:
 # %% ../nbs/api/14d_folder.ipynb #c5f9427b
 @patch
 def finish(self:OwnFiles,
-    keep=() # Names of files that are moved; the others are removed
+    keep=() # Names of files to move; the others are removed
 ):
-    "The run is complete"
+    "Mark the run as complete"
     if not self.path.is_dir(): return
     self.finished = sorted(keep)
     self.note()
@@ -183,24 +189,24 @@ def finish(self:OwnFiles,
 
 @patch
 def clear(self:OwnFiles):
-    "Do what `finish` has decided; the next run begins"
+    "Move and remove files as `finish` has recorded, and begin the next run"
     done,keep = self.path.with_name(f'{self.path.resolve().name}-finished'),[n for n in self.finished if self.is_own(n)]
     if keep:
         done.mkdir(exist_ok=True)
         there = OwnFiles(done)
-        there.run,there.listed = self.run,{f.name for f in done.iterdir()}     # of an earlier run; what is not its own it leaves alone
+        there.run,there.listed = self.run,{f.name for f in done.iterdir()}     # files of an earlier run; foreign files stay untouched
         new = [there.free(n) for n in keep]
         for n,to in zip(keep, new): os.replace(self.path/n, done/to)
         there.remove(new)
     self.remove()
     (self.path/self.manifest).unlink(missing_ok=True)
     if self.made:
-        with suppress(OSError): self.path.rmdir()         # somebody has put a file into it
+        with suppress(OSError): self.path.rmdir()         # somebody may have put a file into it
     self.run,self.made,self.finished = secrets.token_hex(4),False,None
 
 # %% ../nbs/api/14d_folder.ipynb #9066ea44
 def _is_log(path):
-    "A file of digests"
+    "Is it a file of digests?"
     try:
         with open(path, 'rb') as f: return f.read(24) == b'{"training_checkpoint": '
     except OSError: return False

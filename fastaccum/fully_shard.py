@@ -1,4 +1,4 @@
-"""Models that do not fit one device: each rank keeps a part of the weights, gradients and the optimizer's state
+"""For models that do not fit one device: each rank keeps a part of the weights, the gradients and the optimizer's state
 
 Docs: https://fastaccum.github.io/fastaccum/api/fully_shard.html.md"""
 
@@ -23,16 +23,17 @@ __all__ = ['FullyShard', 'shard', 'reshard', 'find_units', 'check_shards', 'whol
 
 # %% ../nbs/api/17c_fully_shard.ipynb #8360836a
 class FullyShard(DataParallel):
-    "Shard the model of the Learner that it is attached to over the ranks, and train it with exact accumulation"
+    "Shard the Learner's model over the ranks, and train it with exact accumulation"
     one_target,refuses = True,dict(GradientNoiseScale=no_noise, AdaptiveGradientAccumulation=no_noise)
     def __init__(self,
-        sync:str='every',  # 'every', 'last' or 'keep': what is sent with each micro-batch, see above
-        units=None,        # Modules that are put together one at a time; default those in `nn.Sequential`s and `nn.ModuleList`s
+        sync:str='every',  # 'every', 'last' or 'keep': what each micro-batch sends, see the table above
+        units=None,        # Modules to gather one at a time; default those in `nn.Sequential`s and `nn.ModuleList`s
         offload:bool=False,# Keep the parts in the CPU's memory?
         **kwargs           # `timeout` of `DataParallel`
     ):
-        if sync not in ('every','last','keep'): raise ValueError(f"sync={sync!r} is not one of 'every', 'last', 'keep'.")
-        if kwargs.get('overlap'): raise ValueError("overlap=True is an option of DataParallel; FSDP always sends while it computes: leave it out.")
+        if sync not in ('every','last','keep'): raise ValueError(f"sync={sync!r}: pass 'every', 'last' or 'keep'.")
+        if kwargs.get('overlap'):
+            raise ValueError("overlap=True is an option of DataParallel; FSDP always sends while it computes: leave it out.")
         super().__init__(**kwargs)
         store_attr('sync,units,offload')
         self.left = 0
@@ -45,10 +46,10 @@ class FullyShard(DataParallel):
         super().before_fit()
         if self.many and self.learn.opt is not None: check_shards(self)
 
-    def _begin(self): "The weights are rank 0's since they were sharded"
+    def _begin(self): "Nothing to send: the weights have been those of rank 0 since they were sharded"
 
     def passes(self):
-        "All ranks compute together: one without items computes with an item that does not count"
+        "All ranks compute together: a rank without items computes with an item that does not count"
         learn,acc = self.learn,self.accumulation
         n,y = max(self.n_own, 1),learn.yb[0]
         total,*_ = self.agree('step', y[0].numel() if isinstance(y, Tensor) and y.dim() else 1)
@@ -90,7 +91,8 @@ def shard(
 ):
     "Give each rank its part of the weights"
     model = learn.model
-    if learn.opt is not None: raise ValueError("The Learner has an optimizer, whose parameters are whole: add FullyShard() when you make the Learner.")
+    if learn.opt is not None:
+        raise ValueError("The Learner already has an optimizer for whole parameters: add FullyShard() when you make the Learner.")
     device = getattr(learn.dls, 'device', None) or default_device()
     model.to(device)
     with together(), torch.no_grad():
@@ -103,7 +105,7 @@ def shard(
 def reshard(
     model # Sharded
 ):
-    "Leave each rank its part of the weights only; with sync='keep' all of them stay after a forward pass"
+    "Leave each rank only its part of the weights; with sync='keep', all weights stay after a forward pass"
     for m in model.modules():
         if isinstance(m, FSDPModule): m.reshard()
 
@@ -132,7 +134,7 @@ def _ghost_passes(self:FullyShard):
 
 @patch
 def _missing_passes(self:FullyShard):
-    "In validation a rank may have fewer batches than another, which needs its part of the weights for each"
+    "In validation, a rank may have fewer batches than another rank, which needs its part of the weights for each batch"
     dl = self.learn.dl
     for _ in range(sum(row[0] > 0 for row in dl.rows) - len(dl)):
         b = dl.after_batch(to_device(dl.dl.do_batch([dl.dl.do_item(0)]), self.device))
@@ -142,17 +144,21 @@ def _missing_passes(self:FullyShard):
 def check_shards(
     cb # A `FullyShard` that is attached to a `Learner`
 ):
-    "Raise an error for what does not work with a sharded model"
+    "Raise an error for settings that do not work with a sharded model"
     acc = cb.accumulation
     k = acc.micro_batch_size
-    if k == 'auto': raise ValueError("micro_batch_size='auto' lets each rank find its own size, and with FullyShard all ranks go through the model together: pass a number.")
+    if k == 'auto':
+        raise ValueError("micro_batch_size='auto' lets each rank find its own size, but with FullyShard all ranks go through the model "
+                         "together: pass a number.")
     if cb.sync != 'every' and acc.remainder != 'step':
-        raise ValueError(f"remainder={acc.remainder!r} leaves gradients that are not sharded yet with sync={cb.sync!r}: use remainder='step', or sync='every'.")
+        raise ValueError(f"With sync={cb.sync!r}, remainder={acc.remainder!r} leaves gradients that are not sharded yet: use "
+                         "remainder='step', or sync='every'.")
     sizes = shard_sizes(known_sizes(as_fastai(cb.learn.dls.train)), cb.world)
     uneven = first(row for row in sizes if k is not None and len({-(-max(n, 1)//k) for n in row}) > 1)
     if uneven is not None:
-        raise ValueError(f"micro_batch_size={k} makes different numbers of micro-batches of the ranks' {' and '.join(map(str, dict.fromkeys(uneven)))} items, and with FullyShard all ranks go through the model together: "
-                         "use a loader batch that divides, or another size.")
+        raise ValueError(f"micro_batch_size={k} splits the ranks' {' and '.join(map(str, dict.fromkeys(uneven)))} items into different "
+                         "numbers of micro-batches, but with FullyShard all ranks go through the model together: use a loader batch "
+                         "size that divides evenly, or another micro_batch_size.")
 
 # %% ../nbs/api/17c_fully_shard.ipynb #7bd3cb3b
 _save,_load = Learner.save,Learner.load
@@ -162,20 +168,20 @@ def _sharded(learn): return isinstance(getattr(learn, 'data_parallel', None), Fu
 @patch
 @delegates(save_model)
 def save(self:Learner, file, **kwargs):
-    "Save model and optimizer state (if `with_opt`) to `self.path/self.model_dir/file`. Of a sharded model rank 0 saves the whole, while all ranks help"
+    "Save model and optimizer state (if `with_opt`) to `self.path/self.model_dir/file`; of a sharded model, rank 0 saves the whole"
     return save_whole(self, file, **kwargs) if _sharded(self) else _save(self, file, **kwargs)
 
 @patch
 @delegates(load_model)
 def load(self:Learner, file, device=None, **kwargs):
-    "Load model and optimizer state (if `with_opt`) from `self.path/self.model_dir/file` using `device`. Each rank takes its part of a sharded model"
+    "Load model and optimizer state (if `with_opt`) from `self.path/self.model_dir/file` to `device`; each rank takes its part of a sharded model"
     return load_parts(self, file, **kwargs) if _sharded(self) else _load(self, file, device=device, **kwargs)
 
 # %% ../nbs/api/17c_fully_shard.ipynb #9f0107df
 def whole(
     tree # Tensors in any nesting of lists and dicts
 ): # The same, whole and on the CPU
-    "Put together what is sharded; all ranks call it"
+    "Gather sharded tensors; all ranks must call it"
     with together(): return tree_map(lambda t: t.full_tensor().cpu() if isinstance(t, DTensor) else t, tree)
 
 class _With:
@@ -188,12 +194,12 @@ def save_whole(
     with_opt:bool=True, # Save the optimizer's state too?
     **kwargs            # Of fastai's `save_model`
 ):
-    "What fastai saves, of the whole model"
+    "Save what fastai saves, for the whole model"
     file = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
     reshard(learn.model)
     model,opt = whole(learn.model.state_dict()),whole(learn.opt.state_dict()) if with_opt and learn.opt is not None else None
     save_model(file, _With(model), opt and _With(opt), with_opt=with_opt, **kwargs)
-    if dist.get_rank() and hasattr(learn, 'lr_finder'): torch.save(dict(model=model, opt=opt), file)  # each rank has a folder of its own
+    if dist.get_rank() and hasattr(learn, 'lr_finder'): torch.save(dict(model=model, opt=opt), file)  # each rank has its own folder
     return file
 
 def load_parts(
@@ -205,8 +211,9 @@ def load_parts(
     if learn.opt is None: learn.create_opt()
     reshard(learn.model)
     def load_state(state, strict=True): learn.model.load_state_dict(parts_of_whole(learn.model, state), strict=strict)
-    with together(): dist.barrier()                # rank 0 has written the file
-    load_model(join_path_file(file, learn.path/learn.model_dir, ext='.pth'), _With(load=load_state), _With(load=partial(load_opt, learn.opt)), **kwargs)
+    with together(): dist.barrier()                # wait until rank 0 has written the file
+    load_model(join_path_file(file, learn.path/learn.model_dir, ext='.pth'), _With(load=load_state),
+               _With(load=partial(load_opt, learn.opt)), **kwargs)
     return learn
 
 def parts_of_whole(
@@ -219,7 +226,7 @@ def parts_of_whole(
 
 def part_of(
     t:Tensor, # Whole, on each rank
-    like      # Of which parts are there: a parameter or buffer
+    like      # A parameter or buffer that is sharded in the same way
 ): # This rank's part
     "Shard `t` as `like` is"
     if not isinstance(like, DTensor) or not isinstance(t, Tensor) or t.shape != like.shape: return t

@@ -1,4 +1,4 @@
-"""The rest of an epoch: the items that are left, in their order, with the random numbers they would have had
+"""The rest of an epoch: the items that are left, in the same order and with the same random numbers as without the interruption
 
 Docs: https://fastaccum.github.io/fastaccum/api/loaders.html.md"""
 
@@ -29,10 +29,10 @@ def rest_of_loader(
     dl,         # The training loader: fastai's, or PyTorch's
     order,      # From `item_order`, for fastai's
     done:int,   # Batches it has given
-    before,     # Function that puts back the random numbers of the epoch's beginning, for PyTorch's
-    now         # Function that puts back those after `done` batches
+    before,     # Function that restores the random numbers from the beginning of the epoch, for PyTorch's
+    now         # Function that restores the random numbers after `done` batches
 ): # Iterator over batches
-    "The batches of an epoch after the first `done`, none of which is loaded"
+    "The batches of an epoch after the first `done`, without loading those"
     if isinstance(dl, torch_data.DataLoader) == (order is not None): raise ValueError(_other_number)
     if order is not None: return _rest_of_fastai(dl, dl.take_up(order.tolist(), done) if _is_cut(dl) else order.tolist(), now)
     before()
@@ -48,17 +48,17 @@ def rest_of_loader(
 
 _settings_of_torch = 'collate_fn','num_workers','pin_memory','timeout','worker_init_fn','multiprocessing_context','prefetch_factor'
 
-_other_number = ("The epoch of a PyTorch DataLoader was begun in one process, and several are to go on with it, or the other way round: what was saved of it does not tell "
-                 "the items that are left. Go on as it began, or use a fastai DataLoader.")
+_other_number = ("One process began the epoch of a PyTorch DataLoader and several should continue it, or the other way round: the "
+                 "checkpoint does not say which items are left. Continue with the same number of processes, or use a fastai DataLoader.")
 
 def _is_cut(dl): return hasattr(type(dl), 'take_up')   # over several ranks
 
 def _rest_of_fastai(dl, idxs, now):
-    def get_idxs():       # the last that `__iter__` calls before it loads items
+    def get_idxs():       # the last call of `__iter__` before it loads items
         now()
         return idxs
     old,dl.get_idxs = vars(dl).get('get_idxs'),get_idxs
-    dl.fake_l.generator = torch.Generator()   # the iterator's base seed is not to come from the random numbers just put back
+    dl.fake_l.generator = torch.Generator()   # so the iterator does not draw its base seed from the restored random numbers
     it = iter(dl)
     batches = list(itertools.islice(it, 1))
     del dl.get_idxs, dl.fake_l.generator
@@ -71,19 +71,19 @@ _samplers = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.
 def check_loader(
     dl # Training loader
 ):
-    "Raise an error if an epoch of `dl` cannot be taken up in the middle"
-    advice = ("The items of an epoch of {} cannot be taken up in the middle: {}. TrainingCheckpoint needs a fastai DataLoader of an indexed data set, or a "
+    "Raise an error if an epoch of `dl` cannot resume in the middle"
+    advice = ("An epoch of {} cannot resume in the middle: {}. TrainingCheckpoint needs a fastai DataLoader with an indexed dataset, or a "
               "PyTorch DataLoader with one of PyTorch's samplers.")
     if isinstance(dl, DataLoader):
         own = next((k for k in ('create_batches','sample') if k in vars(dl) or getattr(type(dl), k) is not getattr(DataLoader, k)), None)
-        why = ('its data set is not indexed' if not dl.indexed or dl.n is None else f'it has a `{own}` of its own' if own else
+        why = ('its dataset is not indexed' if not dl.indexed or dl.n is None else f'it has its own `{own}`' if own else
                'it keeps texts cut up from one shuffle to the next' if type(dl).__name__ == 'LMDataLoader' else None)
     elif type(dl) is torch_data.DataLoader:
         batches = dl.batch_sampler
-        why = ('its data set is not indexed' if isinstance(dl.dataset, torch_data.IterableDataset) else
+        why = ('its dataset is not indexed' if isinstance(dl.dataset, torch_data.IterableDataset) else
                f'its batch sampler is a {type(batches).__name__}' if type(batches) not in (torch_data.BatchSampler, type(None)) else
                f'its sampler is a {type(dl.sampler).__name__}' if type(dl.sampler) not in _samplers else None)
-    else: why = 'it is neither of fastai nor of PyTorch'
+    else: why = 'it is neither a fastai nor a PyTorch loader'
     if why is not None: raise ValueError(advice.format(f'this {type(dl).__name__}', why))
 
 # %% ../nbs/api/14e_loaders.ipynb #690fdf8b
@@ -92,7 +92,7 @@ def rng_state(
     loaders=(),  # `DataLoader`s of fastai or PyTorch
     others={}    # Name -> object that may hold generators: a callback
 ) -> dict: # For `set_rng_state`
-    "State of all random numbers"
+    "The state of all random number generators"
     vs = Values()
     res = dict(python=random.getstate(), numpy=vs.encode(np.random.get_state(), 'numpy'), torch=torch.get_rng_state())
     if device is not None and torch.device(device).type != 'cpu':
@@ -105,10 +105,10 @@ def rng_state(
 def set_rng_state(
     state:dict,  # From `rng_state`
     device=None, # As for `rng_state`
-    loaders=(),  # Likewise
-    others={}    # Likewise
+    loaders=(),  # As for `rng_state`
+    others={}    # As for `rng_state`
 ):
-    "Draw the same random numbers again"
+    "Restore the state of all random number generators"
     vs = Values()
     random.setstate(state['python'])
     np.random.set_state(vs.decode(state['numpy'], None, 'numpy'))
@@ -116,7 +116,7 @@ def set_rng_state(
     if 'device' in state and device is not None and torch.device(device).type != 'cpu':
         module = torch.get_device_module(torch.device(device))
         saved = state['device']
-        if isinstance(saved, list): module.set_rng_state_all(saved[:module.device_count()])   # there may be fewer now
+        if isinstance(saved, list): module.set_rng_state_all(saved[:module.device_count()])   # there may be fewer devices now
         else: module.set_rng_state(saved)
     for dl,own in zip(loaders, state['loaders']):
         if own is not None: dl.rng.setstate(own)
@@ -127,7 +127,7 @@ def set_rng_state(
 def generators(
     places:dict # Name -> object
 ) -> dict: # Path -> generator
-    "The generators of random numbers that some objects hold, each once"
+    "The random number generators that some objects hold, each once"
     found,todo,seen = {},list(places.items())[::-1],{}
     while todo and len(seen) < 10_000:
         path,o = todo.pop()
@@ -138,7 +138,8 @@ def generators(
     return found
 
 # %% ../nbs/api/14e_loaders.ipynb #e105de10
-_no_place = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray, pd.DataFrame, type, types.ModuleType, types.BuiltinFunctionType, Learner)
+_no_place = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray, pd.DataFrame, type, types.ModuleType,
+             types.BuiltinFunctionType, Learner)
 
 _no_users = 'torch','torchvision','numpy','pandas','fastcore','fastai','builtins'
 
@@ -148,17 +149,19 @@ def _inside(o):
     if isinstance(o, partial): return dict(func=o.func, args=o.args, **o.keywords)
     if isinstance(o, (list,tuple,set,L)): return {str(i): v for i,v in enumerate(o)} if len(o) <= 64 else {}   # longer ones are data
     if isinstance(o, dict): return {str(k): v for k,v in o.items()} if len(o) <= 64 else {}
-    functions = {k: f for c in type(o).__mro__ if c.__module__.split('.')[0] not in _no_users for k,f in vars(c).items() if isinstance(f, types.FunctionType)}
+    functions = {k: f for c in type(o).__mro__ if c.__module__.split('.')[0] not in _no_users for k,f in vars(c).items()
+                 if isinstance(f, types.FunctionType)}
     return {**getattr(o, '__dict__', {}), **functions}
 
 def _used_by(f):
-    "What a function has from around it: variables of the function it is in, and global generators"
+    "What a function uses from outside: variables of the function around it, and global generators"
     res = {k: c.cell_contents for k,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c != types.CellType()}
     return {**res, **{k: f.__globals__[k] for k in f.__code__.co_names if is_generator(f.__globals__.get(k))}}
 
 def n_workers(dl): return dl.fake_l.num_workers if isinstance(dl, DataLoader) else getattr(dl, 'num_workers', 0)
 
-def _parts_of(dl, *names): return {k: v for k in names if getattr(v := getattr(dl, k, None), '__self__', None) is not dl}   # not its own methods
+# not its own methods
+def _parts_of(dl, *names): return {k: v for k in names if getattr(v := getattr(dl, k, None), '__self__', None) is not dl}
 def _item_places(dl): return _parts_of(dl, 'dataset', 'after_item', 'before_batch', 'collate_fn', 'create_batch')
 
 def _places(loaders, others):
@@ -166,23 +169,23 @@ def _places(loaders, others):
     for i,dl in enumerate(loaders):
         here = _parts_of(dl, 'after_batch', 'generator', 'sampler')
         res.update({f'dls[{i}].{k}': v for k,v in {**here, **({} if n_workers(dl) else _item_places(dl))}.items()})
-    return {**res, **others}      # loaders first: what a callback refers to may not be there yet after a restart
+    return {**res, **others}      # loaders first: after a restart, a callback may not have its references yet
 
 # %% ../nbs/api/14e_loaders.ipynb #6e2c9ed9
 def drawn_in_workers(
     dl # Training loader
 ) -> dict: # Path -> why it cannot be saved
-    "Random numbers that are drawn while items are loaded in other processes"
+    "What draws random numbers while other processes load items"
     if not n_workers(dl): return {}
     found = {k: 'draws' for k in generators({f'dls.train.{k}': v for k,v in _item_places(dl).items()})}
     for t in getattr(getattr(dl, 'after_item', None), 'fs', ()):
         if isinstance(t, RandTransform): found[f'dls.train.after_item.{type(t).__name__}'] = 'draws'
-    return {k: 'draws random numbers in worker processes, which cannot be saved; num_workers=0 can' for k in found}
+    return {k: 'draws random numbers in worker processes, which cannot be saved; with num_workers=0 they can' for k in found}
 
 # %% ../nbs/api/14e_loaders.ipynb #82620e7a
 def sampler_weights(
     dl # A loader of fastai or PyTorch
 ) -> dict: # Name -> tensor or array
-    "What a loader draws its items by"
+    "The weights with which a loader draws its items"
     o = dl if isinstance(dl, DataLoader) else getattr(dl, 'sampler', None)
     return {k: v for k,v in getattr(o, '__dict__', {}).items() if isinstance(v, (Tensor,np.ndarray))}

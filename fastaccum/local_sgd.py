@@ -1,4 +1,4 @@
-"""Ranks that step by themselves, and average their weights now and then: for slow connections
+"""For slow connections: each rank steps on its own, and the ranks average their weights now and then
 
 Docs: https://fastaccum.github.io/fastaccum/api/local_sgd.html.md"""
 
@@ -19,20 +19,24 @@ __all__ = ['LocalSGD']
 
 # %% ../nbs/api/17b_local_sgd.ipynb #3494fe89
 class LocalSGD(DataParallel):
-    "Each rank steps by itself; weights are averaged every `period` steps, before validation, and at the end"
+    "Each rank steps on its own; weights are averaged every `period` steps, before validation, and at the end"
     outer_momentum = .9
-    refuses = dict(TrainingCheckpoint="saves one state for all ranks, and with LocalSGD each has weights and an optimizer of its own: leave it out, and use SaveModelCallback.",
+    refuses = dict(TrainingCheckpoint="saves one state for all ranks, but with LocalSGD each rank has its own weights and optimizer: "
+                                      "leave it out, and use SaveModelCallback.",
                    GradientNoiseScale=no_noise, AdaptiveGradientAccumulation=no_noise)
     def __init__(self,
         period:int=8,              # Steps between two averages
         warmup_steps:int=0,        # Steps of data parallel training first
-        outer_lr:float|None=None,  # Learning rate of DiLoCo's outer step; default plain averages
+        outer_lr:float|None=None,  # Learning rate of DiLoCo's outer step; None: plain averages
         **kwargs                   # `bucket_mb` and `timeout` of `DataParallel`
     ):
         for k,v,least in (('period',period,1), ('warmup_steps',warmup_steps,0)):
-            if not isinstance(v, Integral) or isinstance(v, bool) or v < least: raise ValueError(f"{k}={v!r}: pass a number of steps, an int, at least {least}.")
-        if outer_lr is not None and (not isinstance(outer_lr, Real) or outer_lr <= 0): raise ValueError(f"outer_lr={outer_lr!r}: pass a number greater than 0, or None for plain averages.")
-        if kwargs.get('overlap'): raise ValueError("overlap=True sends gradients during the backward pass, and LocalSGD sends none: leave it out.")
+            if not isinstance(v, Integral) or isinstance(v, bool) or v < least:
+                raise ValueError(f"{k}={v!r}: pass a number of steps (an int, at least {least}).")
+        if outer_lr is not None and (not isinstance(outer_lr, Real) or outer_lr <= 0):
+            raise ValueError(f"outer_lr={outer_lr!r}: pass a number greater than 0, or None for plain averages.")
+        if kwargs.get('overlap'):
+            raise ValueError("overlap=True sends gradients during the backward pass, but LocalSGD sends no gradients: leave it out.")
         super().__init__(**kwargs)
         store_attr('period,warmup_steps,outer_lr')
         self.n_steps,self.since,self.outer = 0,0,None
@@ -69,7 +73,7 @@ class LocalSGD(DataParallel):
 # %% ../nbs/api/17b_local_sgd.ipynb #d8214543
 @patch
 def average(self:LocalSGD):
-    "Average the weights of all ranks, if there were steps since the last time; with `outer_lr` make the outer step"
+    "Average the weights of all ranks, if there were steps since the last average; with `outer_lr`, take the outer step"
     if not self.since: return
     params,self.since = self._params(),0
     with together(), torch.no_grad():
@@ -86,6 +90,6 @@ def _params(self:LocalSGD): return [p for p in self.accumulation.acc.params if p
 
 @patch
 def _open_outer(self:LocalSGD):
-    "The outer optimizer steps copies of the weights, which stay where the last outer step left them"
+    "The outer optimizer steps copies of the weights, which change only in outer steps"
     copies = [p.detach().clone().requires_grad_() for p in self._params()]
     self.outer = torch.optim.SGD(copies, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=True)

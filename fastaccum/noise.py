@@ -1,4 +1,4 @@
-"""How noisy is the gradient? The batch size beyond which more items a step stop paying, measured while you train
+"""How noisy is the gradient? While you train, measure the batch size beyond which more items per step stop paying off
 
 Docs: https://fastaccum.github.io/fastaccum/api/noise.html.md"""
 
@@ -27,25 +27,26 @@ __all__ = ['noise_and_signal', 'RunningRatio', 'fieller', 'NoiseEstimate', 'Grad
 def noise_and_signal(
     sq_norms:Tensor, # `weight*|g|**2` of each micro-batch, added up
     weight:Tensor,   # Sum of the weights
-    k:Tensor|int,    # Number of micro-batches that have a weight
+    k:Tensor|int,    # Number of micro-batches with a weight above 0
     sq_mean:Tensor,  # |G|**2 of the accumulated gradient
-    n_items:Tensor|int # Items in it
-) -> tuple: # tr(S) of the gradient of one item, and |G|**2 of the true gradient: both unbiased, so the second may be below 0
-    "What one step says about noise and signal. NaN or infinite with fewer than two micro-batches"
+    n_items:Tensor|int # Items in the accumulated batch
+) -> tuple: # tr(S) of the gradient of one item, and |G|**2 of the true gradient. Both are unbiased, so the second may be below 0
+    "Estimates of noise and signal from one step. NaN or infinite with fewer than two micro-batches"
     t = (sq_norms - weight*sq_mean)/(k-1)
     return t*n_items/weight, sq_mean - t/weight
 
 # %% ../nbs/api/14_noise.ipynb #aac1d209
 class RunningRatio:
-    "Debiased moving averages of two noisy numbers, and the interval of their ratio. Stays on the numbers' device"
+    "Debiased moving averages of two noisy numbers, and their ratio with its interval. Stays on the device of the numbers"
     def __init__(self,
         beta:float=.95 # Weight of the past, for each step
     ): self.beta,self.n,self.m = beta,torch.zeros(()),torch.zeros(5)
 
     def add(self, x:Tensor, y:Tensor):
-        "Take in a step; one that is not finite does not count"
+        "Add a step; one that is not finite does not count"
         v = torch.stack([x, y, x*x, y*y, x*y])
-        if self.m.device != v.device or self.m.dtype != v.dtype: self.n,self.m = self.n.to(v, non_blocking=True),self.m.to(v, non_blocking=True)
+        if self.m.device != v.device or self.m.dtype != v.dtype:
+            self.n,self.m = self.n.to(v, non_blocking=True),self.m.to(v, non_blocking=True)
         ok = v.isfinite().all()
         self.m = torch.where(ok, torch.lerp(v, self.m, self.beta), self.m)
         self.n = self.n + ok
@@ -84,11 +85,13 @@ class GradientNoiseScale(LoopCallback):
     "Measure the gradient noise scale from the micro-batches of each step, with its 90% interval"
     order,run_valid,name = 10.4,False,'gradient_noise_scale'   # at the step: after unscaling (10), before clipping (11)
     def __init__(self,
-        beta:float=.95, # Weight of the past in the averages, for each measured step: .95 looks back some 20
-        every:int=1     # Measure one in so many steps
+        beta:float=.95, # Weight of the past in the averages, for each measured step; .95 averages over about 20 steps
+        every:int=1     # Measure one step in `every` steps
     ):
-        if isinstance(beta, bool) or not isinstance(beta, Real) or not 0 <= beta < 1: raise ValueError(f"beta={beta!r}: pass a number from 0 to below 1.")
-        if isinstance(every, bool) or not isinstance(every, Integral) or every < 1: raise ValueError(f"every={every!r}: pass a number of steps (an int, at least 1).")
+        if isinstance(beta, bool) or not isinstance(beta, Real) or not 0 <= beta < 1:
+            raise ValueError(f"beta={beta!r}: pass a number that is at least 0 and below 1.")
+        if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
+            raise ValueError(f"every={every!r}: pass a number of steps (an int, at least 1).")
         store_attr()
         self.ratio:RunningRatio = RunningRatio(beta)
         self.rows:StepTable = StepTable()
@@ -99,13 +102,13 @@ class GradientNoiseScale(LoopCallback):
         self._fitting:bool = False
 
     def before_fit(self):
-        if self.learn.opt is not None and not self._fitting: check_noise(self)   # `validate` begins in the same way
+        if self.learn.opt is not None and not self._fitting: check_noise(self)   # `validate` fires this event too
 
     def before_train(self):
         if self._fitting: return
         self._fitting,self._n_opened,self._n_fits,self.ratio,self._now = True,0,self._n_fits+1,RunningRatio(self.beta),None
         self._params = list(dict.fromkeys(p for ps in self.learn.opt.param_lists for p in ps))
-        self._off = any(isinstance(cb, LRFinder) for cb in self.learn.cbs)   # it takes its steps back
+        self._off = any(isinstance(cb, LRFinder) for cb in self.learn.cbs)   # it undoes its steps
 
     def before_batch(self):
         if self._off: return
@@ -113,7 +116,7 @@ class GradientNoiseScale(LoopCallback):
         elif self.norms is not None: self.norms.settle(len(so_far(self.learn).weights))
 
     def _open(self):
-        "An accumulated batch begins: shall it be measured?"
+        "An accumulated batch begins: should it be measured?"
         self._stop()
         if self._n_opened%self.every == 0: self.norms = MicroNorms(self._params)
         self._n_opened += 1
@@ -133,7 +136,7 @@ class GradientNoiseScale(LoopCallback):
         self.rows.append(dict(fit=self._n_fits, x=x, y=y, accum_bs=self.learn.gradient_accumulation.accum_bs))
 
     def rank_sums(self) -> tuple: # Two numbers
-        "What several ranks add up at a step, before their gradients are put together"
+        "What several ranks add up at a step, before they add up their gradients"
         return micro_sums(self.learn, self.norms, so_far(self.learn))[:2] if self.norms is not None else ()
 
     def _stop(self):
@@ -162,7 +165,7 @@ class GradientNoiseScale(LoopCallback):
     def load_state_dict(self,
         state:dict # From `state_dict`
     ):
-        "Go on with these averages"
+        "Continue with these averages"
         self.ratio.m,self.ratio.n,self._now = state['m'],torch.tensor(state['n'], dtype=state['m'].dtype),None
         self._n_opened,self._n_fits = state['n_opened'],state['n_fits']
         self.rows.load_state_dict(state['rows'])
@@ -170,12 +173,12 @@ class GradientNoiseScale(LoopCallback):
 # %% ../nbs/api/14_noise.ipynb #de8ad497
 class MicroNorms:
     "The norm of each micro-batch's own gradient, taken in hooks on the parameters before it is added to the others"
-    chunk = 2**22   # elements of which gradients are kept at most, to take their norms at once
+    chunk = 2**22   # keep gradients until they have this many elements, then take their norms together
     def __init__(self,
-        params # Parameters; those that are frozen have no gradient
+        params # Parameters; frozen ones have no gradient
     ):
         self.handles = [p.register_hook(self._take) for p in params if p.requires_grad]
-        self.norms,self.done = [],0   # done: those of the loader batches before
+        self.norms,self.done = [],0   # done: norms of earlier loader batches
         self.begin()
 
     def begin(self): self.grads,self.size,self.parts = [],0,[]   # an attempt that ran out of memory may have left some
@@ -201,7 +204,7 @@ class MicroNorms:
         self.begin()
 
     def settle(self, n:int):
-        "A loader batch is through, and `n` micro-batches count so far: forget those of an attempt that began again in smaller parts"
+        "At the end of a loader batch, when `n` micro-batches count so far: forget those of an attempt that was repeated in smaller parts"
         self.norms[self.done:] = self.norms[max(self.done, len(self.norms)+self.done-n):]
         self.done = len(self.norms)
 
@@ -211,10 +214,10 @@ class MicroNorms:
 # %% ../nbs/api/14_noise.ipynb #2e705158
 def micro_sums(
     learn,           # A `Learner` at a step
-    norms:MicroNorms,# Of the micro-batches in it
-    acc              # What is accumulated of them: an `Accumulated`
-) -> tuple: # Sums of `weight*|g|**2`, of those that have a weight, of weights, of items
-    "What the micro-batches say about the noise. NaN if some have not been measured"
+    norms:MicroNorms,# Of the micro-batches in the step
+    acc              # The `Accumulated` of these micro-batches
+) -> tuple: # Sum of `weight*|g|**2`, number of micro-batches with a weight above 0, sum of the weights, number of items
+    "Sums over the micro-batches that measure the noise. NaN if some micro-batches have not been measured"
     norms.settle(len(acc.weights))
     if not len(acc.weights): return 0.,0.,0.,0.                        # a rank without items
     if not learn.gradient_accumulation.acc.normalize or len(norms.norms) != len(acc.weights): return (math.nan,)*4
@@ -226,31 +229,31 @@ def micro_sums(
 def measure(
     learn,     # A `Learner` before a step, its gradients unscaled
     sums:tuple,# From `micro_sums`, over all ranks
-    params     # Those that are trained
-) -> tuple: # Of `noise_and_signal`
-    "What the accumulated batch says about noise and signal"
+    params     # Parameters that are trained
+) -> tuple: # As from `noise_and_signal`
+    "Estimates of noise and signal from the accumulated batch"
     sq_mean = grad_norm(params).square()
     q,k,weight,n = map(in_float64(sq_mean.device), sums)
     return noise_and_signal(q, weight, k, sq_mean.to(q), n)
 
 # %% ../nbs/api/14_noise.ipynb #6f3fcbba
 def in_float64(
-    device # That has it; mps has no float64
+    device # Of the results; float32 on mps, which has no float64
 ): # Function of a number or tensor
-    "A function that makes tensors there, without the host waiting"
+    "A function that makes tensors on `device`, without the host waiting"
     dtype = torch.float32 if device.type == 'mps' else torch.float64
     return lambda v: v.to(device, dtype, non_blocking=True) if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device)
 
 def so_far(
     learn # A `Learner` with an accumulation callback
 ): # An `Accumulated`
-    "What the accumulated batch under way has"
+    "What the current accumulated batch contains so far"
     return learn.gradient_accumulation.acc.so_far
 
 def loss_scale(
     learn # A `Learner`
 ) -> float|Tensor:
-    "What its losses are multiplied by before `backward`: 1 without fp16"
+    "The factor of the losses before `backward`: 1 without fp16"
     mp = getattr(learn, 'mixed_precision', None)
     return mp.scaler._scale if mp is not None and mp.scaler.is_enabled() and mp.scaler._scale is not None else 1.
 
@@ -258,25 +261,29 @@ def loss_scale(
 def check_noise(
     cb # A `GradientNoiseScale` that is attached to a `Learner`
 ):
-    "Raise an error where there is nothing to measure"
+    "Raise an error if there is nothing to measure"
     learn,acc = cb.learn,getattr(cb.learn, 'gradient_accumulation', None)
-    if sum(isinstance(o, GradientNoiseScale) for o in learn.cbs) > 1: raise ValueError("More than one GradientNoiseScale is attached. Keep one: `learn.remove_cb` the others.")
-    if acc is None: raise ValueError("GradientNoiseScale compares the micro-batches of a step: add GradientAccumulation, with accum_bs of two loader batches or more, or with micro_batch_size of half a one.")
+    if sum(isinstance(o, GradientNoiseScale) for o in learn.cbs) > 1:
+        raise ValueError("More than one GradientNoiseScale is attached. Keep one: `learn.remove_cb` the others.")
+    if acc is None:
+        raise ValueError("GradientNoiseScale compares the micro-batches of a step: add GradientAccumulation, with accum_bs of at least two "
+                         "loader batches, or with micro_batch_size of at most half a loader batch.")
     if not acc.normalize or acc.weight is None and LossInfo(learn.loss_func).reduction == 'sum':
-        raise ValueError("GradientNoiseScale needs the mean over the accumulated batch: leave out normalize=False, and use a loss with reduction='mean'.")
+        raise ValueError("GradientNoiseScale needs the mean over the accumulated batch: leave out normalize=False, and use a loss "
+                         "with reduction='mean'.")
     bs = getattr(learn.dls.train, 'bs', None) or getattr(learn.dls.train, 'batch_size', None)
     if num_distrib() > 1 or acc.micro_batch_size == 'auto' or bs is None: return
     most = bs if acc.per_loader_batch else getattr(acc, 'min_accum_bs', None) or max(acc.accum_bs, getattr(acc, 'final_accum_bs', 0))
     if most <= min(bs, acc.micro_batch_size or bs):
-        raise ValueError(f"GradientNoiseScale compares the micro-batches of a step, but there is one: {bs} items of the loader, accum_bs={most}. "
-                         f"Split loader batches with micro_batch_size={max(1, bs//2)}, or raise accum_bs.")
+        raise ValueError(f"GradientNoiseScale compares the micro-batches of a step, but each step has only one: the loader batch has {bs} "
+                         f"items, and accum_bs={most}. Split loader batches with micro_batch_size={max(1, bs//2)}, or raise accum_bs.")
 
 # %% ../nbs/api/14_noise.ipynb #023596fd
 @patch
 def plot(self:GradientNoiseScale,
     ax=None # Matplotlib axes, default new ones
 ): # Matplotlib axes
-    "Draw the noise scale and its 90% interval over the measured steps, next to `accum_bs`"
+    "Draw the noise scale and its 90% interval over the measured steps, with `accum_bs`"
     if not len(self.rows): raise ValueError("GradientNoiseScale has measured no step yet: train first.")
     fits,reads = self.rows['fit'],[]
     for i,(x,y) in enumerate(zip(*(torch.from_numpy(self.rows[k].astype(float)) for k in ('x','y')))):
@@ -296,14 +303,14 @@ def plot(self:GradientNoiseScale,
 # %% ../nbs/api/14_noise.ipynb #7d2ef513
 def next_size(
     size:int,     # Items of a step now
-    low:float,    # Of the interval of the noise scale
-    high:float,   # Likewise
-    smallest:int, # Items of a step at least
-    largest:int,  # and at most
-    multiple:int, # Items of a loader batch: a step ends with one
+    low:float,    # Lower end of the noise scale's interval
+    high:float,   # Upper end of the noise scale's interval
+    smallest:int, # Smallest number of items in a step
+    largest:int,  # Largest number of items in a step
+    multiple:int, # Items in a loader batch, because a step takes whole loader batches
     monotone:bool # Only grow?
 ) -> int:
-    "Grow to what the interval proves, at most twofold; if not `monotone` shrink in the same way"
+    "The next size: grows to what the interval proves, at most twofold; if not `monotone`, shrinks in the same way"
     if low > size:
         new = min(2*size, low, largest)
         return max(size, largest if new == largest else int(new)//multiple*multiple)
@@ -312,22 +319,22 @@ def next_size(
 
 # %% ../nbs/api/14_noise.ipynb #68fd2fcb
 class Change(NamedTuple):
-    "Why `accum_bs` was changed"
+    "A change of `accum_bs`, and its reason"
     step:int          # Measured steps so far
-    before:int        # `accum_bs` until then
-    after:int         # and from then on
+    before:int        # `accum_bs` before the change
+    after:int         # `accum_bs` after the change
     noise_scale:float # The estimate, in items
     low:float         # Lower end of its 90% interval
     high:float        # Upper end
 
 @delegates(GradientAccumulation, but='accum_bs,n_acc')
 class AdaptiveGradientAccumulation(GradientAccumulation):
-    "Gradient accumulation whose `accum_bs` grows while the noise scale, judged on the steps before, is surely above it"
+    "Gradient accumulation whose `accum_bs` grows while the noise scale, measured on the steps before, is surely larger"
     def __init__(self,
         min_accum_bs:int,   # Items of an accumulated batch at the beginning of a fit, at least two micro-batches
-        max_accum_bs:int,   # Items of an accumulated batch at most
-        beta:float=.95,     # As in `GradientNoiseScale`, which it adds if there is none
-        monotone:bool=True, # Only grow? If False it shrinks, by half at most, where `accum_bs` is above the interval
+        max_accum_bs:int,   # Largest number of items of an accumulated batch
+        beta:float=.95,     # As in `GradientNoiseScale`, which this callback adds if there is none
+        monotone:bool=True, # Only grow? If False, `accum_bs` also shrinks, at most by half, while it is above the interval
         **kwargs
     ):
         super().__init__(min_accum_bs, **kwargs)
@@ -339,7 +346,7 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
     def before_fit(self):
         if not hasattr(self.learn, 'gradient_noise_scale'):
             self.learn.add_cb(self._own)
-            if self.learn.opt is not None: check_noise(self._own)   # too late for its own `before_fit`
+            if self.learn.opt is not None: check_noise(self._own)   # its own `before_fit` will not run in this fit
         super().before_fit()
 
     def size_at(self,
@@ -354,28 +361,29 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         super().after_batch()
         noise = self.learn.gradient_noise_scale
         if not self.loop.closed or len(noise.rows) == self._judged: return
-        self._judged,est = len(noise.rows),noise.estimate()   # reads the device, next to the Recorder, which does so too
+        self._judged,est = len(noise.rows),noise.estimate()   # reads the device, right after the Recorder has read it
         bs = getattr(self.learn.dls.train, 'bs', None) or 1
         new = next_size(self._size, est.low, est.high, self.min_accum_bs, self.max_accum_bs, bs, self.monotone)
         if new != self._size: self.changes.append(Change(est.n_steps, self._size, new, est.b_simple, est.low, est.high))
         self._size = new
 
-    def tidy(self): self._size = self.min_accum_bs            # as a schedule, it begins anew with each fit
+    def tidy(self): self._size = self.min_accum_bs            # like a schedule, it restarts with each fit
     def detach(self):
         super().detach()
         if self._own.learn is not None: self.learn.remove_cb(self._own)
 
     def plan(self, n_epoch:int=1, dl=None): # As for the other accumulation callbacks
-        "There is none: an error"
-        raise ValueError("AdaptiveGradientAccumulation finds its sizes while it trains: there is no plan. Afterwards `changes` and `learn.gradient_noise_scale.plot()` show them.")
+        "Raises an error, because there is no plan"
+        raise ValueError("AdaptiveGradientAccumulation finds its sizes during training, so there is no plan. After training, `changes` "
+                         "and `learn.gradient_noise_scale.plot()` show the sizes.")
 
     def state_dict(self) -> dict: # Plain values
-        "Size and changes too, for checkpoints"
+        "The state for checkpoints, with the size and its changes"
         return dict(super().state_dict(), size=self._size, judged=self._judged, changes=[tuple(c) for c in self.changes])
 
     def load_state_dict(self,
         state:dict # From `state_dict`
     ):
-        "Go on with this size"
+        "Continue with this size"
         super().load_state_dict(state)
         self._size,self._judged,self.changes = state['size'],state['judged'],[Change(*c) for c in state['changes']]

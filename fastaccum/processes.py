@@ -1,4 +1,4 @@
-"""Start a process group, run a function in several processes, and learn which of them failed, and why
+"""Start a process group, run a function in several processes, and find out which of them failed, and why
 
 Docs: https://fastaccum.github.io/fastaccum/api/processes.html.md"""
 
@@ -18,9 +18,9 @@ __all__ = ['start_group', 'stop_group', 'together', 'tell_failure', 'all_ended',
 # %% ../nbs/api/16b_processes.ipynb #14e45e89
 def start_group(
     timeout:float=600,     # Seconds that a rank waits for the others, in each operation
-    backend:str|None=None  # Default NCCL for tensors on a GPU and gloo for others
+    backend:str|None=None  # Default: NCCL for tensors on a GPU, gloo for others
 ) -> bool: # Is there more than one rank?
-    "Join the process group that torchrun's environment describes; without one, or with one rank, do nothing"
+    "Join the process group that torchrun's environment variables describe; without them, or with one rank, do nothing"
     if dist.is_initialized(): return _remember()
     if int(os.environ.get('WORLD_SIZE', 1)) == 1: return False
     if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', 0)))
@@ -35,13 +35,13 @@ def start_group(
 
 # %% ../nbs/api/16b_processes.ipynb #63d1cd33
 def stop_group():
-    "Leave the process group, if there is one: a process that ends without may end with an error"
+    "Leave the process group, if there is one; a process that does not may end with an error"
     if dist.is_initialized(): dist.destroy_process_group()
 
 # %% ../nbs/api/16b_processes.ipynb #3d9cd208
 @contextmanager
 def together():
-    "Around operations of the process group: if one fails as another rank has failed, say so"
+    "A context for operations of the process group: if one fails because another rank has failed, the error says so"
     try: yield
     except RuntimeError as e:
         if not dist.is_initialized(): raise
@@ -49,9 +49,9 @@ def together():
 
 # %% ../nbs/api/16b_processes.ipynb #1a93575b
 def tell_failure(
-    e:BaseException # What ends this rank
+    e:BaseException # The error that ends this rank
 ):
-    "Leave the error for the other ranks, unless another rank has failed before"
+    "Leave the error for the other ranks, unless another rank has failed first"
     if not dist.is_initialized() or _stopped in str(e): return
     what = ''.join(traceback.format_exception_only(e)).strip()
     try: _store().compare_set(_key, '', '\n\n'.join([f'rank {dist.get_rank()} failed: {what}', *traceback.format_exception(e)]))
@@ -60,23 +60,23 @@ def tell_failure(
 # %% ../nbs/api/16b_processes.ipynb #e4d1a7c2
 def all_ended(
     timeout:float=600 # Seconds that rank 0 waits
-) -> bool: # Have all? The others do not wait
-    "Say that this rank has come to its end without an error, also when its group is closed already. Rank 0 waits until all have"
+) -> bool: # Have all ranks ended? Ranks other than 0 do not wait
+    "Record that this rank has ended without an error, even if its group is already closed. Rank 0 waits for all ranks"
     try: return not _roll_call('end', 0 if _group['rank'] else timeout, **_group)
-    except RuntimeError: return False          # the store is gone, with the process or the agent that had it
+    except RuntimeError: return False          # the store is gone, with the process or agent that held it
 
 # %% ../nbs/api/16b_processes.ipynb #bde75f57
 _key,_stopped,_group = 'fastaccum_failure','Stopped, as ',{}
 
 def _remember():
-    "Keep what is needed to hear of the others when the group is closed. Is there more than one rank?"
+    "Keep what this rank needs to hear of the others after the group is closed. Is there more than one rank?"
     _group.update(store=_store(), rank=dist.get_rank(), world=dist.get_world_size())
     return _group['world'] > 1
 
 def _store(): return dist.distributed_c10d._get_default_store()
 
 def _failure(wait):
-    "What the rank that failed first has told, and its traceback. Its connection may be closed before that arrives"
+    "The error of the rank that failed first, and its traceback; they may arrive after its connection has closed"
     end = time.monotonic()+wait
     try:
         while not _store().check([_key]):
@@ -88,7 +88,7 @@ def _failure(wait):
 def _why(e): return _stopped + (_failure(2.)[0] or f'{_missing()} is gone, or did not answer in time ({e})')
 
 def _missing():
-    "Which ranks do not answer a roll call? Those that wait for the same rank give up at about the same time"
+    "The ranks that do not answer a roll call. Ranks that wait for the same rank give up at about the same time"
     try: away = _roll_call('here', 2., _store(), dist.get_rank(), dist.get_world_size())
     except RuntimeError: away = []             # the store is gone: it was in a process that is
     return f"rank {' and '.join(map(str, away))}" if away else 'another rank'
@@ -108,9 +108,9 @@ def _telling(hook):
 
 # %% ../nbs/api/16b_processes.ipynb #f6cc165e
 def launch(
-    fn,              # Function to run in each process; of a notebook's cell too
+    fn,              # Function to run in each process; may be defined in a notebook
     n:int,           # Number of processes
-    *args,           # Arguments of `fn`, the same for each
+    *args,           # Arguments of `fn`, the same for each process
     timeout:float=600# Seconds that a rank waits for the others
 ) -> list: # What `fn` returned in each process, by rank
     "Run `fn(*args)` in `n` processes of one process group"
@@ -127,29 +127,31 @@ def launch(
 # %% ../nbs/api/16b_processes.ipynb #75dffdb0
 def _check_launch(fn, n):
     if not callable(fn): raise TypeError(f"fn is {fn!r}, not a function: pass the function that each process runs.")
-    if not isinstance(n, Integral) or isinstance(n, bool) or n < 1: raise ValueError(f"n={n!r}: pass the number of processes, an int, at least 1.")
+    if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
+        raise ValueError(f"n={n!r}: pass the number of processes (an int, at least 1).")
     if dist.is_initialized() or int(os.environ.get('WORLD_SIZE', 1)) > 1:
-        raise RuntimeError("This process is a rank of a process group already: call `launch` from a process that is not.")
+        raise RuntimeError("This process is already a rank of a process group: call `launch` from a process that is not.")
     if torch.cuda.is_initialized():
-        raise RuntimeError("CUDA is initialised in this process, and does not survive the fork that `launch` makes. Restart the kernel, and use the GPU only in "
-                           "the function that you launch; or run a script with torchrun.")
+        raise RuntimeError("CUDA is initialized in this process, and does not survive the fork that `launch` makes. Restart the kernel, "
+                           "and use the GPU only in the function that you launch; or run a script with torchrun.")
 
 def _run_rank(fn, args, timeout):
     "What each process of `launch` runs"
-    torch.set_num_threads(1)                   # a fork has no threads of the pool that its parent may have used
+    torch.set_num_threads(1)                   # a fork lacks the threads of its parent's thread pool
     start_group(timeout)
     try: res = fn(*args)
     except BaseException as e:
         tell_failure(e)
         if _stopped in str(e): raise RuntimeError(f'{e}\n\n{_failure(0)[1]}') from None
-        raise                                  # the connections close when the error is written, with the process
+        raise                                  # the connections close with the process, after the error is written
     stop_group()
     return res
 
 @contextmanager
 def _signals_kept():
-    "torch's agent sets handlers, and leaves them. What it would log is in our error"
-    main,logs = threading.current_thread() is threading.main_thread(),[logging.getLogger(f'torch.{o}') for o in ('distributed.elastic','multiprocessing')]
+    "Restore the signal handlers that torch's agent sets, and silence its log, as our error says the same"
+    main,logs = threading.current_thread() is threading.main_thread(),[logging.getLogger(f'torch.{o}')
+                                                                       for o in ('distributed.elastic','multiprocessing')]
     old = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)} if main else {}
     levels = [log.level for log in logs]
     for log in logs: log.setLevel(logging.CRITICAL)
@@ -159,7 +161,7 @@ def _signals_kept():
         for s,handler in old.items(): signal.signal(s, handler)
 
 def _first_failure(e):
-    "The failure that the others followed, from torch's error"
+    "The failure that caused the others, from torch's error"
     rank,failure = min(e.failures.items(), key=lambda o: (_stopped in str(o[1].message), o[1].timestamp))
     text,trace = failure.message,''
     if isinstance(text, dict): text,trace = text['message'],text['extraInfo']['py_callstack']

@@ -1,4 +1,4 @@
-"""One checkpoint for several ranks: what they ask of each other, and what each of them has of its own
+"""One checkpoint for several ranks: how they agree when to save, and what differs from rank to rank
 
 Docs: https://fastaccum.github.io/fastaccum/api/ranks.html.md"""
 
@@ -22,31 +22,31 @@ def parts_of(
     state:dict,# From `training_state`
     buffers    # Names of the model's buffers
 ) -> dict: # Of dicts
-    "What may be different from rank to rank. Weights and the optimizer's state are not"
+    "The parts of a state that may differ from rank to rank; weights and the optimizer's state do not"
     return dict(rest={k: v for k,v in state.items() if k not in ('model','opt','callbacks')}, callbacks=groupby(state['callbacks'], 0, 1),
                 model={k: v for k,v in state.get('model', {}).items() if k in buffers})
 
 def digests_of(
     parts:dict # From `parts_of`
-) -> dict: # The same with digests
-    "By which ranks compare what they have"
+) -> dict: # The same structure with digests
+    "Digests with which ranks compare their parts"
     return {name: {k: digest(v) for k,v in part.items()} for name,part in parts.items()}
 
 def different(
     parts:dict,  # From `parts_of`
     digests:dict # Of rank 0's
 ) -> dict: # As `parts`
-    "What rank 0 has otherwise, or not at all"
+    "The parts that differ from rank 0, or that rank 0 does not have"
     own = digests_of(parts)
     return {name: {k: v for k,v in part.items() if own[name][k] != digests[name].get(k)} for name,part in parts.items()}
 
 def as_on(
-    state:dict, # Rank 0's
-    own:dict    # From `different`
+    state:dict, # State of rank 0
+    own:dict    # From `different`, on another rank
 ) -> dict: # A state
-    "The state of the rank that `own` is of"
+    "The state of the other rank"
     model,callbacks = state.get('model', {}),{**groupby(state['callbacks'], 0, 1), **own['callbacks']}
-    model.update(own['model'])                 # in place: it holds the versions of its modules
+    model.update(own['model'])                 # in place, as it holds the versions of its modules
     return {**state, **own['rest'], 'callbacks': [(name, s) for name,ss in callbacks.items() for s in ss]}
 
 # %% ../nbs/api/16d_ranks.ipynb #4b5ff90b
@@ -55,31 +55,32 @@ asks = 'save','SIGINT','SIGTERM','SIGUSR1'
 class SavingRanks(OneRank):
     "What several ranks do together at a checkpoint; a base of `DataParallel`"
     def __init__(self): self.asked,self.known = set(),set()
-    def ask(self, what:str): self.asked.add(what)    # `known` to all with the next message
+    def ask(self, what:str): self.asked.add(what)    # all ranks know it after the next message
 
     def sent(self) -> list: # A number for each of `asks`
-        "What this rank asks for. A signal may ask for more at any moment"
+        "The requests of this rank. A signal may add more at any moment"
         asked,self.asked = self.asked,set()
         return [k in asked for k in asks]
 
     def heard(self,
-        sums # Of `sent`, over all ranks
+        sums # Sums of `sent` over all ranks
     ):
-        "What any rank has asked for is known to all"
+        "Record the requests of all ranks"
         self.known.update(k for k,n in zip(asks, sums) if n)
 
     def load(self, folder:CheckpointFolder, fit:int, device) -> dict|None:
-        state = folder.load(fit, device)             # the others have no files
+        state = folder.load(fit, device)             # only rank 0 has files
         data = from_rank0(None if state is None else folder.of_fit(fit)[-1].read_bytes())
         if data is None: return None
         return self.own_part(read_checkpoint(io.BytesIO(data), device) if self.rank else state)
 
     def own_part(self,
-        state:dict # Of a checkpoint
+        state:dict # From a checkpoint
     ) -> dict:
-        "What this rank goes on with; with another number of ranks than before some are new, and have the random numbers that they have"
+        "The state with which this rank continues. If there are more ranks than before, new ranks keep their present random numbers"
         saved = state.pop('ranks', None) or [None]
-        if len(saved) != self.world and not self.rank: print(f'TrainingCheckpoint: the checkpoint is of {len(saved)} rank{"s"*(len(saved) > 1)}, and {self.world} go on.')
+        if len(saved) != self.world and not self.rank:
+            print(f'TrainingCheckpoint: {len(saved)} rank{"s"*(len(saved) > 1)} saved the checkpoint, and {self.world} continue.')
         if self.rank >= len(saved): return without_sums(dict(state, rng=None))
         return as_on(state, saved[self.rank]) if self.rank else state
 
@@ -91,8 +92,8 @@ class SavingRanks(OneRank):
     def all_ended(self) -> bool: return all_ended(self.timeout)
 
 def without_sums(
-    state:dict # Rank 0's
+    state:dict # State of rank 0
 ) -> dict:
-    "For a rank that begins in mid-epoch: what the training metrics have added up is rank 0's alone"
+    "The state for a rank that begins in mid-epoch: only rank 0 keeps the sums of the training metrics"
     empty = lambda name,s: dict(s, mets=[]) if name == 'recorder' and 'mets' in s else s
     return dict(state, callbacks=[(name, empty(name, s)) for name,s in state['callbacks']])

@@ -1,4 +1,4 @@
-"""The learning rate that goes with the batch size: scale it, or let the batch grow instead of letting the rate decay
+"""The learning rate that goes with the batch size: scale the rate, or let the batch grow instead of letting the rate decay
 
 Docs: https://fastaccum.github.io/fastaccum/api/rates.html.md"""
 
@@ -21,36 +21,36 @@ _rules = dict(linear=lambda k: k, sqrt=lambda k: k**.5)
 def scale_hyper(
     name:str, # 'lr', 'mom' or 'sqr_mom'
     v,        # Its value
-    k:float,  # Items of a step, in multiples of what `v` was chosen for; 1/k undoes it
+    k:float,  # Items of a step, relative to the items that `v` was chosen for; 1/k undoes the scaling
     rule:str  # 'linear' or 'sqrt'
 ): # The value to use
-    "A learning rate times `k`, or its root; momentum with the half-life in items kept"
+    "A learning rate times `k` or its square root; or a momentum with the same half-life in items"
     return v*_rules[rule](k) if name == 'lr' else v**k
 
 # %% ../nbs/api/14b_rates.ipynb #f867caa5
 class ScaleLR(LoopCallback):
     "Scale the learning rate with the size of the accumulated batch, or of larger loader batches"
-    order,run_valid,name = 999,False,'scale_lr'   # scales after whatever may cancel the step, puts back after whoever records it
+    order,run_valid,name = 999,False,'scale_lr'   # scales after all that may cancel the step, restores after all that records the rate
     def __init__(self,
         rule:str,             # 'linear' or 'sqrt'
-        bs:int|None=None,     # Items that the learning rate was chosen for, default the loader's batch, or the size that a schedule starts with
-        half_life:bool=False  # Keep the half-life of Adam's averages in items? (`mom` and `sqr_mom` to the power of `accum_bs/bs`)
+        bs:int|None=None,     # Items per step that the learning rate was chosen for; default: a schedule's first size, else a loader batch
+        half_life:bool=False  # Keep the half-life of Adam's averages in items? (raises `mom` and `sqr_mom` to the power of `accum_bs/bs`)
     ):
         if rule not in _rules: raise ValueError(f"rule={rule!r} is not one of {', '.join(map(repr, _rules))}.")
         if bs is not None and (not isinstance(bs, Integral) or isinstance(bs, bool) or bs < 1):
-            raise ValueError(f"bs={bs!r}: pass the number of items of a step that the learning rate was chosen for (an int, at least 1).")
+            raise ValueError(f"bs={bs!r}: pass the number of items per step that the learning rate was chosen for (an int, at least 1).")
         store_attr()
         self.off,self._accum,self._scaled = True,None,{}
 
     def before_fit(self):
-        if self.learn.opt is None: return         # a loaded Learner that predicts
+        if self.learn.opt is None: return         # a loaded Learner that only predicts
         self._accum = accumulation_of(self.learn)
         self.off = any(isinstance(cb, LRFinder) for cb in self.learn.cbs)
         if not self.off: check_scale_lr(self)
 
     @property
     def k(self) -> float:
-        "Items of a step, in multiples of what the learning rate was chosen for"
+        "Items of a step, relative to the items that the learning rate was chosen for"
         return nominal_bs(self.learn, self._accum)/ifnone(self.bs, base_bs(self.learn, self._accum))
 
     def before_batch(self):
@@ -75,7 +75,7 @@ class ScaleLR(LoopCallback):
     def _put_back(self):
         opt = self.learn.opt
         for name,(k,old,new) in self._scaled.items():
-            now = [h[name] for h in opt.hypers]   # another callback may have set it: to what the next step is to take
+            now = [h[name] for h in opt.hypers]   # another callback may have set the value that the next step should use
             opt.set_hyper(name, [o if v == n else scale_hyper(name, v, 1/k, self.rule) for o,n,v in zip(old, new, now)])
         self._scaled = {}
 
@@ -83,12 +83,12 @@ class ScaleLR(LoopCallback):
 def accumulation_of(
     learn # A `Learner`
 ) -> GradientAccumulation|None: # `None` if every loader batch is a step
-    "The accumulation callback that is at work"
+    "The accumulation callback that is active"
     return first(cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.run)
 
 def loader_bs(
     learn # A `Learner`
-) -> int|None: # `None` if its loader does not say
+) -> int|None: # `None` if the loader does not say
     "Items of a loader batch"
     dl = learn.dls.train
     return getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
@@ -96,7 +96,7 @@ def loader_bs(
 def nominal_bs(
     learn, # A `Learner` in a fit
     accum  # Its accumulation callback, or `None`
-) -> int|None: # `None` if nobody says
+) -> int|None: # `None` if it is not known
     "Items that a step should have"
     return loader_bs(learn) if accum is None or accum.per_loader_batch else accum.accum_bs
 
@@ -104,33 +104,37 @@ def base_bs(
     learn, # A `Learner`
     accum  # Its accumulation callback, or `None`
 ) -> int|None: # `None` if the loader does not say
-    "Items that a learning rate was chosen for, if the user does not say"
+    "Items per step that the learning rate was chosen for, if the user does not say"
     return getattr(accum, 'start_accum_bs', None) or loader_bs(learn)
 
 # %% ../nbs/api/14b_rates.ipynb #9eb5adc4
 def check_scale_lr(
     cb # A `ScaleLR` that is attached to a `Learner` with an optimizer
 ):
-    "Raise an error for what cannot be scaled, warn of what is doubtful"
+    "Raise an error if scaling is not possible, warn if it is doubtful"
     learn,accum = cb.learn,cb._accum
-    if sum(isinstance(o, ScaleLR) for o in learn.cbs) > 1: raise ValueError("More than one ScaleLR is attached, and each would scale. Keep one: `learn.remove_cb` the others.")
+    if sum(isinstance(o, ScaleLR) for o in learn.cbs) > 1:
+        raise ValueError("More than one ScaleLR is attached, and each would scale the rate. Keep one: `learn.remove_cb` the others.")
     if cb.bs is None and accum is None:
-        raise ValueError("ScaleLR has nothing to scale by: without accumulation pass the number of items that the learning rate was chosen for, `bs=`, or add GradientAccumulation.")
+        raise ValueError("ScaleLR has nothing to scale by: add GradientAccumulation, or pass `bs=`, the number of items per step that the "
+                         "learning rate was chosen for.")
     if cb.bs is None and base_bs(learn, accum) is None or accum is None and loader_bs(learn) is None:
-        raise ValueError("This loader does not say how many items its batches have: pass ScaleLR(bs=...) next to an accumulation callback.")
+        raise ValueError("This loader does not say how many items its batches have: add an accumulation callback, and pass "
+                         "ScaleLR(bs=...).")
     hypers = learn.opt.hypers[0]
     if cb.half_life and hypers.get('mom') and 'sqr_mom' not in hypers:
-        warn("ScaleLR(half_life=True) lowers `mom`, and with this optimizer that shortens each step: momentum is a sum here, not an average as Adam's. Leave half_life out.")
+        warn("ScaleLR(half_life=True) lowers `mom`, and with this optimizer that shortens each step, because its momentum is a sum and "
+             "not an average as in Adam. Leave out half_life.")
 
 # %% ../nbs/api/14b_rates.ipynb #db8255b4
 def batch_ramp(
-    decay:Callable # Function of the position from 0 to 1, such as `SchedCos(1, .1)` or what `combine_scheds` makes: the learning rate, in any unit
+    decay:Callable # The learning rate, in any unit, as a function of the position from 0 to 1, such as `SchedCos(1, .1)`
 ) -> Callable: # An annealer, for `GradientAccumulationSchedule(schedule=..., start=0., finish=1.)`
     "A batch size that grows as the learning rate would have decayed: `min(final, start*decay(0)/decay(pos))`"
     if not callable(decay): raise TypeError(f"decay={decay!r}: pass a function of the position from 0 to 1, such as SchedCos(1, .1).")
-    if not decay(0.) > 0: raise ValueError(f"decay begins with {decay(0.)}: a learning rate is above 0 there.")
+    if not decay(0.) > 0: raise ValueError(f"decay begins with {decay(0.)}: pass a learning rate that begins above 0.")
     def ramp(start, end):
-        if end < start: raise ValueError(f"batch_ramp grows, but the schedule goes from {start} to {end} items.")
+        if end < start: raise ValueError(f"batch_ramp grows, but the schedule goes down from {start} to {end} items.")
         return partial(_ramp_at, decay, start, end)
     return ramp
 
@@ -144,7 +148,7 @@ def saved_steps(self:GradientAccumulationSchedule,
     n_epoch:int=1, # Number of epochs
     dl=None        # Training loader, default the Learner's
 ) -> int:
-    "How many optimizer steps of a fit are saved, compared with the size that the schedule starts with"
+    "How many optimizer steps of a fit the schedule saves, compared with a constant batch of its first size"
     constant = accum_batches(self._sizes(dl), n_epoch, lambda *_: self.start_accum_bs, self.remainder)
     return len(constant) - len(self.plan(n_epoch, dl))
 

@@ -1,4 +1,4 @@
-"""Cut the batches of a loader over the ranks, and put metrics and predictions together again
+"""Split the batches of a loader over the ranks, and join the metrics and predictions again
 
 Docs: https://fastaccum.github.io/fastaccum/api/sharding.html.md"""
 
@@ -21,8 +21,8 @@ __all__ = ['shard_sizes', 'ShardedDL', 'as_fastai', 'known_sizes', 'drawn_by_ran
 def shard_sizes(
     sizes:list, # Items of each batch
     world:int   # Number of ranks
-) -> list: # For each batch a list with the items of each rank
-    "How each batch is cut: evenly, the first ranks take one more"
+) -> list: # For each batch, the number of items of each rank
+    "How to split each batch: evenly, where the first ranks may take one item more"
     return [[n//world + (r < n%world) for r in range(world)] for n in sizes]
 
 # %% ../nbs/api/16c_sharding.ipynb #44859a61
@@ -33,27 +33,29 @@ class ShardedDL(TfmdDL):
         dl,               # fastai's or PyTorch's loader of whole batches
         rank:int,         # Of this process
         world:int,        # Number of ranks
-        ghosts:bool=False # Does a rank without items in a batch get one, which does not count? Then all ranks have as many batches
+        ghosts:bool=False # Give a rank without items one that does not count? Then all ranks have the same number of batches
     ):
         self.dl,self.rank,self.world,self.ghosts = as_fastai(dl),rank,world,ghosts
         self.rows = shard_sizes(known_sizes(self.dl), world)
         dl = self.dl
         self.bs,self.n = max(1, -(-(dl.bs-rank)//world)),dl.n
-        for k in ('dataset','drop_last','num_workers','offs','pin_memory','after_item','before_batch','after_batch'): setattr(self, k, getattr(dl, k))
+        for k in ('dataset','drop_last','num_workers','offs','pin_memory','after_item','before_batch','after_batch'):
+            setattr(self, k, getattr(dl, k))
         self._device,f = dl.device,dl.fake_l
-        self.fake_l = _FakeLoader(self, f.pin_memory, f.num_workers, f.timeout, persistent_workers=f.persistent_workers, pin_memory_device=f.pin_memory_device)
+        self.fake_l = _FakeLoader(self, f.pin_memory, f.num_workers, f.timeout, persistent_workers=f.persistent_workers,
+                                  pin_memory_device=f.pin_memory_device)
 
     def __len__(self): return len(self.rows) if self.ghosts else sum(row[self.rank] > 0 for row in self.rows)
 
     def get_idxs(self):
-        "This rank's items of an epoch, in rank 0's order"
+        "This rank's items of an epoch, in the order that rank 0 draws"
         return self.take_up(drawn_by_rank0(self.dl) if self.world > 1 else list(self.dl.get_idxs()))
 
     def take_up(self,
-        order,     # Indexes of the items of the epoch, of all ranks
-        done:int=0 # Batches of the epoch that are behind
+        order,     # Indices of all ranks' items that are left in the epoch
+        done:int=0 # Batches of the epoch that are done
     ):
-        "This rank's items of what is left of an epoch after `done` batches: `order`, of all ranks"
+        "This rank's items in the rest of an epoch, after `done` batches"
         self.order,res,start = order,[],0
         for row in self.rows[done:]:
             a = start + sum(row[:self.rank])
@@ -63,20 +65,21 @@ class ShardedDL(TfmdDL):
         return res
 
     def left(self,
-        done:int # Batches that are behind
+        done:int # Batches that are done
     ) -> list:
         "The items of all ranks that are left after `done` more batches, in order"
         return self.order[done*self.dl.bs:]
 
     def create_batches(self, samps):
         dl = self.dl
-        for chunk in chunked(samps, self.bs): yield dl.do_batch([o for o in map(dl.do_item, chunk) if o is not None])  # None: the item was skipped
+        # None: the item was skipped
+        for chunk in chunked(samps, self.bs): yield dl.do_batch([o for o in map(dl.do_item, chunk) if o is not None])
 
     def before_iter(self): self.dl.before_iter()
     def after_iter(self): self.dl.after_iter()
     def randomize(self): self.dl.randomize()
     def new(self, *args, **kwargs): return self.dl.new(*args, **kwargs)
-    def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)  # what is gathered is gathered once, at the end
+    def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)  # all is gathered once, at the end
 
 # %% ../nbs/api/16c_sharding.ipynb #1792fe31
 def as_fastai(
@@ -85,12 +88,14 @@ def as_fastai(
     "`dl`, or a fastai loader with its items, order and `collate_fn`"
     if not isinstance(dl, torch.utils.data.DataLoader): return dl
     if dl.batch_size is None or isinstance(dl.dataset, IterableDataset): raise ValueError(_no_sizes(dl))
-    return TfmdDL(dl.dataset, bs=dl.batch_size, drop_last=dl.drop_last, num_workers=dl.num_workers, pin_memory=dl.pin_memory, n=len(dl.sampler),
+    return TfmdDL(dl.dataset, bs=dl.batch_size, drop_last=dl.drop_last, num_workers=dl.num_workers, pin_memory=dl.pin_memory,
+                  n=len(dl.sampler),
                   get_idxs=lambda: list(dl.sampler), create_batch=dl.collate_fn, do_setup=False)
 
 def _no_sizes(dl):
-    return (f"The batches of this {type(dl).__name__} cannot be cut over the ranks: their sizes are not known before training (an iterable dataset, a batch "
-            "sampler, or a length of its own). Use a loader with a fixed batch size over a dataset with a length.")
+    return (f"The batches of this {type(dl).__name__} cannot be split over the ranks, because their sizes are not known before training "
+            "(it has an iterable dataset, a batch sampler, or its own length). Use a loader with a fixed batch size and a dataset with "
+            "a length.")
 
 def known_sizes(
     dl # fastai's loader
@@ -103,8 +108,8 @@ def known_sizes(
 
 def drawn_by_rank0(
     dl # fastai's loader, on each rank
-) -> list: # Indexes, the same on all ranks
-    "The order of an epoch. All ranks draw it, with rank 0's random numbers: a loader may shuffle more than indexes (`LMDataLoader` shuffles the texts)"
+) -> list: # Indices, the same on all ranks
+    "The order of an epoch; all ranks draw it with rank 0's random numbers, as `LMDataLoader` shuffles texts, not only indices"
     get = lambda: (random.getstate(), np.random.get_state(), torch.get_rng_state(), dl.rng.getstate())
     def put(py, numpy, pt, own): random.setstate(py); np.random.set_state(numpy); torch.set_rng_state(pt); dl.rng.setstate(own)
     first,mine = dist.get_rank() == 0,get()
@@ -117,9 +122,9 @@ def drawn_by_rank0(
 
 # %% ../nbs/api/16c_sharding.ipynb #c3b0e9a7
 def reduce_metrics(
-    metrics # fastai's, which have accumulated this rank's items
+    metrics # fastai metrics that have accumulated this rank's items
 ):
-    "Let each metric have accumulated the items of all ranks"
+    "Make each metric count the items of all ranks"
     names = [_attributes(m) for m in metrics]
     ranks = gather([{k: getattr(m, k) for k in ks} for m,ks in zip(metrics, names)])
     for m,ks,*states in zip(metrics, names, *ranks):
@@ -127,9 +132,9 @@ def reduce_metrics(
 
 # %% ../nbs/api/16c_sharding.ipynb #de9bdef9
 def check_metrics(
-    metrics # Of a `Learner`
+    metrics # Metrics of a `Learner`
 ):
-    "Raise an error for a metric that nobody knows how to put together from those of several ranks"
+    "Raise an error for a metric that cannot be combined over several ranks"
     for m in metrics: _attributes(m)
 
 # %% ../nbs/api/16c_sharding.ipynb #410eb1a2
@@ -137,16 +142,16 @@ _sums = dict(AvgMetric='total,count', AvgLoss='total,count', Dice='inter,union',
              CorpusBLEUMetric='pred_len,targ_len,corrects,counts', AccumMetric='preds,targs', ValueMetric='')
 
 def _attributes(m):
-    "Names of what `m` has added up"
+    "Names of the attributes in which `m` adds up values"
     own = getattr(m, 'summed', None)
     if own is None: own = next((_sums[c.__name__] for c in type(m).__mro__ if c.__name__ in _sums), None)
     if own is None:
-        raise ValueError(f"The metric {m.name!r} ({type(m).__name__}) cannot be computed over several ranks: derive it from AvgMetric or AccumMetric, or name what it adds up "
-                         "in an attribute `summed`, such as summed='total,count'.")
+        raise ValueError(f"The metric {m.name!r} ({type(m).__name__}) cannot be computed over several ranks: derive it from AvgMetric or "
+                         "AccumMetric, or name the attributes that it adds up in an attribute `summed`, such as summed='total,count'.")
     return L.split(own, ',') if own else L()
 
 def _add(values):
-    "Numbers and tensors are added, also in dicts; lists of numbers too, one by one; lists of predictions are joined"
+    "Add numbers and tensors, also in dicts; add lists of numbers one by one; join lists of predictions"
     v = values[0]
     if isinstance(v, dict): return {k: _add([o[k] for o in values if k in o]) for k in dict.fromkeys(k for o in values for k in o)}
     if isinstance(v, list):
@@ -157,7 +162,7 @@ def _add(values):
 def from_rank0(
     obj # On rank 0: anything that can be pickled
 ): # The same on all ranks
-    "What rank 0 has"
+    "The object of rank 0"
     box = [obj]
     with together(): dist.broadcast_object_list(box, 0)
     return box[0]
@@ -165,7 +170,7 @@ def from_rank0(
 def gather(
     obj # Anything that can be pickled
 ) -> list: # By rank
-    "What all ranks have"
+    "The objects of all ranks"
     res = [None]*dist.get_world_size()
     with together(): dist.all_gather_object(res, obj)
     return res
@@ -174,10 +179,10 @@ def gather(
 def joined_predictions(
     preds,     # Of this rank's items: a tensor, or nested tuples of tensors
     rows:list, # From `shard_sizes`
-    dim:int=0  # Along which they are joined
-): # Of all items, in the loader's order, on each rank
-    "Put the predictions of all ranks together"
-    starts = np.cumsum([0, *[sum(r) for r in zip(*rows)]])[:-1].tolist()  # where each rank's items begin when they stand one behind the other
+    dim:int=0  # Dimension along which to join
+): # Predictions for all items, in the loader's order, on each rank
+    "Join the predictions of all ranks"
+    starts = np.cumsum([0, *[sum(r) for r in zip(*rows)]])[:-1].tolist()  # where each rank's items begin after concatenation
     order = []
     for row in rows:
         for r,n in enumerate(row): order += range(starts[r], starts[r]+n); starts[r] += n
@@ -186,7 +191,7 @@ def joined_predictions(
 
 # %% ../nbs/api/16c_sharding.ipynb #db04f291
 class LocalDL(GetAttr):
-    "A loader that each rank goes through by itself"
+    "A loader that each rank goes through on its own"
     _default = 'dl'
     def __init__(self,
         dl # Anything with batches

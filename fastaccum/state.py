@@ -1,4 +1,4 @@
-"""All that a training run is made of, from the weights to a callback's counters, and back
+"""Save and restore everything that a training run consists of, from the weights to a callback's counters
 
 Docs: https://fastaccum.github.io/fastaccum/api/state.html.md"""
 
@@ -22,29 +22,31 @@ __all__ = ['training_state', 'load_training', 'cannot_save', 'weights_state', 'l
 
 # %% ../nbs/api/14g_state.ipynb #e04a1332
 def training_state(
-    learn,           # Between two batches, after an optimizer step
-    weights:bool=True,# Model and optimizer too?
-    vs:Values=None,  # Has what cannot be saved, in `vs.wrong`, afterwards
+    learn,           # A `Learner` between two batches, after an optimizer step
+    weights:bool=True,# Save model and optimizer too?
+    vs:Values=None,  # Afterwards `vs.wrong` names what cannot be saved
     given={}         # From `remember_given`
 ) -> dict: # For `load_training`
-    "All that the training of `learn` depends on from here on. A `TypeError` if one of the main things cannot be saved"
+    "Everything that the further training of `learn` depends on. A `TypeError` if an essential part cannot be saved"
     vs = vs or Values(known_objects(learn))
-    res = dict(learner=plain({k: learn.__dict__[k] for k in _of_learner if k in learn.__dict__}), model_attrs=_model_attrs(get_model(learn.model), given))
+    res = dict(learner=plain({k: learn.__dict__[k] for k in _of_learner if k in learn.__dict__}),
+               model_attrs=_model_attrs(get_model(learn.model), given))
     if weights: res.update(weights_state(learn, vs))
-    else: res['has_grad'] = _has_grad(learn)      # `lr_find` puts weights back, and leaves zeros as gradients
+    else: res['has_grad'] = _has_grad(learn)      # `lr_find` restores the weights, and leaves zeros as gradients
     cbs = learn.cbs.sorted('order')
     res['callbacks'] = callback_states(cbs, vs, given)
     res['more'] = vs.attrs(learn, 'learn', {*_of_learner, *_no_state, *(cb.name for cb in cbs), *unchanged(learn, vs, given)})
     res['metrics'] = [vs.encode(m, f'metrics[{i}]', own=True) for i,m in enumerate(_users(learn.metrics))]
-    res['samplers'] = [{k: vs.encode(v, f'dls[{i}].sampler.{k}') for k,v in sampler_weights(dl).items()} for i,dl in enumerate(learn.dls.loaders)]
+    res['samplers'] = [{k: vs.encode(v, f'dls[{i}].sampler.{k}') for k,v in sampler_weights(dl).items()}
+                       for i,dl in enumerate(learn.dls.loaders)]
     res['rng'] = rng_state(learner_device(learn), learn.dls.loaders, generator_places(learn))
     return res
 
 def load_training(
-    learn,        # Between two batches, or between two fits
+    learn,        # A `Learner` between two batches, or between two fits
     state:dict,   # From `training_state`
-) -> dict: # Path -> what could not be put back
-    "Put `learn` back to where it was, but for the random numbers"
+) -> dict: # Path -> what could not be restored
+    "Restore the state of `learn`, except for the random numbers"
     vs = Values(known_objects(learn))
     if 'model' in state: load_weights(learn, state, vs)
     else: _set_grads(learn, state['has_grad'])
@@ -63,7 +65,7 @@ def cannot_save(
     learn,   # A `Learner` with an optimizer
     given={} # From `remember_given`
 ) -> dict: # Path -> why
-    "What a checkpoint of `learn` would leave out. A `TypeError` if one of the main things cannot be saved: this is a save, to nowhere"
+    "What a checkpoint of `learn` would leave out: tries to save, without a file. A `TypeError` if an essential part cannot be saved"
     vs = Values(known_objects(learn))
     torch.save(training_state(learn, vs=vs, given=given), _Nowhere())
     return vs.wrong
@@ -88,7 +90,7 @@ def load_weights(
     state:dict, # From `weights_state`
     vs:Values=None # As for `training_state`
 ):
-    "Put them back"
+    "Restore model, optimizer and loss"
     vs = vs or Values(known_objects(learn))
     _,parts,load_opt = sharding_of(learn)
     put_module(vs, get_model(learn.model), [parts(state['model']), *state['model_more']], 'model')
@@ -107,21 +109,22 @@ def _params(learn): return [p for ps in learn.opt.param_lists for p in ps]
 def _has_grad(learn): return [p.grad is not None for p in _params(learn)]
 
 def _set_grads(learn, has_grad):
-    "Zeros, or nothing: fastai decays the weights of a parameter with zeros, frozen ones too"
+    "Set gradients to zeros or to None: fastai decays the weights of a parameter with zero gradients, even a frozen one"
     for p,has in zip(_params(learn), has_grad): p.grad = torch.zeros_like(p) if has else None
 
 def sharding_of(
     learn # A `Learner` with an optimizer
-) -> tuple: # Of functions: the whole of sharded tensors, this rank's parts of whole ones, and the optimizer's `load_state_dict`
-    "How the weights are spread over several ranks, if they are: `FullyShard` knows"
+) -> tuple: # Functions that gather sharded tensors, return this rank's parts of whole tensors, and load the optimizer's state
+    "How the weights are spread over several ranks, if they are; `FullyShard` provides the functions"
     cb = first(cb for cb in learn.cbs if hasattr(type(cb), 'sharding') and cb.many)
     return cb.sharding() if cb is not None else (noop, noop, learn.opt.load_state_dict)
 
 def _inner(opt): return getattr(opt, 'opt', opt) if isinstance(opt, Lookahead) else opt
 
 def _held(f):
-    "A loss, or if it is a function what it has from around it"
-    if isinstance(f, types.FunctionType): return {k: c.cell_contents for k,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c != types.CellType()}
+    "A loss; if it is a function, the variables that it uses from outside"
+    if isinstance(f, types.FunctionType):
+        return {k: c.cell_contents for k,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c != types.CellType()}
     if isinstance(f, types.MethodType): return dict(self=f.__self__)
     if isinstance(f, partial): return dict(func=_held(f.func), args=f.args, keywords=f.keywords)
     return f
@@ -130,9 +133,9 @@ def _held(f):
 def callback_states(
     cbs,      # Callbacks
     vs:Values=None, # As for `training_state`
-    given={}  # Likewise
-) -> list: # For each one that has a state its name and the state
-    "What callbacks are to know after a restart"
+    given={}  # As for `training_state`
+) -> list: # Name and state of each callback that has a state
+    "What callbacks should know after a restart"
     vs = vs or Values()
     return [(cb.name, state) for cb in cbs if (state := _state_of(cb, vs, given))]
 
@@ -143,7 +146,8 @@ def _state_of(cb, vs, given):
     if isinstance(cb, CSVLogger): return dict(csv=csv_text(cb))
     before = list(vs.wrong)
     res = dict(attrs=vs.attrs(cb, cb.name, {'learn', *unchanged(cb, vs, given)}))
-    if type(cb).__module__.startswith('fastai.'): vs.wrong = {k: vs.wrong[k] for k in before}    # what these do not save they do not need
+    # fastai's callbacks do not need what cannot be saved
+    if type(cb).__module__.startswith('fastai.'): vs.wrong = {k: vs.wrong[k] for k in before}
     return res if res['attrs'] else None
 
 def load_callbacks(
@@ -151,7 +155,7 @@ def load_callbacks(
     states, # From `callback_states`
     vs:Values=None # As for `training_state`
 ):
-    "Give each callback its state again"
+    "Restore the state of each callback"
     states,vs = list(states),vs or Values()
     for cb in cbs:
         found = first(s for s in states if s[0] == cb.name)
@@ -168,9 +172,9 @@ def load_callbacks(
 def attrs(self:Values,
     o,       # Any object
     path:str,# Where it is
-    skip=()  # Names of attributes that are no state
+    skip=()  # Names of attributes that are not state
 ) -> dict: # For `set_attrs`
-    "What is in the attributes of an object"
+    "The content of an object's attributes"
     return {k: self.encode(v, f'{path}.{k}') for k,v in vars(o).items() if k not in skip}
 
 @patch
@@ -179,7 +183,7 @@ def set_attrs(self:Values,
     state:dict,# From `attrs`
     path:str   # As for `attrs`
 ):
-    "Put the attributes back"
+    "Restore the attributes"
     for k,v in state.items():
         old = vars(o).get(k)
         new = self.decode(v, old, f'{path}.{k}')
@@ -189,14 +193,15 @@ def set_attrs(self:Values,
 def remember_given(
     learn,      # A `Learner`, before its fit
     cbs,        # All callbacks of the fit
-    given:dict  # Is changed: what is in it already was given earlier
+    given:dict  # Is updated; its present entries are from earlier fits
 ):
-    "Note what the script gave to the constructors of callbacks, the `Learner` and the model, to tell it from what training has changed"
+    "Record the arguments that the script passed to callbacks, the `Learner` and the model, to tell them from what training has changed"
     known,model = known_objects(learn),get_model(learn.model)
     here = {id(o) for o in (*cbs, learn, model)}
-    for i in [i for i in given if i not in here]: del given[i]   # of earlier fits: they would be kept for ever
+    for i in [i for i in given if i not in here]: del given[i]   # objects of earlier fits would never be freed
     for o in (*cbs, learn):
-        if id(o) not in given: given[id(o)] = o,{k: _digest(vars(o)[k], known) for k in inspect.signature(type(o).__init__).parameters if k in vars(o)}
+        if id(o) not in given: given[id(o)] = o,{k: _digest(vars(o)[k], known) for k in inspect.signature(type(o).__init__).parameters
+                                                 if k in vars(o)}
     if id(model) not in given: given[id(model)] = model,_plain_attrs_of(model)
 
 def unchanged(
@@ -204,7 +209,7 @@ def unchanged(
     vs:Values,# As for `training_state`
     given:dict# From `remember_given`
 ) -> set: # Names
-    "The arguments of its constructor that are as they were given"
+    "The constructor arguments that have not changed"
     args = given.get(id(o), (o, {}))[1]
     return {k for k,v in args.items() if k in vars(o) and _digest(vars(o)[k], vs.known) == v}
 
@@ -212,17 +217,19 @@ def unchanged(
 def _digest(v, known): return digest(Values(known).encode(v, ''))
 
 def _plain_attrs_of(model):
-    return {(n,k): v for n,m in model.named_modules() for k,v in vars(m).items() if k != 'training' and (v is None or type(v) in (bool,int,float,str))}
+    return {(n,k): v for n,m in model.named_modules() for k,v in vars(m).items() if k != 'training'
+            and (v is None or type(v) in (bool,int,float,str))}
 
 def _model_attrs(model, given):
-    "Numbers that training has changed: a model's counter, the `p` of a dropout"
+    "Plain values that training has changed: a model's counter, the `p` of a dropout"
     was,res = given.get(id(model), (model, {}))[1],{}
     for (n,k),v in _plain_attrs_of(model).items():
         if given and was.get((n,k), _plain_attrs_of) != v: res.setdefault(n, {})[k] = v
     return res
 
 _of_learner = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','smooth_loss','final_record','training','loss'
-_no_state = {*inspect.signature(Learner.__init__).parameters, *L.split('xb yb x y pred loss_grad dl lock logger create_mbar one_batch all_batches _do_fit _metrics opt')} - {'lr','wd','moms'}
+_no_state = {*inspect.signature(Learner.__init__).parameters, *L.split('xb yb x y pred loss_grad dl lock logger create_mbar one_batch '
+                                                                       'all_batches _do_fit _metrics opt')} - {'lr','wd','moms'}
 
 def _users(metrics): return [m for m in metrics if not type(m).__module__.startswith(('fastai.','fastaccum.'))]
 
@@ -230,27 +237,33 @@ def _users(metrics): return [m for m in metrics if not type(m).__module__.starts
 def known_objects(
     learn # A `Learner`
 ) -> dict: # Name -> object
-    "What is saved elsewhere, or made by the script"
+    "Objects that are saved elsewhere, or made by the script"
     loss,model = own_loss(learn),get_model(learn.model)
-    res = dict(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=loss, whole_model=learn.model)
+    res = dict(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=loss,
+               whole_model=learn.model)
     for i,dl in enumerate(learn.dls.loaders): res.update({f'dls[{i}]': dl, f'dls[{i}].dataset': getattr(dl, 'dataset', None)})
     res.update({f'cbs.{cb.name}': cb for cb in learn.cbs}, **{f'metrics[{i}]': m for i,m in enumerate(learn.metrics)})
     for root,m in dict(model=model, loss_func=loss).items():
-        for named in (m.named_modules, m.named_parameters, m.named_buffers) if isinstance(m, nn.Module) else (): res.update({f'{root}.{k}': o for k,o in named()})
+        for named in (m.named_modules, m.named_parameters, m.named_buffers) if isinstance(m, nn.Module) else ():
+            res.update({f'{root}.{k}': o for k,o in named()})
     return {k: o for k,o in res.items() if o is not None}
 
 def generator_places(learn) -> dict: # Name -> object, for `rng_state`
-    "Where generators of random numbers may be, besides the loaders"
-    model = {f'model.{n}.{k}': v for n,m in get_model(learn.model).named_modules() for k,v in vars(m).items() if isinstance(v, (torch.Generator,random.Random,np.random.Generator))}
-    return {**model, 'loss_func': own_loss(learn), **{cb.name: {**{k: v for k,v in vars(cb).items() if k != 'learn'}, 'methods': _methods(cb)} for cb in learn.cbs if cb.name != 'data_parallel'}}
+    "Where random number generators may be, besides the loaders"
+    model = {f'model.{n}.{k}': v for n,m in get_model(learn.model).named_modules() for k,v in vars(m).items()
+             if isinstance(v, (torch.Generator,random.Random,np.random.Generator))}
+    cbs = {cb.name: {**{k: v for k,v in vars(cb).items() if k != 'learn'}, 'methods': _methods(cb)} for cb in learn.cbs
+           if cb.name != 'data_parallel'}
+    return {**model, 'loss_func': own_loss(learn), **cbs}
 
 def _methods(cb):
-    return {k: f for c in type(cb).__mro__ if not c.__module__.startswith(('fastai.','fastcore.','fastaccum.','builtins')) for k,f in vars(c).items() if isinstance(f, types.FunctionType)}
+    return {k: f for c in type(cb).__mro__ if not c.__module__.startswith(('fastai.','fastcore.','fastaccum.','builtins'))
+            for k,f in vars(c).items() if isinstance(f, types.FunctionType)}
 
 def learner_device(
     learn # A `Learner`
 ) -> torch.device:
-    "Where its model is, or will be as soon as it trains"
+    "The device of its model, or the one that the model moves to when it trains"
     device = getattr(learn.dls, 'device', None)
     return torch.device(device) if device is not None else next((p.device for p in learn.model.parameters()), torch.device('cpu'))
 
@@ -258,25 +271,27 @@ def learner_device(
 def plain(
     o # Any value
 ): # The same in tensors, numbers, strings, dicts, lists and tuples
-    "`o` as what `torch.load(weights_only=True)` loads; a `TypeError` if it is something else"
+    "`o` in a form that `torch.load(weights_only=True)` loads; a `TypeError` if there is none"
     if type(o) in (type(None),bool,int,float,str): return o
     if isinstance(o, Tensor): return o.detach().as_subclass(Tensor)
     if isinstance(o, np.generic): return plain(o.item())
     if isinstance(o, tuple): return tuple(plain(v) for v in o)
     if isinstance(o, (list,L)): return [plain(v) for v in o]
     if isinstance(o, dict): return {plain(k): plain(v) for k,v in o.items()}
-    raise TypeError(f"A {type(o).__name__} cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists and tuples of them can.")
+    raise TypeError(f"A {type(o).__name__} cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists and tuples "
+                    "of them can.")
 
 def recorder_state(
     rec:Recorder, # During a fit
     vs:Values     # As for `training_state`
 ) -> dict: # For `load_recorder`
-    "What `rec` has recorded, and its unfinished means"
+    "What `rec` has recorded, and its partial means"
     s,losses,own = rec.smooth_loss,rec.losses,{}
     for k,v in vars(rec).items():
         with suppress(TypeError): own[k] = plain(v)
     own = {k: v for k,v in own.items() if k not in ('losses','start_epoch')}
-    mets = [vs.encode(m, f'recorder.train_metrics[{i}]', own=True) for i,m in enumerate(rec._train_mets[1:])] if hasattr(rec, 'cancel_train') else []
+    mets = ([vs.encode(m, f'recorder.train_metrics[{i}]', own=True) for i,m in enumerate(rec._train_mets[1:])]
+            if hasattr(rec, 'cancel_train') else [])
     return dict(own=own, losses=plain(torch.stack(losses) if losses else torch.zeros(0)), smooth=plain((s.count, s.val)), mets=mets)
 
 def load_recorder(
@@ -284,20 +299,20 @@ def load_recorder(
     state:dict,   # From `recorder_state`
     vs:Values     # As for `training_state`
 ):
-    "Go on recording after what `recorder_state` returned"
+    "Restore what `recorder_state` returned, to continue recording"
     for k,v in state['own'].items(): object.__setattr__(rec, k, L(v) if isinstance(vars(rec).get(k), L) else v)
     rec.values,rec.losses = [L(v) for v in rec.values],list(state['losses'].unbind())
     rec.smooth_loss.count,rec.smooth_loss.val = state['smooth']
     for i,(m,s) in enumerate(zip(rec._train_mets[1:], state['mets'])): vs.decode(s, m, f'recorder.train_metrics[{i}]')
 
-def csv_text(cb:CSVLogger) -> str|None: # `None` when no fit is under way
-    "What is in the file of `cb`"
+def csv_text(cb:CSVLogger) -> str|None: # `None` outside a fit
+    "The content of the file of `cb`"
     file = vars(cb).get('file')
     if file is None or file.closed: return None
     file.flush()
     return Path(file.name).read_text()
 
 def load_csv(cb:CSVLogger, text:str):
-    "Have that in its file, and go on behind it"
+    "Write `text` to the file of `cb`, and continue after it"
     if csv_text(cb) is None: return           # the fit is over
     cb.file.seek(0); cb.file.truncate(); cb.file.write(text); cb.file.flush()

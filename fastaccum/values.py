@@ -1,4 +1,4 @@
-"""What of an object can be saved, and how it is put back where it was
+"""Which parts of an object a checkpoint can save, and how they go back to where they were
 
 Docs: https://fastaccum.github.io/fastaccum/api/values.html.md"""
 
@@ -18,18 +18,18 @@ __all__ = ['Values', 'take_module', 'put_module', 'digest']
 
 # %% ../nbs/api/14c_values.ipynb #13caa6d0
 class Values:
-    "Takes objects apart for a checkpoint, and puts what was saved back into those that are there"
+    "Takes objects apart for a checkpoint, and puts the saved values back into existing objects"
     def __init__(self,
-        known={} # Name -> object of which only the name is to be saved
+        known={} # Name -> object for which only the name is saved
     ):
-        self.known,self.wrong,self.seen,self.used,self.code = known,{},{},{},True   # wrong: path -> what cannot be saved, or not be put back
+        self.known,self.wrong,self.seen,self.used,self.code = known,{},{},{},True   # wrong: path -> what cannot be saved or restored
         self.names = {id(o): n for n,o in known.items()}
         self.storages = {_storage(o): n for n,o in known.items() if isinstance(o, Tensor) and o.numel()}
 
     def encode(self,
         o,        # Any object
         path:str, # Where it is
-        own=False # Its content, although it is known?
+        own=False # Save the content, even of a known object?
     ): # Tensors, numbers, strings, lists and tuples
         "What `decode` puts back"
         if type(o) in _scalars: return o
@@ -38,27 +38,28 @@ class Values:
         if isinstance(o, np.generic): return self.encode(o.item(), path)
         if self.code and _is_code(o): return 'kept',None,None
         if id(o) in self.seen: return 'same',None,self.seen[id(o)][0]
-        self.seen[id(o)] = path,o         # with `o`: no other object is to get its id
+        self.seen[id(o)] = path,o         # keeps `o` alive, so that no other object gets its id
         for kind,(fits,take,_) in _kinds.items():
             if fits(o): return kind,type(o).__name__,take(self, o, path)
         self.wrong[path] = f'a {type(o).__name__} cannot be saved'
         return 'kept',None,None
 
     def strict(self, o, path, code=False):
-        "`encode`, or a `TypeError` that names what cannot be saved; functions cannot, unless `code`"
+        "As `encode`, but raises a `TypeError` that names what cannot be saved. Functions cannot, unless `code`"
         before,self.code = len(self.wrong),code
         try: res = self.encode(o, path, own=True)
         finally: self.code = True
         if wrong := [f'{k}: {v}' for k,v in list(self.wrong.items())[before:]]:
-            raise TypeError(f"{'; '.join(wrong)}. It cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists and tuples of them can.")
+            raise TypeError(f"{'; '.join(wrong)}. It cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists "
+                            "and tuples of them can.")
         return res
 
     def decode(self,
         e,       # From `encode`
-        old,     # What is there now, or None
+        old,     # The existing value, or None
         path:str # As for `encode`
-    ): # `old` where that is possible: a tensor, a list, a dict, an object
-        "Put what was saved back into `old`"
+    ): # `old` if possible: a tensor, a list, a dict, an object; else a new value
+        "Put the saved value back into `old`"
         if isinstance(e, Tensor): return self.into(old, e)
         if not isinstance(e, tuple): return e
         kind,name,e = e
@@ -68,8 +69,8 @@ class Values:
 
     def into(self,
         old,    # A tensor, or anything else
-        t:Tensor# What it is to be
-    ) -> Tensor: # `old`, or `t` where that is no place for it
+        t:Tensor# The new values
+    ) -> Tensor: # `old`, or `t` if it does not fit into `old`
         "Copy a tensor into another"
         if not (isinstance(old, Tensor) and old.shape == t.shape and old.dtype == t.dtype and id(old) not in self.used): return t
         self.used[id(old)] = old
@@ -85,12 +86,16 @@ class Values:
 _scalars = type(None),bool,int,float,str
 
 def _value(cls, parts, make):
-    "A kind without identity: it is made anew of its parts"
-    return (lambda o: type(o) is cls), (lambda vs, o, path: vs.each(parts(o), path)), (lambda vs, old, name, e, path: make(vs.each_back(e, old, path)))
+    "A kind without identity: it is created again from its parts"
+    return ((lambda o: type(o) is cls), (lambda vs, o, path: vs.each(parts(o), path)),
+            (lambda vs, old, name, e, path: make(vs.each_back(e, old, path))))
 
-def _bytes_of(a): return torch.from_numpy(np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8).copy()) if a.size else torch.zeros(0, dtype=torch.uint8)
+def _bytes_of(a):
+    if not a.size: return torch.zeros(0, dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8).copy())
 
-def _frame_parts(df): return [list(df.columns), df.index.to_numpy(), [str(t) for t in df.dtypes], [df.iloc[:,i].to_numpy() for i in range(df.shape[1])]]
+def _frame_parts(df):
+    return [list(df.columns), df.index.to_numpy(), [str(t) for t in df.dtypes], [df.iloc[:,i].to_numpy() for i in range(df.shape[1])]]
 
 def _frame_of(columns, index, dtypes, data):
     res = pd.DataFrame({i: pd.Series(d, index, t) for i,(d,t) in enumerate(zip(data, dtypes))}, index=index)
@@ -98,14 +103,17 @@ def _frame_of(columns, index, dtypes, data):
 
 _kinds = dict(
     tuple=_value(tuple, list, tuple), frozenset=_value(frozenset, list, frozenset),
-    bytes=_value(bytes, lambda o: [np.frombuffer(o, np.uint8)], lambda v: v[0].tobytes()), complex=_value(complex, lambda o: [o.real, o.imag], lambda v: complex(*v)),
-    slice=_value(slice, lambda o: [o.start, o.stop, o.step], lambda v: slice(*v)), range=_value(range, lambda o: [o.start, o.stop, o.step], lambda v: range(*v)),
+    bytes=_value(bytes, lambda o: [np.frombuffer(o, np.uint8)], lambda v: v[0].tobytes()),
+    complex=_value(complex, lambda o: [o.real, o.imag], lambda v: complex(*v)),
+    slice=_value(slice, lambda o: [o.start, o.stop, o.step], lambda v: slice(*v)),
+    range=_value(range, lambda o: [o.start, o.stop, o.step], lambda v: range(*v)),
     path=_value(type(Path()), lambda o: [str(o)], lambda v: Path(*v)), size=_value(torch.Size, list, torch.Size),
     device=_value(torch.device, lambda o: [str(o)], lambda v: torch.device(*v)),
     dtype=_value(torch.dtype, lambda o: [str(o)], lambda v: getattr(torch, v[0].split('.')[1])),
     time=_value(datetime, lambda o: [o.isoformat()], lambda v: datetime.fromisoformat(*v)),
     span=_value(timedelta, lambda o: [o.days, o.seconds, o.microseconds], lambda v: timedelta(*v)),
-    frame=_value(pd.DataFrame, _frame_parts, lambda v: _frame_of(*v)), series=_value(pd.Series, lambda o: [o.name, o.to_frame('x')], lambda v: v[1]['x'].rename(v[0])))
+    frame=_value(pd.DataFrame, _frame_parts, lambda v: _frame_of(*v)),
+    series=_value(pd.Series, lambda o: [o.name, o.to_frame('x')], lambda v: v[1]['x'].rename(v[0])))
 
 # %% ../nbs/api/14c_values.ipynb #9e1ec58e
 _made = {c.__name__: c for c in (list, L, set, dict, OrderedDict, Counter, SimpleNamespace, deque)}
@@ -115,7 +123,7 @@ def _fill(vs, old, name, values, path, plain):
     elif type(old).__name__ == name: res = copy(old)
     elif name in _made: res = _made[name]()
     else:
-        vs.wrong[path] = f'there is no {name} to put its values into: they are in a {plain.__name__}'
+        vs.wrong[path] = f'there is no {name} for its values: they are in a {plain.__name__}'
         res = plain()
     inner = vars(res) if isinstance(res, SimpleNamespace) else res.items if isinstance(res, L) else res
     inner.clear()
@@ -140,7 +148,7 @@ def _put_deque(vs, old, name, e, path):
 def _put_named(vs, old, name, e, path):
     v = vs.each_back(e, old, path)
     if type(old).__name__ == name: return type(old)(*v)
-    vs.wrong[path] = f'there is no {name} to make another of: its values are in a tuple'
+    vs.wrong[path] = f'there is no {name} to copy: its values are in a tuple'
     return tuple(v)
 
 def _take_array(vs, o, path): return [o.dtype.str, list(o.shape), vs.each(o.ravel().tolist(), path) if o.dtype.hasobject else _bytes_of(o)]
@@ -155,14 +163,15 @@ def _put_array(vs, old, name, e, path):
     return old
 
 _kinds.update(
-    array=(lambda o: isinstance(o, np.ndarray), _take_array, _put_array), namedtuple=(lambda o: isinstance(o, tuple), lambda vs, o, path: vs.each(o, path), _put_named),
+    array=(lambda o: isinstance(o, np.ndarray), _take_array, _put_array),
+    namedtuple=(lambda o: isinstance(o, tuple), lambda vs, o, path: vs.each(o, path), _put_named),
     deque=(lambda o: isinstance(o, deque), lambda vs, o, path: vs.each([o.maxlen, *o], path), _put_deque),
     list=(lambda o: isinstance(o, (list,L,set)), lambda vs, o, path: vs.each(o, path), _put_list),
     dict=(lambda o: isinstance(o, (dict,SimpleNamespace)), _take_dict, _put_dict))
 
 # %% ../nbs/api/14c_values.ipynb #c0083df4
 def take_module(
-    vs:Values,  # It does not copy the tensors
+    vs:Values,  # Does not copy the tensors
     m:nn.Module,# Any module
     path:str,   # Where it is
     whole=noop  # Makes whole tensors of sharded ones
@@ -179,10 +188,10 @@ def put_module(
     state:list, # From `take_module`
     path:str    # As for `take_module`
 ):
-    "Put a state back into a module, whose parameters stay the tensors they are"
+    "Restore the state of a module; its parameters stay the same tensors"
     tensors,others,frozen,evaluated = state
     extra = {k: vs.decode(v, None, f'{path}.{k}') for k,v in tensors.items() if not isinstance(v, Tensor)}
-    tensors.update(extra)         # it is an `OrderedDict` with the versions of its modules
+    tensors.update(extra)         # in place, as this `OrderedDict` holds the versions of its modules
     m.load_state_dict(tensors)
     buffers = dict(m.named_buffers())
     for k,v in others.items(): vs.into(buffers.get(k), v)
@@ -192,12 +201,14 @@ def put_module(
 
 # %% ../nbs/api/14c_values.ipynb #e91bd247
 _generators = {    # type -> its state; to set it
-    random.Random: (random.Random.getstate, random.Random.setstate), torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     np.random.Generator: (lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, 'state', s)),
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state)}
 
 def is_generator(o): return type(o) in _generators
-def keeps_state(o): return all(hasattr(type(o), k) for k in ('state_dict', 'load_state_dict'))   # of itself: `GetAttr` finds the model's
+# its own methods: `GetAttr` would find the model's
+def keeps_state(o): return all(hasattr(type(o), k) for k in ('state_dict', 'load_state_dict'))
 
 def _take_attrs(vs, o, path): return {k: vs.encode(v, f'{path}.{k}') for k,v in vars(o).items()}
 def _put_attrs(vs, o, e, path):
@@ -205,36 +216,41 @@ def _put_attrs(vs, o, e, path):
     for k,v in e.items(): object.__setattr__(o, k, vs.decode(v, vars(o).get(k), f'{path}.{k}'))
 
 def _there(put):
-    "A kind that is put back into the object that is there"
+    "A kind that is restored in the existing object"
     def back(vs, old, name, e, path):
         if type(old).__name__ == name: put(vs, old, e, path)
-        else: vs.wrong[path] = f'there is no {name} to put its state into'
+        else: vs.wrong[path] = f'there is no {name} for its state'
         return old
     return back
 
 _kinds.update(
     module=(lambda o: isinstance(o, nn.Module), take_module, _there(put_module)),
-    generator=(is_generator, lambda vs, o, path: vs.encode(_generators[type(o)][0](o), path), _there(lambda vs, o, e, path: _generators[type(o)][1](o, vs.decode(e, None, path)))),
+    generator=(is_generator, lambda vs, o, path: vs.encode(_generators[type(o)][0](o), path),
+               _there(lambda vs, o, e, path: _generators[type(o)][1](o, vs.decode(e, None, path)))),
     state=(keeps_state, lambda vs, o, path: vs.encode(o.state_dict(), f'{path}.state_dict()'),
            _there(lambda vs, o, e, path: o.load_state_dict(vs.decode(e, None, f'{path}.state_dict()')))),
-    enum=(lambda o: isinstance(o, Enum), lambda vs, o, path: o.name, lambda vs, old, name, e, path: type(old)[e] if type(old).__name__ == name else old),
+    enum=(lambda o: isinstance(o, Enum), lambda vs, o, path: o.name,
+          lambda vs, old, name, e, path: type(old)[e] if type(old).__name__ == name else old),
     object=(lambda o: _is_plain_object(o), _take_attrs, _there(_put_attrs)))
 
 # %% ../nbs/api/14c_values.ipynb #e382ae85
 _shown = 'matplotlib','fastprogress','IPython','tqdm','ipywidgets','logging','typing'
-_code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.GenericAlias, type, np.ufunc, partial, property, weakref.ref,
+_code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.GenericAlias, type, np.ufunc, partial,
+         property, weakref.ref,
          type(threading.Lock()), type(threading.RLock()))
 _libraries = tuple(sysconfig.get_path(k) for k in ('stdlib', 'platstdlib', 'purelib', 'platlib'))
 
 def _is_code(o):
     cls = type(o)
-    return isinstance(o, _code) or cls.__module__.split('.')[0] in _shown or any(c.__name__ in ('Hook','Hooks','RemovableHandle') for c in cls.__mro__)
+    return isinstance(o, _code) or cls.__module__.split('.')[0] in _shown or any(c.__name__ in ('Hook','Hooks','RemovableHandle')
+                                                                                 for c in cls.__mro__)
 
 def _is_plain_object(o):
-    "All that it is stands in its attributes, and its class is the user's, or fastai's"
+    "Do its attributes hold all of its state, and is its class the user's or fastai's?"
     cls = type(o)
     in_c = any(not c.__flags__ & 1<<9 or '__slots__' in vars(c) for c in cls.__mro__[:-1])    # or in slots
-    if not hasattr(o, '__dict__') or in_c or cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__: return False
+    if not hasattr(o, '__dict__') or in_c or cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
+        return False
     file = getattr(sys.modules.get(cls.__module__), '__file__', None) or ''
     return cls.__module__.split('.')[0] in ('fastai','fastcore','fastaccum') or not file.startswith(_libraries)
 
@@ -259,7 +275,7 @@ _kinds['view'] = lambda o: False,None,_put_view
 def digest(
     o # From `encode`, or a tensor
 ) -> str: # Eight bytes, in hexadecimal digits
-    "What is the same for equal values, bit for bit"
+    "A hash that is the same for values that are equal bit for bit"
     h = hashlib.blake2b(digest_size=8)
     _feed(h, o)
     return h.hexdigest()

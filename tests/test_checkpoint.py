@@ -404,7 +404,7 @@ def test_keep():
 def test_cannot_save(capfd):
     whole = run({})
     Path('models').write_text('a file, where the folder would be')
-    with pytest.warns(UserWarning, match='could not save.*Training goes on') as w: test_eq_bits(run({}, TrainingCheckpoint(every_steps=8)), whole)
+    with pytest.warns(UserWarning, match='could not save.*Training continues') as w: test_eq_bits(run({}, TrainingCheckpoint(every_steps=8)), whole)
     assert len([m for m in w if 'could not save' in str(m.message)]) == 5      # 4 and the end: one each
     new_process(); Path('models').unlink()
     soft,hard = resource.getrlimit(resource.RLIMIT_FSIZE)

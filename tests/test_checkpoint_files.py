@@ -102,7 +102,7 @@ def test_endings(how):
     assert bool(ours) != complete and Path('models/run1-finished').exists() == complete, first_run.stderr
     if how in ('fork', 'Ctrl-C'):                        # the next start trains anew, or goes on
         text = script('normal').stdout
-        assert ('goes on' in text) == (not complete) and 'was finished' not in text and check_tree(Path('models/run1').resolve(), before) == []
+        assert ('continues in epoch' in text) == (not complete) and 'was finished' not in text and check_tree(Path('models/run1').resolve(), before) == []
 
 failed_child = '''
 import multiprocessing, sys
@@ -124,7 +124,7 @@ def test_failed_child():
     assert run.returncode==0, run.stderr
 
 def test_message_at_exit():
-    assert 'Did it end too early? To go on, move 1-end.pt back from run1-finished to' in script('normal').stdout
+    assert 'Did it end too early? To continue it, move 1-end.pt back from run1-finished to' in script('normal').stdout
     Path('models/run1').mkdir()
     Path('models/run1-finished/1-end.pt').rename('models/run1/1-end.pt')
     assert 'fit 1 was finished; its end state is loaded' in script('normal').stdout

@@ -230,4 +230,4 @@ def test_data_replaced_in_the_middle():
     test_eq_bits(start(True, TrainingCheckpoint(every_steps=3)), whole)
     shutil.rmtree('models'); new_process()
     stopped(False, TrainingCheckpoint(every_steps=3), Interrupt((2, 6)))
-    with pytest.raises(ValueError, match='replaced while the fit was under way.*the items of `train`'): start(False, TrainingCheckpoint(every_steps=3))
+    with pytest.raises(ValueError, match='replaced during the fit.*the items of `train`'): start(False, TrainingCheckpoint(every_steps=3))

@@ -266,7 +266,7 @@ def test_a_killed_rank_is_noticed(failures):
 
 def test_refused(results):
     says = dict(alone='add DataParallel()', nothing='add `GradientAccumulation', normalize='normalize=False', metric='(Largest)', overlap="micro_batch_size='auto'", two='DataParallel and DataParallel',
-                checkpoint='with LocalSGD each has', noise='with DataParallel', sharded_noise='with DataParallel', alone_saved='add DataParallel()', count='n_items=')
+                checkpoint='with LocalSGD each rank has', noise='with DataParallel', sharded_noise='with DataParallel', alone_saved='add DataParallel()', count='n_items=')
     for r in results('refused')[1:]:
         for k,text in says.items(): assert text in r[k], k
 

@@ -75,7 +75,7 @@ def test_fresh_processes(alone, tmp_path):
     while not rows.exists() or rows.stat().st_size < 500: time.sleep(.01)
     p.send_signal(signal.SIGTERM)
     assert 'SIGTERM; the fit is saved at the next step' in p.communicate()[0] and p.returncode == 0
-    assert 'goes on in epoch' in subprocess.run(script, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert 'continues in epoch' in subprocess.run(script, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
     check_same(result(tmp_path), alone)
 
 # -- At every write ----------------------------------------------------------------------------------------------

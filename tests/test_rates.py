@@ -127,7 +127,7 @@ def test_checkpoint(capsys):
     again = scaled(GradientAccumulation(16), Used(), TrainingCheckpoint(every_steps=1))
     again.fit(2, 1e-2)
     assert weights(again.model).equal(weights(whole.model)) and again.used.steps[-1]==whole.used.steps[-1]
-    assert 'goes on in epoch 1' in capsys.readouterr().out
+    assert 'continues in epoch 1' in capsys.readouterr().out
 
 def test_validate_amid_a_fit():
     learn = scaled(GradientAccumulation(16), Used(), On('after_step', lambda l: l.validate(), calls=[0]))
