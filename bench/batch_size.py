@@ -139,7 +139,7 @@ def run(seeds=SEEDS) -> list:
     torch.set_num_threads(1)
     return [r for name in TASKS for r in run_ways(name, WAYS, seeds)] + run_ways('digits', WITH_WD, seeds)
 
-def noise_cost(rounds=15, steps=9) -> dict: # `every` -> median, lower and upper quartile of the rounds, in %
+def noise_cost(rounds=31, steps=9) -> dict: # `every` -> median, lower and upper quartile of the rounds, in %
     "What `GradientNoiseScale` adds to the time of a training with micro-batches of 4, on the conv net of the other benchmarks"
     a_job = job('conv net', 8*steps, 4, n_acc=8)
     def peer(*make):
