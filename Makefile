@@ -29,7 +29,7 @@ else
 test: $(INSTALLED) ## check that generated files are up to date, run all notebooks, then pytest; DEVICE=cuda: on a GPU
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/test_distributed.py
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/test_distributed.py
 
 bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some ten minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(BIN)/python -m bench

@@ -34,8 +34,12 @@ def pytest_generate_tests(metafunc):
 def pytest_ignore_collect(collection_path):
     if devices.GPU and collection_path.suffix == '.py' and collection_path.stem not in on_gpu: return True
 
+# They take longest: begun first, so that no worker is left with one of them at the end
+slow = 'test_kill', 'test_site', 'test_checkpoint_files', 'test_accelerator', 'test_soak', 'test_bench', 'test_package'
+
 def pytest_collection_modifyitems(config, items):
     "Of each test the simulated device, which is slow, gets a few cases, spread over its parameters; with `ALL_CASES=1` all of them"
+    items.sort(key=lambda i: i.module.__name__ not in slow)
     if os.environ.get('ALL_CASES'): return
     cases = defaultdict(list)
     for i in items:
