@@ -1,14 +1,17 @@
 """The code of two checkouts in one run: `python -m bench --against PATH [model ...]`
 
 Two processes, one with the fastaccum of `PATH` ("old"), one with this one ("new"); both run the jobs of this `bench`. They take turns: each
-fit of the one is followed by the same fit of the other, in another order each round, so that what else the machine does meets both."""
-import gc, multiprocessing, random, sys, warnings
+fit of the one is followed by the same fit of the other, in another order each round, so that what else the machine does meets both. Both
+keep the memory that they have freed: whether glibc returns it to the system after each use depends on what a process did before, and
+costs a convolution up to a third of its time."""
+import gc, multiprocessing, os, random, sys, warnings
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 import pandas as pd, torch
 
 PEERS = 'hand', 'split', 'whole'
+KEEP_MEMORY = dict(MALLOC_MMAP_THRESHOLD_='4294967296', MALLOC_TRIM_THRESHOLD_='17179869184')  # bytes; glibc reads them when a process starts
 HERE = Path(__file__).resolve().parent.parent
 
 def use(path):
@@ -63,5 +66,6 @@ def run(path, cases):
 
 def main(path, *models):
     from .speed import CASES
+    os.environ.update(KEEP_MEMORY)
     print('us of processor time per micro-batch, beyond the hand-written loop: median (quartiles). `change`: new minus old, of each round')
     print(run(path, [c for c in CASES if not models or c.model in models]).to_string(index=False))

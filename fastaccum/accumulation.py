@@ -45,7 +45,7 @@ class AccumulationState(LoopCallback):
     @property
     def complete(self) -> bool:
         "Does the accumulated batch consist of this loader batch alone, so that its weights can set the target?"
-        return self.opens and self.closes and not (self.ranks and self.ranks.one_target)
+        return self.state.opens and self.state.closes and not (self.ranks and self.ranks.one_target)
 
     @property
     def step_values(self):

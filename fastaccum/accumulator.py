@@ -46,9 +46,11 @@ def scalar(
         if type(t) is Tensor: _scalars[v,dtype,device] = t   # not a fake tensor
     return t
 
-def _as(w, dtype): return w.to(dtype) if isinstance(w, Tensor) and dtype is torch.float64 else w  # int/int would be float32
+def _double(w): return w.double() if isinstance(w, Tensor) else w  # for models in float64: int/int would be float32
 
 # %% ../nbs/api/00_accumulator.ipynb #bf6a7a18
+def _or_zero(loss, w): return torch.where(w > 0, loss, scalar(0., loss.dtype, loss.device))  # NaN times 0 would be NaN
+
 def mean_loss(
     losses,              # Losses of micro-batches, one element each
     weights,             # Their weights: numbers or tensors without dimensions; or one tensor with all weights
@@ -59,20 +61,18 @@ def mean_loss(
     if not losses: return torch.zeros(()),0
     if len(losses) == 1:
         loss,w = losses[0],weights[0]
-        if isinstance(w, Tensor): return torch.where(w > 0, loss, scalar(0., loss.dtype, loss.device)),w
+        if isinstance(w, Tensor): return _or_zero(loss, w),w
         return (loss if w or not normalize else torch.zeros_like(loss)),w
     loss = torch.stack(losses)
     if not normalize: return loss.sum(),len(losses)
     stacked = isinstance(weights, Tensor)
-    if not (stacked or any(isinstance(w, Tensor) or not w for w in weights)):
+    if not (stacked or any(isinstance(w, Tensor) or not w for w in set(weights))):
         if len(set(weights)) == 1: return loss.mean(),sum(weights)
         w = torch.tensor(weights, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.device, non_blocking=True)
         return (loss*w).sum()/sum(weights),sum(weights)
     w = weights if stacked else torch.stack([as_tensor(w, loss.device) for w in weights])
-    divisor = total
-    if total is None: total = w.sum(); divisor = nonzero(total)
-    loss = loss*w
-    return torch.where(w > 0, loss, scalar(0., loss.dtype, loss.device)).sum()/divisor,total
+    divisor = nonzero(total := w.sum()) if total is None else total
+    return _or_zero(loss*w, w).sum()/divisor,total
 
 # %% ../nbs/api/00_accumulator.ipynb #81a29307
 def scale_grads(
@@ -131,7 +131,8 @@ def back_propagate(
     share:float|Tensor  # From `GradientAccumulator.shares`
 ):
     "Back-propagate `loss` times `share`; `share` is the initial gradient, which saves a multiplication"
-    loss.backward(scalar(share, loss.dtype, loss.device) if isinstance(share, Tensor) or share != 1 else None)
+    if type(share) is not Tensor or share.dtype != loss.dtype: share = scalar(share, loss.dtype, loss.device)
+    loss.backward(share)
 
 # %% ../nbs/api/00_accumulator.ipynb #c55c41a2
 class Accumulated(NamedTuple):
@@ -160,7 +161,11 @@ class Accumulated(NamedTuple):
         elif target is None:
             if nominal is None: nominal = n_items if any(isinstance(w, Tensor) for w in weights) else sum(weights) or n_items
             target = accum_bs*nominal/n_items
-        return self._replace(target=target, planned=n_items if complete else -1)
+        return Accumulated(self.n_items, self.losses, self.weights, target, n_items if complete else -1)
+
+    def with_mean(self, mean):
+        "A new record with the result of `mean`, so that it is not computed again"
+        return Accumulated(*self[:-1], mean)
 
     @property
     def complete(self):
@@ -198,10 +203,12 @@ class Tally:
             self.so_far = self._so_far.plus(losses, weights, sum(sizes))
         return self._so_far
     @so_far.setter
-    def so_far(self, record): self._so_far,self._new = record,[]
+    def so_far(self, record): self._so_far,self._new,self.n_items = record,[],record.n_items
 
     @property
-    def n_items(self) -> int: return self.so_far.n_items
+    def n_micro(self) -> int:
+        "Number of micro-batches counted"
+        return len(self._so_far.losses) + len(self._new)
 
     @property
     def ready(self) -> bool: # `n_items` reached `accum_bs`
@@ -215,14 +222,20 @@ class Tally:
     ):
         "Count a micro-batch. Nothing is computed before `finish`"
         self._new.append((loss, weight, n_items))
+        self.n_items += n_items
 
     def mean_since(self,
-        before:Accumulated, # An earlier value of `so_far`
+        first:int, # An earlier value of `n_micro`
         weights:Tensor|None=None # Weights of the micro-batches since then, if they are in one tensor
     ) -> Tensor: # On the device
-        "Loss of the micro-batches that were counted since `before`"
-        mean = self.so_far.mean(self.normalize, len(before.losses), weights)
-        if not before.losses: self.so_far = self.so_far._replace(computed=mean)   # `finish` need not compute it again
+        "Loss of the micro-batches that were counted since then"
+        recorded = len(self._so_far.losses)
+        if first and first >= recorded:
+            losses,own,_ = zip(*self._new[first-recorded:])
+            return mean_loss(losses, own if weights is None else weights, self.normalize)[0]
+        s = self.so_far
+        mean = s.mean(self.normalize, first, weights)
+        if not first: self.so_far = s.with_mean(mean)
         return mean[0]
 
     def reopen(self) -> None:
@@ -278,10 +291,10 @@ class GradientAccumulator(Tally):
     ) -> list|Tensor: # weight/target of each micro-batch
         "The factor for the loss of each micro-batch. The first call for an accumulated batch sets the target"
         if not self.normalize: return [1]*len(weights)
-        s,on_device = self.so_far,isinstance(weights, Tensor)
-        weights = _as(weights, self.dtype) if on_device else [_as(w, self.dtype) for w in weights]
+        s,on_device = self._so_far,isinstance(weights, Tensor)    # counting does not change the target
+        if self.dtype is torch.float64: weights = _double(weights) if on_device else [_double(w) for w in weights]
         if s.target is None or complete or s.planned >= 0:
-            s = self.so_far = s.with_target(weights, n_items, self.accum_bs, nominal, complete)
+            s = self.so_far = self.so_far.with_target(weights, n_items, self.accum_bs, nominal, complete)
         return weights/s.target if on_device else [w/s.target for w in weights]
 
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
@@ -290,9 +303,9 @@ class GradientAccumulator(Tally):
         if self.reduce is not None:
             loss,weight,n_items = self.reduce(loss, weight, s.n_items, s.target)
             s = s._replace(n_items=n_items)
-        elif self.normalize and s.losses and not s.complete: rescale(self.params, s.target, _as(weight, self.dtype))
-        known = s.computed is not None and self.reduce is None
-        self.closed,self.so_far = s if known else s._replace(computed=(loss, weight)),Accumulated()
+        elif self.normalize and s.losses and not s.complete:
+            rescale(self.params, s.target, _double(weight) if self.dtype is torch.float64 else weight)
+        self.closed,self.so_far = s.with_mean((loss, weight)),Accumulated()
         return loss
 
     def reset(self,

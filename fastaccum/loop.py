@@ -42,7 +42,7 @@ def check_own_loop(
 # %% ../nbs/api/09_loop.ipynb #3c13d193
 class EveryBatch:
     "Without accumulation: each loader batch is an accumulated batch"
-    opens,closes,log_accum_batch = True,True,True
+    opens,closes,log_accum_batch = True,True,False
     def __init__(self, loop): self.loop = loop
     def predict(self, whole): return whole()
     def train_batch(self):
@@ -88,7 +88,7 @@ class LoopParts:
     @property
     def accumulation(self):
         acc = self.call.slot('accumulation')
-        late = acc is not None and self.learn.training and not acc.running   # added in mid-batch: it starts with the next one
+        late = acc is not None and self.learn.training and not acc.state.running   # added in mid-batch: it starts with the next one
         return self.every_batch if acc is None or late else acc
     precision    = property(lambda self: self.call.slot('precision') or self.as_it_is)
     lr_finder    = property(lambda self: self.call.slot('LRFinder'))
@@ -145,7 +145,7 @@ class BatchLoop(LoopParts):
 
     def forward(self, predict=None):
         "Compute prediction and loss of `learn.xb` and `learn.yb`"
-        learn,table = self.learn,self.call.current()
+        learn,table = self.learn,self.call.table
         if predict is None and not learn.training: predict = partial(self.accumulation.predict, self.precision.predict)
         learn.pred = self.precision.predict() if predict is None else predict()
         self.now.predicted = True

@@ -145,7 +145,7 @@ def loss_weights(
     w = _item_weights(info, yb)
     if not isinstance(w, Tensor): return [w*n for n in sizes]
     large = sizes[0]*sizes.count(sizes[0])              # the first micro-batches may have one item more
-    if large == len(w): return w.view(-1, sizes[0]).sum(1)
+    if large == w.shape[0]: return w.view(-1, sizes[0]).sum(1)
     return torch.cat((w[:large].view(-1, sizes[0]).sum(1), w[large:].view(-1, sizes[-1]).sum(1)))
 
 # %% ../nbs/api/00_losses.ipynb #f5ab3416

@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/passes.html.md"""
 
 # %% ../nbs/api/09b_passes.ipynb #39dc0bd8
 from __future__ import annotations
+from contextlib import nullcontext
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from torch.utils._pytree import tree_leaves
@@ -18,9 +19,9 @@ from .microbatch import Snapshot, in_parts, join_items, map_tensors, part_sizes
 from .probe import LossProbe
 
 # %% auto #0
-__all__ = ['warn_once', 'loss_info', 'look_up_loss', 'is_measuring', 'measure_loss', 'end_measuring', 'loss_rule', 'Weights',
-           'forward_backward', 'removed_in_batch', 'as_scalar', 'shapes_of', 'predict_in_parts', 'learn_device',
-           'fit_memory', 'too_big']
+__all__ = ['warn_once', 'loss_info', 'look_up_loss', 'is_measuring', 'measure_loss', 'end_measuring', 'loss_rule', 'on_host',
+           'Weights', 'forward_backward', 'removed_in_batch', 'as_scalar', 'shapes_of', 'predict_in_parts',
+           'learn_device', 'fit_memory', 'too_big']
 
 # %% ../nbs/api/09b_passes.ipynb #7a049188
 def warn_once(
@@ -96,6 +97,13 @@ def loss_rule(
     return str(acc.state.probe or acc.state.info)
 
 # %% ../nbs/api/09b_passes.ipynb #d3746b6f
+def on_host(
+    weights # From `loss_weights`: one tensor, or a list of numbers or tensors
+): # Numbers if the tensors are on the CPU, else the same weights
+    "The host reads what is in its own memory, instead of computing with it. (`numpy` cannot wait for a device: it refuses)"
+    if isinstance(weights, list): return [on_host(w) for w in weights]
+    return weights.detach().numpy().tolist() if type(weights) is Tensor and weights.device.type == 'cpu' else weights   # not a fake tensor
+
 class Weights:
     """The weight and the share of each micro-batch of a loader batch.
 
@@ -106,16 +114,17 @@ class Weights:
         n:int,# Items of the loader batch
         sizes # Items of each micro-batch
     ):
-        self.cb,self.learn,self.acc,self.sizes = cb,cb.learn,cb.acc,sizes
+        self.cb,self.learn,self.acc,self.sizes,self.measuring = cb,cb.learn,cb.acc,sizes,is_measuring(cb)
         if cb.coupled and cb.ranks: self.over_ranks,self.sizes = True,[cb.ranks.n_items]   # one loss over the items of all ranks
-        if cb.weight is not None or not cb.acc.normalize or is_measuring(cb) or self.over_ranks: return
+        if cb.weight is not None or not cb.acc.normalize or self.measuring or self.over_ranks: return
         weights = loss_weights(cb.state.info, self.learn.yb, sizes)
         nominal = self.learn.yb[0].numel() if isinstance(weights, Tensor) or isinstance(weights[0], Tensor) else None
+        if nominal is not None: weights = on_host(weights)
         shares = self.acc.shares(weights, n, nominal, complete=cb.complete)
         if isinstance(weights, Tensor): self.stacked,weights,shares = weights,weights.unbind(),shares.unbind()
         self.early = list(zip(weights, shares))
         # can a weight be 0, so that the loss's gradient would be NaN?
-        self.may_be_empty = cb.state.info.nan_if_empty if nominal is not None else not all(weights)
+        self.may_be_empty = cb.state.info.nan_if_empty if isinstance(weights[0], Tensor) else not all(weights)
 
     def begin(self):
         "Remember the targets of a micro-batch, to see later whether a callback changed them"
@@ -155,12 +164,13 @@ def forward_backward(
 ):
     "Send the loader batch through the model in micro-batches of at most `size` items, and count the completed ones"
     part,size = size,n if cb.coupled else size                           # one loss, so only `predict_coupled` splits
-    learn,loop,acc,before,sizes,preds,yb = cb.learn,cb.loop,cb.acc,cb.acc.so_far,part_sizes(n, size),[],cb.learn.yb
-    split,table,weights = n > size,loop.call.current(),Weights(cb, n, sizes)
+    learn,loop,acc,sizes,preds,yb = cb.learn,cb.loop,cb.acc,part_sizes(n, size),[],cb.learn.yb
+    n_items,n_micro = acc.n_items,acc.n_micro
+    split,table,weights = n > size,loop.call.table,Weights(cb, n, sizes)
     keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
     mixers = [o for o in table['mixers'] if o.run and hasattr(o, 'yb1')] if split else ()
     predict = partial(predict_coupled, cb, loop.precision.predict, n, part) if cb.coupled else loop.precision.predict
-    stock,measuring,state = loop.stock_backward,is_measuring(cb),cb.state
+    stock,state = loop.stock_backward,cb.state
     def backward():
         if learn.loss_grad.dim(): as_scalar(learn)
         weight,share = weights.of(i)
@@ -175,23 +185,18 @@ def forward_backward(
         state.batch = None
         if weights.over_ranks: own_items(learn, yb, cb.ranks.first_item, n, cb.ranks.n_items)
         if split: learn.pred = join_items(preds) if len(preds) == len(sizes) else None
-        n_done = len(acc.so_far.losses) - len(before.losses)
-        if n_done: learn.loss = acc.mean_since(before, weights.stacked if n_done == len(sizes) else None)
+        done = acc.n_items - n_items
+        if done: learn.loss = acc.mean_since(n_micro, weights.stacked if done == n else None)
         if cb.learn is not learn: raise removed_in_batch(cb)
-    def both():
-        if table['after_pred'] or table['after_loss'] or table['before_backward']: weights.begin()
-        loop.forward(predict)
-        if measuring and is_measuring(cb): measure_loss(cb, sizes[i])
-        if table['backward']: loop.call.around(backward, 'backward', CancelBackwardException)
-        else: backward()
-    i = 0
     try:
-        if not split: both()
-        else:
-            with in_parts(learn, n, size, mixers) as parts:
-                for i in parts:
-                    both()
-                    if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
+        with in_parts(learn, n, size, mixers) if split else nullcontext((0,)) as parts:
+            for i in parts:
+                if table['after_pred'] or table['after_loss'] or table['before_backward']: weights.begin()
+                loop.forward(predict)
+                if weights.measuring and is_measuring(cb): measure_loss(cb, sizes[i])
+                if table['backward']: loop.call.around(backward, 'backward', CancelBackwardException)
+                else: backward()
+                if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
     except cancels: leave(); raise
     leave()
 

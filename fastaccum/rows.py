@@ -98,17 +98,18 @@ class Rows:
 
     def due(self):
         "Is there a row for this batch?"
-        return self.loop.now.closed or self.loop.accumulation is self.loop.every_batch or not self.one_a_step()
+        return self.loop.now.closed or not self.one_a_step()
 
     def one_a_step(self):
-        "Is there one row per step, rather than per loader batch? `lr_find` always counts steps"
-        return self.loop.accumulation.log_accum_batch or self.loop.lr_finder is not None
+        "Is there one row per step, rather than per loader batch? With accumulation, `lr_find` always counts steps"
+        acc = self.loop.accumulation
+        return acc.log_accum_batch or acc is not self.loop.every_batch and self.loop.lr_finder is not None
 
     def next_loss(self) -> Tensor|None:
         "The loss that the Recorder will log for this step; `None` without a Recorder"
         if not any(is_recorder(cb) for cb in self.loop.learn.cbs): return None
         loop = self.loop
-        return loop.step_loss if self.one_a_step() and loop.accumulation is not loop.every_batch else loop.learn.loss
+        return loop.step_loss if self.one_a_step() else loop.learn.loss
 
     def record(self,
         rec # fastai's `Recorder`

@@ -119,12 +119,15 @@ def test_half_complete():
     toy.add(5., 2, 4)
     assert not toy.acc.so_far.complete and toy.finish()==mean((3., 9, 4), (5., 2, 4))
 
-def test_mean_since():
+@pytest.mark.parametrize('read', (False, True))
+def test_mean_since(read):
     toy = Toy(16)
     marks = []
     for p in PARTS['tokens']:
-        marks.append(toy.acc.so_far)
+        marks.append(toy.acc.n_micro)
         toy.add(*p)
+    assert marks==[0, 1, 2] and toy.acc.n_micro==3
+    if read: assert toy.acc.so_far.n_items==11
     assert [toy.acc.mean_since(m).item() for m in marks[::-1]]==[7, mean(*PARTS['tokens'][1:]), mean(*PARTS['tokens'])]
     assert toy.acc.so_far.computed[1]==17 and toy.acc.so_far.mean() is toy.acc.so_far.computed and toy.finish()==mean(*PARTS['tokens'])
 
@@ -151,7 +154,7 @@ def test_correct(known):
     def first(accum_bs):
         toy = Toy(accum_bs)
         toy.add(3., 2, 1)
-        if known: toy.acc.mean_since(Accumulated())
+        if known: toy.acc.mean_since(0)
         return toy
     toy = first(4)
     correct(toy.acc, 5)
@@ -199,8 +202,8 @@ def test_back_propagate():
     x = nn.Parameter(torch.zeros((), device='meta'))
     with patch('fastaccum.accumulator.scalar') as m: back_propagate(Mock(dtype=x.dtype, device=x.device), .7)
     assert m.call_args[0]==(.7, x.dtype, x.device)
-    back_propagate(loss := Mock(), 1)
-    loss.backward.assert_called_once_with(None)          # no tensor for nothing
+    for _ in range(2): back_propagate(loss := Mock(dtype=torch.float32, device=torch.device('cpu')), 1)
+    assert loss.backward.call_args[0][0] is scalar(1, torch.float32, torch.device('cpu'))  # the same 1 each time
 
 def test_scalar():
     "Numbers are kept as tensors, a hundred of them at most"
