@@ -20,8 +20,8 @@ from .events import is_a
 from .grads import rounded_at_step, summed_in, takes_wide
 from .losses import count_items
 from .loop import LoopCallback, check_own_loop
-from .memory import available_bytes
-from .passes import end_measuring, fit_memory, forward_backward, learn_device, look_up_loss, loss_rule, predict_in_parts, warn_once
+from .memory import available_bytes, device_of
+from .passes import end_measuring, fit_memory, forward_backward, look_up_loss, loss_rule, predict_in_parts, warn_once
 from .plan import accum_batches, batch_sizes, epochs_for
 
 # %% auto #0
@@ -428,7 +428,7 @@ def begin_accumulating(
     acc.acc.params,acc.acc.dtype = OptimizerParams(learn),torch.promote_types(learn_dtype(learn), torch.float32)
     acc.clear()
     st.running,st.inexact,st.probe,st.batch,st.differs = True,False,None,None,None
-    if available_bytes(learn_device(learn)) is not None: st.size_by_shape = {}  # there may be more memory now
+    if available_bytes(device_of(learn.model)) is not None: st.size_by_shape = {}  # there may be more memory now
     if acc.loop.lr_finder: learn.n_epoch = epochs_for(acc, acc.loop.lr_finder.num_it)
 
 def sum_wide(

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 from fastai.basics import *
 from torch.autograd.function import once_differentiable
+from .memory import device_of
 from .microbatch import RandomState, Replay, map_tensors, part_sizes, split_items
 
 # %% auto #0
@@ -29,7 +30,7 @@ class CoupledBatch:
         gather=None # `gather(outputs)`: outputs of all ranks, place of this rank's first item in them, and factor for their gradients
     ):
         module = ifnone(module, model)
-        device = next((p.device for p in module.parameters()), torch.device('cpu'))
+        device = device_of(module)
         self.model,self.gather,self.sizes,self.kept = model,gather,part_sizes(n, size),None
         self.xbs = [*zip(*(split_items(x, size, n) for x in xb))] if len(self.sizes) > 1 else [xb]
         self.replays = [Replay(module, partial(RandomState, device)) for _ in self.sizes]

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # %% auto #0
-__all__ = ['StorageFollower', 'backend', 'PeakMemory', 'is_out_of_memory', 'step_too_big', 'free_memory', 'available_bytes']
+__all__ = ['StorageFollower', 'backend', 'device_of', 'PeakMemory', 'is_out_of_memory', 'step_too_big', 'free_memory',
+           'available_bytes']
 
 # %% ../nbs/api/02_memory.ipynb #3eef526c
 class StorageFollower(TorchDispatchMode):
@@ -51,6 +52,12 @@ def backend(
 ): # For example `torch.cuda`; None if there is no such module
     "PyTorch's module for the type of `device`"
     return getattr(torch, torch.device(device).type, None)
+
+def device_of(
+    module # Any `nn.Module`
+) -> torch.device:
+    "Device of its first parameter; the CPU if it has none"
+    return next((p.device for p in module.parameters()), torch.device('cpu'))
 
 # %% ../nbs/api/02_memory.ipynb #02a90253
 class PeakMemory:

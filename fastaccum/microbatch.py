@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from fastcore.foundation import L
 from .losses import n_items
+from .memory import device_of
 
 # %% auto #0
 __all__ = ['part_sizes', 'split_items', 'map_tensors', 'join_items', 'in_parts', 'PythonRandom', 'RandomState', 'Snapshot',
@@ -148,7 +149,7 @@ class Snapshot:
         self.params = list(params)
         self.buffers = [(m,k,b,b.clone()) for m in model.modules() for k,b in m._buffers.items() if b is not None]
         self.grads = [None if p.grad is None else p.grad.clone() if gradients else 0 for p in self.params]
-        self.rng = RandomState(next((p.device for p in self.params), torch.device('cpu')))
+        self.rng = RandomState(device_of(model))
 
     def restore(self):
         "Restore everything in place"

@@ -14,14 +14,14 @@ from .accumulator import as_tensor, as_weight, back_propagate, check_scalar, cor
 from .coupled import own_items, predict_coupled
 from .events import cancels
 from .losses import LossInfo, ignore_empty, loss_weight, loss_weights
-from .memory import free_memory, is_out_of_memory
+from .memory import device_of, free_memory, is_out_of_memory
 from .microbatch import Snapshot, in_parts, join_items, map_tensors, part_sizes
 from .probe import LossProbe
 
 # %% auto #0
 __all__ = ['warn_once', 'loss_info', 'look_up_loss', 'is_measuring', 'measure_loss', 'end_measuring', 'loss_rule', 'on_host',
            'Weights', 'forward_backward', 'removed_in_batch', 'as_scalar', 'shapes_of', 'predict_in_parts',
-           'learn_device', 'fit_memory', 'too_big']
+           'fit_memory', 'too_big']
 
 # %% ../nbs/api/09b_passes.ipynb #7a049188
 def warn_once(
@@ -185,9 +185,9 @@ def forward_backward(
         state.batch = None
         if weights.over_ranks: own_items(learn, yb, cb.ranks.first_item, n, cb.ranks.n_items)
         if split: learn.pred = join_items(preds) if len(preds) == len(sizes) else None
-        done = acc.n_items - n_items
-        if done: learn.loss = acc.mean_since(n_micro, weights.stacked if done == n else None)
         if cb.learn is not learn: raise removed_in_batch(cb)
+        done = acc.n_items - n_items
+        if done > 0: learn.loss = acc.mean_since(n_micro, weights.stacked if done == n else None)
     try:
         with in_parts(learn, n, size, mixers) if split else nullcontext((0,)) as parts:
             for i in parts:
@@ -238,12 +238,6 @@ def predict_in_parts(
     return whole() if preds is None else join_items(preds)
 
 # %% ../nbs/api/09b_passes.ipynb #8334e501
-def learn_device(
-    learn # A `Learner`
-) -> torch.device:
-    "The device of its model"
-    return next((p.device for p in learn.model.parameters()), torch.device('cpu'))
-
 def fit_memory(
     cb,   # A `GradientAccumulation`
     n:int # Items of the loader batch
@@ -261,7 +255,7 @@ def fit_memory(
             why = str(e)
         # outside `except`, because the traceback keeps the activations alive
         learn.pred = learn.loss_grad = learn.loss = None
-        free_memory(learn_device(learn))
+        free_memory(device_of(learn.model))
         if size == 1: raise too_big(why)
         if versions != [o._version for o in batch]:
             raise RuntimeError("Memory ran out, and the loader batch cannot restart with smaller micro-batches, because the model or a "

@@ -13,6 +13,7 @@ from fastai.callback.progress import CSVLogger
 from .fingerprint import own_loss
 from .loaders import rng_state, sampler_weights
 from .loop import LoopCallback
+from .memory import device_of
 from .values import Values, digest, keeps_state, put_module, take_module
 
 # %% auto #0
@@ -265,7 +266,7 @@ def learner_device(
 ) -> torch.device:
     "The device of its model, or the one that the model moves to when it trains"
     device = getattr(learn.dls, 'device', None)
-    return torch.device(device) if device is not None else next((p.device for p in learn.model.parameters()), torch.device('cpu'))
+    return torch.device(device) if device is not None else device_of(learn.model)
 
 # %% ../nbs/api/14g_state.ipynb #842b7ed4
 def plain(

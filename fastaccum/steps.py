@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
 from .events import is_a
 from .loop import LoopCallback
-from .memory import backend
+from .memory import backend, device_of
 from .rows import current_lr
 
 # %% auto #0
@@ -132,7 +132,7 @@ class StepClock:
     def __init__(self, logger): self.logger,self.device,self._since = logger,torch.device('cpu'),None
 
     def check(self):
-        self.device = next((p.device for p in self.logger.learn.model.parameters()), torch.device('cpu'))
+        self.device = device_of(self.logger.learn.model)
         if self.logger.memory and not hasattr(backend(self.device), 'reset_peak_memory_stats'):
             raise ValueError(f"StepLogger(memory=True): PyTorch does not record the memory of a {self.device.type!r} device. "
                              "Leave `memory` out, and put `PeakMemory` around a short fit instead.")
