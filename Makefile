@@ -7,8 +7,11 @@ PYTHONS := python3 $(addprefix python,$(shell sed -n 's/^pythons *= *//p' settin
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))
 # One thread is fastest for models as small as the tests', and they never log to a server
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
+# Targets of their own, as they take minutes
+RANKS := tests/test_distributed.py
+LONG := $(addprefix tests/,test_kill.py test_checkpoint_files.py test_soak.py test_site.py)
 
-.PHONY: help demo test ranks bench snippets mutants foreign docs export readme clean bump
+.PHONY: help demo test ranks long bench snippets mutants foreign docs export readme clean bump
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -29,7 +32,7 @@ else
 test: $(INSTALLED) ## check that generated files are up to date, run all notebooks, then pytest; DEVICE=cuda: on a GPU
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/test_distributed.py
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --ignore ,$(RANKS) $(LONG))
 
 bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some ten minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(BIN)/python -m bench
@@ -39,7 +42,10 @@ bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs
 endif
 
 ranks: $(INSTALLED) ## test training in several processes (some minutes); ALL_CASES=1: with every case
-	$(TEST_ENV) $(BIN)/python -m pytest tests/test_distributed.py
+	$(TEST_ENV) $(BIN)/python -m pytest $(RANKS)
+
+long: $(INSTALLED) ## test runs that are killed, what long runs leave in memory, and the site in a browser (some minutes)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(LONG)
 
 snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a reader would (some ten minutes)
 	$(BIN)/python tools/snippets.py $(PAGES)

@@ -206,11 +206,6 @@ class Tally:
     def so_far(self, record): self._so_far,self._new,self.n_items = record,[],record.n_items
 
     @property
-    def n_micro(self) -> int:
-        "Number of micro-batches counted"
-        return len(self._so_far.losses) + len(self._new)
-
-    @property
     def ready(self) -> bool: # `n_items` reached `accum_bs`
         "The accumulated batch has all its items: call `finish`, then step"
         return self.n_items >= self.accum_bs
@@ -225,17 +220,13 @@ class Tally:
         self.n_items += n_items
 
     def mean_since(self,
-        first:int, # An earlier value of `n_micro`
+        before:Accumulated, # An earlier value of `so_far`
         weights:Tensor|None=None # Weights of the micro-batches since then, if they are in one tensor
     ) -> Tensor: # On the device
-        "Loss of the micro-batches that were counted since then"
-        recorded = len(self._so_far.losses)
-        if first and first >= recorded:
-            losses,own,_ = zip(*self._new[first-recorded:])
-            return mean_loss(losses, own if weights is None else weights, self.normalize)[0]
+        "Loss of the micro-batches that were counted since `before`"
         s = self.so_far
-        mean = s.mean(self.normalize, first, weights)
-        if not first: self.so_far = s.with_mean(mean)
+        mean = s.mean(self.normalize, len(before.losses), weights)
+        if not before.losses: self.so_far = s.with_mean(mean)
         return mean[0]
 
     def reopen(self) -> None:

@@ -164,8 +164,7 @@ def forward_backward(
 ):
     "Send the loader batch through the model in micro-batches of at most `size` items, and count the completed ones"
     part,size = size,n if cb.coupled else size                           # one loss, so only `predict_coupled` splits
-    learn,loop,acc,sizes,preds,yb = cb.learn,cb.loop,cb.acc,part_sizes(n, size),[],cb.learn.yb
-    n_items,n_micro = acc.n_items,acc.n_micro
+    learn,loop,acc,before,sizes,preds,yb = cb.learn,cb.loop,cb.acc,cb.acc.so_far,part_sizes(n, size),[],cb.learn.yb
     split,table,weights = n > size,loop.call.table,Weights(cb, n, sizes)
     keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
     mixers = [o for o in table['mixers'] if o.run and hasattr(o, 'yb1')] if split else ()
@@ -186,8 +185,8 @@ def forward_backward(
         if weights.over_ranks: own_items(learn, yb, cb.ranks.first_item, n, cb.ranks.n_items)
         if split: learn.pred = join_items(preds) if len(preds) == len(sizes) else None
         if cb.learn is not learn: raise removed_in_batch(cb)
-        done = acc.n_items - n_items
-        if done > 0: learn.loss = acc.mean_since(n_micro, weights.stacked if done == n else None)
+        done = acc.n_items - before.n_items
+        if done > 0: learn.loss = acc.mean_since(before, weights.stacked if done == n else None)
     try:
         with in_parts(learn, n, size, mixers) if split else nullcontext((0,)) as parts:
             for i in parts:

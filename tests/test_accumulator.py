@@ -119,16 +119,16 @@ def test_half_complete():
     toy.add(5., 2, 4)
     assert not toy.acc.so_far.complete and toy.finish()==mean((3., 9, 4), (5., 2, 4))
 
-@pytest.mark.parametrize('read', (False, True))
-def test_mean_since(read):
-    toy = Toy(16)
+@pytest.mark.parametrize('stacked', (False, True))
+def test_mean_since(stacked):
+    "The weights may be at hand in one tensor, and are taken from there"
+    toy,weights = Toy(16),tensor([w for _,w,_ in PARTS['tokens']])
     marks = []
     for p in PARTS['tokens']:
-        marks.append(toy.acc.n_micro)
+        marks.append(toy.acc.so_far)
         toy.add(*p)
-    assert marks==[0, 1, 2] and toy.acc.n_micro==3
-    if read: assert toy.acc.so_far.n_items==11
-    assert [toy.acc.mean_since(m).item() for m in marks[::-1]]==[7, mean(*PARTS['tokens'][1:]), mean(*PARTS['tokens'])]
+    if stacked: assert toy.acc.mean_since(marks[1], tensor([1, 0]))==5
+    assert [toy.acc.mean_since(m, weights[i:] if stacked else None).item() for i,m in reversed([*enumerate(marks)])]==[7, mean(*PARTS['tokens'][1:]), mean(*PARTS['tokens'])]
     assert toy.acc.so_far.computed[1]==17 and toy.acc.so_far.mean() is toy.acc.so_far.computed and toy.finish()==mean(*PARTS['tokens'])
 
 @kinds
@@ -154,7 +154,7 @@ def test_correct(known):
     def first(accum_bs):
         toy = Toy(accum_bs)
         toy.add(3., 2, 1)
-        if known: toy.acc.mean_since(0)
+        if known: toy.acc.mean_since(Accumulated())
         return toy
     toy = first(4)
     correct(toy.acc, 5)

@@ -118,6 +118,6 @@ def test_snapshot_of_another_device():
         there = torch.device('meta')
         module.assert_called_with(there), state.assert_called_once_with(there)
         module.return_value.set_rng_state.assert_called_once_with(state.return_value, there)
-        Snapshot(m, []), state.assert_called_once()          # without parameters: the CPU's alone
+        Snapshot(nn.ReLU(), []), state.assert_called_once()  # without parameters: the CPU's alone
         with patch.object(RandomState, '__init__', lambda self, kind: setattr(self, 'device', SimpleNamespace(type=kind))):
             assert [len(RandomState(kind)._place()) for kind in ('mps', 'cuda')]==[0, 1]
