@@ -370,8 +370,9 @@ def test_metrics_of_several_predictions(name):
     pack,get = outputs[name]
     def loss(pred, y): return F.cross_entropy(get(pred), y)
     def acc(pred, y): return accuracy(get(pred), y)
+    model = Several(pack)
     def fit(k):
-        learn = learner(ragged, 16, Acc(16, micro_batch_size=k), model=Several(pack), loss_func=loss, metrics=acc)
+        learn = learner(ragged, 16, Acc(16, micro_batch_size=k), model=model, loss_func=loss, metrics=acc)
         learn.recorder.train_metrics = True
         learn.fit(1, .1)
         return learn.recorder
