@@ -131,8 +131,7 @@ def back_propagate(
     share:float|Tensor  # From `GradientAccumulator.shares`
 ):
     "Back-propagate `loss` times `share`; `share` is the initial gradient, which saves a multiplication"
-    if type(share) is not Tensor or share.dtype != loss.dtype: share = scalar(share, loss.dtype, loss.device)
-    loss.backward(share)
+    loss.backward(share if isinstance(share, Tensor) else scalar(share, loss.dtype, loss.device))
 
 # %% ../nbs/api/00_accumulator.ipynb #c55c41a2
 class Accumulated(NamedTuple):

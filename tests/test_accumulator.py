@@ -61,6 +61,25 @@ def test_reopen(parts, cut, kind):
     if cut==3: toy.finish(); toy.acc.reopen()
     assert toy.acc.n_items==11 and toy.finish()==mean(*parts)
 
+def test_reopened_record():
+    "The gradients are divided by the sum of the weights now, and more items may come: nothing is complete, or computed"
+    toy = Toy()
+    toy.acc.shares([9, 2], 8, complete=True)
+    for p in PARTS['tokens'][:2]: toy.acc.count(tensor(p[0]), *p[1:])
+    toy.acc.finish()
+    toy.acc.reopen()
+    assert toy.acc.closed.complete and toy.acc.closed.computed and toy.acc.so_far==toy.acc.closed._replace(target=11, planned=-1, computed=None)
+
+def test_reduce():
+    "With several ranks: `reduce` gets what this rank has, and what it returns is the step's"
+    toy = Toy(16)
+    for p in PARTS['tokens'][:2]: toy.add(*p)
+    grad,target = toy.x.grad.item(),toy.acc.so_far.target
+    toy.acc.reduce = Mock(return_value=(tensor(7.), 17, 12))
+    assert toy.acc.finish()==7 and toy.x.grad.item()==grad        # it divides the gradients, too
+    toy.acc.reduce.assert_called_once_with(tensor(37/11), 11, 8, target)
+    assert toy.acc.closed.n_items==12 and toy.acc.closed.computed==(7, 17)
+
 def test_sums():
     "Not normalized: losses and gradients are added up, whatever the weights"
     toy = Toy(normalize=False)
@@ -204,6 +223,9 @@ def test_back_propagate():
     assert m.call_args[0]==(.7, x.dtype, x.device)
     for _ in range(2): back_propagate(loss := Mock(dtype=torch.float32, device=torch.device('cpu')), 1)
     assert loss.backward.call_args[0][0] is scalar(1, torch.float32, torch.device('cpu'))  # the same 1 each time
+
+@pytest.mark.parametrize('dtype', (torch.bfloat16, torch.float64))
+def test_type_of_one_loss(dtype): assert mean_loss([tensor(3., dtype=dtype)], [tensor(2)])[0].dtype==dtype
 
 def test_scalar():
     "Numbers are kept as tensors, a hundred of them at most"

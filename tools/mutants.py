@@ -20,11 +20,14 @@ MODULES = dict(
 )
 # Module, a part of the mutant's line, and why the mutant does what the code does
 EQUIVALENT = (
-    *(('accumulator', f'return self._replace(target=target, {planned})', 'the target is the sum of the weights then, complete or not')
-      for planned in ('planned=None', '', 'planned=+1', 'planned=-2')),
     ('accumulator', 'return v if (v.dtype == dtype) and False else v.to(dtype)', '`to` gives the tensor itself'),
     ('accumulator', 'weights.sum() if (isinstance(weights, Tensor)) and False', 'one by one, slower'),
-    ('accumulator', 'planned=n_items if complete else -2', 'no number of items either'),
+    *(('accumulator', one_by_one, 'one by one, slower') for one_by_one in ('stacked = None', 'weights if (stacked) and False else')),
+    *(('accumulator', f'weights[0] if {one} else sum(weights)', 'the sum of one weight')
+      for one in ('(len(weights) == 1) and False', 'len(weights) == 2')),
+    ('accumulator', 'n_items if complete else -2', 'no number of items either'),
+    ('accumulator', 'scalar(0., loss.dtype, None)', '`where` takes a number of the CPU, too'),
+    ('accumulator', '(self.dtype is torch.float64) or True', 'the same to rounding; not every accelerator has float64'),
     ('accumulator', 'if (total.is_floating_point()) or True', 'slower for integers; 1 instead of 0 all the same'),
     ('accumulator', 'return weight.reshape(()) if (weight.dim()) or True', 'a view with the same value'),
     *(('accumulator', f'.to({device}, {arg})', 'only a GPU copies without blocking, and the value is the same')
