@@ -26,6 +26,7 @@ EQUIVALENT = (
     *(('accumulator', f'weights[0] if {one} else sum(weights)', 'the sum of one weight')
       for one in ('(len(weights) == 1) and False', 'len(weights) == 2')),
     ('accumulator', 'n_items if complete else -2', 'no number of items either'),
+    ('accumulator', 'share if (isinstance(share, Tensor)) and False', '`scalar` makes the type of it that autograd would make'),
     ('accumulator', 'scalar(0., loss.dtype, None)', '`where` takes a number of the CPU, too'),
     ('accumulator', '(self.dtype is torch.float64) or True', 'the same to rounding; not every accelerator has float64'),
     ('accumulator', 'if (total.is_floating_point()) or True', 'slower for integers; 1 instead of 0 all the same'),
