@@ -7,11 +7,9 @@ PYTHONS := python3 $(addprefix python,$(shell sed -n 's/^pythons *= *//p' settin
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))
 # One thread is fastest for models as small as the tests', and they never log to a server
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
-# Targets of their own, as they take minutes
-RANKS := tests/test_distributed.py
-LONG := $(addprefix tests/,test_kill.py test_checkpoint_files.py test_soak.py test_site.py)
-
-.PHONY: help demo test ranks long bench snippets mutants foreign docs export readme clean bump
+# By file, in the order of tests/conftest.py. Many cases wait for other processes, so three workers on two cores; the quick ones do not
+BY_FILE := --dist loadfile --no-loadscope-reorder
+.PHONY: help demo test cases bench snippets check mutants foreign trips docs export readme clean bump
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -29,10 +27,13 @@ test:
 bench:
 	$(TEST_ENV) $(PYTHON) -m bench --device $(DEVICE)
 else
-test: $(INSTALLED) ## check that generated files are up to date, run all notebooks, then pytest; DEVICE=cuda: on a GPU
+test: $(INSTALLED) ## check that generated files are up to date, run all notebooks, and some cases of each test (5 minutes); DEVICE=cuda: all numeric ones on a GPU
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --ignore ,$(RANKS) $(LONG))
+	QUICK=1 $(TEST_ENV) $(BIN)/python -m pytest -n 2 $(BY_FILE)
+
+cases: $(INSTALLED) ## every case of every test (some ten minutes)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE)
 
 bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some ten minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(BIN)/python -m bench
@@ -41,20 +42,19 @@ bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs
 	$(BIN)/python tools/export.py
 endif
 
-ranks: $(INSTALLED) ## test training in several processes (some minutes); ALL_CASES=1: with every case
-	$(TEST_ENV) $(BIN)/python -m pytest $(RANKS)
-
-long: $(INSTALLED) ## test runs that are killed, what long runs leave in memory, and the site in a browser (some minutes)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(LONG)
-
-snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a reader would (some ten minutes)
+snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a reader would (some minutes)
 	$(BIN)/python tools/snippets.py $(PAGES)
+
+check: cases snippets ## what `make test` leaves out: both of these (25 minutes)
 
 mutants: $(INSTALLED) .venv/.mutants ## do the tests notice a change of the code? Of all modules (an hour), or MODULES="scaler events"
 	$(TEST_ENV) $(BIN)/python tools/mutants.py $(MODULES)
 
 foreign: $(INSTALLED) ## run the tests of fastai's notebooks with our loop (half an hour); FASTAI=path of a checkout, else it is cloned
 	$(TEST_ENV) $(BIN)/python tools/foreign.py $(FASTAI)
+
+trips: $(INSTALLED) ## how far a batch travels through the code: functions, calls, changes of file; goals are in tools/trips.py
+	$(TEST_ENV) $(BIN)/python tools/trips.py
 
 docs: $(INSTALLED) ## build the site in _docs from the notebooks (Python 3.11 or newer)
 	$(BIN)/python tools/docs.py

@@ -16,8 +16,8 @@ from fastai.callback.schedule import ParamScheduler, SchedCos
 from sklearn.datasets import load_digits
 from fastaccum.all import *
 from fastaccum.conformance import accumulated
-from fastaccum.noise import AdaptiveGradientAccumulation, GradientNoiseScale
-from fastaccum.rates import ScaleLR, batch_ramp
+from fastaccum.all import AdaptiveGradientAccumulation, GradientNoiseScale
+from fastaccum.all import ScaleLR, batch_ramp
 from .jobs import job
 from .peers import PEERS, fit
 from .speed import time_fit

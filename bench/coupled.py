@@ -5,7 +5,7 @@ import random
 from functools import partial
 from statistics import median, quantiles
 import torch, torch.nn.functional as F
-from fastaccum.accumulation import GradientAccumulation
+from fastaccum.all import GradientAccumulation
 from .jobs import job
 from .memory import peak
 from .peers import PEERS, accumulated, fit

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch, torch.nn.functional as F
 from torch import nn
 from fastaccum.conformance import accumulated
-from fastaccum.memory import PeakMemory, backend, free_memory, is_out_of_memory
+from fastaccum.core.memory import PeakMemory, backend, free_memory, is_out_of_memory
 from . import peers
 from .jobs import ClassesFirst, Job
 

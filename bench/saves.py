@@ -3,7 +3,7 @@ import shutil, statistics, tempfile, time
 from pathlib import Path
 import torch
 from torch import nn
-from fastaccum.checkpoint import CheckpointFolder
+from fastaccum.checkpoint.folder import CheckpointFolder
 
 def state(megabytes=200):
     "Weights of a model of this size"

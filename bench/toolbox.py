@@ -1,6 +1,6 @@
 """The memory toolbox: each tool alone, and together with every other one
 
-`TOOLS` is the table. One line more there is a row more in the test of exactness (tests/test_toolbox.py), in what is measured here, and on the page
+`TOOLS` is the table. One line more there is a row more in the test of exactness (tests/memory/test_toolbox.py), in what is measured here, and on the page
 *Benchmarks*. `python -m bench.toolbox` takes some minutes on one core and writes toolbox.json.
 
 A fit trains on one batch again and again. Time is the processor's: the fastest of the steps after the first ones, in which models are compiled,
@@ -14,9 +14,9 @@ from typing import NamedTuple
 import pandas as pd, torch, torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from fastaccum.accumulation import GradientAccumulation
-from fastaccum.activations import ActivationCheckpointing, ActivationOffload, Compile
-from fastaccum.precision import MixedPrecision
+from fastaccum.all import GradientAccumulation
+from fastaccum.memory.activations import ActivationCheckpointing, ActivationOffload, Compile
+from fastaccum.all import MixedPrecision
 from .jobs import Job, mlp, vectors
 from .peers import fit
 

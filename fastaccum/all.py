@@ -12,26 +12,16 @@ __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemor
            'DataParallel', 'LocalSGD', 'FullyShard']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
-from .accumulator import GradientAccumulator, loss_weight
-from .scaler import DynamicLossScaler
-from .memory import PeakMemory
+from .core import CoupledBatch, DynamicLossScaler, GradientAccumulator, PeakMemory, loss_weight
 from .accumulation import GradientAccumulation, GradientAccumulationSchedule
-from .coupled import CoupledBatch
 from .precision import AMPMode, MixedPrecision
-from .steps import StepLogger
-from .noise import AdaptiveGradientAccumulation, GradientNoiseScale
-from .rates import ScaleLR, batch_ramp
-from .critical import critical_batch
+from .logs import StepLogger
+from .batch_size import AdaptiveGradientAccumulation, GradientNoiseScale, ScaleLR, batch_ramp, critical_batch
 from .checkpoint import TrainingCheckpoint
-from .activations import ActivationCheckpointing, ActivationOffload, Compile
-from .advice import MemoryAdvice
-from .processes import launch
-from .distributed import DataParallel
-from .local_sgd import LocalSGD
-from .fully_shard import FullyShard
+from .memory import ActivationCheckpointing, ActivationOffload, Compile, MemoryAdvice
+from .parallel import DataParallel, FullyShard, LocalSGD, launch
 
-_all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule', 'CoupledBatch',
-         'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
-         'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload',
-         'Compile', 'MemoryAdvice',
+_all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
+         'CoupledBatch', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale', 'AdaptiveGradientAccumulation', 'ScaleLR',
+         'batch_ramp', 'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload', 'Compile', 'MemoryAdvice',
          'launch', 'DataParallel', 'LocalSGD', 'FullyShard']

@@ -1,4 +1,4 @@
-"""How exact is your trainer? Ten training runs, each compared with the same run in big batches
+"""How exact is your trainer? Fifteen training runs, each compared with the same run in big batches
 
 Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 
@@ -12,13 +12,14 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Callable, NamedTuple
 import torch, torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
 # %% auto #0
-__all__ = ['Job', 'accumulated', 'big_batch', 'Result', 'check', 'load', 'table', 'main']
+__all__ = ['Job', 'accumulated', 'Result', 'check', 'CallbackResult', 'check_callback', 'table']
 
 # %% ../nbs/api/91_conformance.ipynb #bfe3a307
 class Interrupted(RuntimeError):
@@ -55,6 +56,10 @@ class Job:
     lr_at:Callable|None=None   # Factor of the learning rate at a position in training, from 0 to 1
     precision:str='fp32'       # 'fp32', or autocast in 'bf16' or 'fp16'; 'fp16' with a loss scale
     device:str='cpu'           # Where the model and the batches are
+    shuffle:bool=False         # Does `loader()` draw the items in another order in each epoch?
+    valid:list|None=None       # Batches `(x, y)` to evaluate, in evaluation mode, ...
+    valid_every:int|None=None  # ... after so many micro-batches, even if an accumulated batch is not complete
+    folder:str|None=None       # Where to save after each step. If something is there already: continue from it
     on_step:Callable=field(default=nothing, repr=False) # Called after each step of the optimizer
 
     def __post_init__(self):
@@ -62,10 +67,14 @@ class Job:
         self.accum_bs = self.accum_bs or self.n_acc*self.micro_bs
 
     def loader(self,
-        batches=None # Default the batches of the job
+        batches=None, # Default the batches of the job
+        **kwargs      # Of the `DataLoader`
     ):
-        "A PyTorch `DataLoader` of the micro-batches, or of other `batches`"
-        return DataLoader(self.batches if batches is None else batches, batch_size=None)
+        "A PyTorch `DataLoader` of the micro-batches, or of other `batches`; with `shuffle` it draws their items anew in each epoch"
+        batches = self.batches if batches is None else batches
+        if not self.shuffle: return DataLoader(batches, batch_size=None, **kwargs)
+        items = [item for x,y in batches for item in zip(x, y)]
+        return DataLoader(items, self.micro_bs, shuffle=True, generator=torch.Generator().manual_seed(7), **kwargs)
 
     def optimizer(self,
         params,  # Parameters of the model
@@ -119,15 +128,13 @@ def accumulated(
     return Batches(items, next((k for k,g in enumerate(groups) if stop in g), None))
 
 # %% ../nbs/api/91_conformance.ipynb #820beb77
-def big_batch(
-    job:Job # What to train
-):
-    "Train with whole accumulated batches: without accumulation, it cannot go wrong"
+# Train with whole accumulated batches: without accumulation, it cannot go wrong
+def big_batch(job):
     job.model.zero_grad()
-    opt,scaler = job.optimizer(job.model.parameters()),job.scaler()
+    opt,scaler,loader = job.optimizer(job.model.parameters()),job.scaler(),job.loader()
     sched = job.scheduler(opt)
     for _ in range(job.epochs):
-        for x,y in accumulated(job):
+        for x,y in accumulated(replace(job, batches=[*loader]) if job.shuffle else job):
             with job.autocast(): loss = job.loss_func(job.model(x), y)
             scaler.scale(loss).backward()
             scaler.unscale_(opt)
@@ -136,6 +143,13 @@ def big_batch(
             scaler.update()
             sched.step()
             opt.zero_grad()
+            if job.valid: evaluate(job)
+
+def evaluate(job):
+    job.model.eval()
+    with torch.no_grad():
+        for x,y in job.valid: job.loss_func(job.model(x), y)
+    job.model.train()
 
 # %% ../nbs/api/91_conformance.ipynb #171727a9
 class ClassesFirst(nn.Module):
@@ -155,6 +169,46 @@ def weighted():
     "Cross entropy with class weights"
     return partial(F.cross_entropy, weight=torch.tensor([.1, 10, 1, 1, 1, 1, 1, 1, .1, 5]))
 
+def own_loss(pred, y, reduction='mean'):
+    "A user's own cross entropy, in which targets of -1 do not count"
+    counts = y >= 0
+    total = (F.cross_entropy(pred, y.clamp(min=0), reduction='none')*counts).sum()
+    return total if reduction == 'sum' else total/counts.sum()
+
+def unlabelled():
+    "The first micro-batch has all targets, the others have fewer"
+    res = micro_batches(8, 8, 8, 8)
+    for (_,y),n in zip(res, (8, 2, 5, 1)): y[n:] = -1
+    return res
+
+def detection_loss(pred, y, reduction='mean'):
+    "A sum over all boxes, divided by how many of them have an object, as in RetinaNet"
+    total = F.binary_cross_entropy_with_logits(pred, y, reduction='sum')
+    return total if reduction == 'sum' else total/y.sum().clamp(min=1)
+
+def boxes():
+    "Each item has 10 boxes; one micro-batch has no object"
+    res = [(x, torch.zeros(8, 10)) for x,_ in micro_batches(8, 8, 8, 8)]
+    for (_,y),n in zip(res, (5, 0, 1, 12)): y.view(-1)[torch.randperm(80)[:n]] = 1.
+    return res
+
+class Breaks(nn.Module):
+    "Fails once, at item number `at`, as it does if memory runs out"
+    def __init__(self, at):
+        super().__init__()
+        self.left = at
+    def forward(self, x):
+        before,self.left = self.left,self.left-len(x)
+        if before > 0 >= self.left: raise Interrupted('The model was told to fail.')
+        return x
+
+class Noisier(nn.Module):
+    "Another function in training than in evaluation, as dropout is, but without random numbers. Counts its evaluations"
+    evals = 0
+    def forward(self, x):
+        self.evals += not self.training
+        return 2*x if self.training else x
+
 def overflowing():
     "Three accumulated batches of two micro-batches; a number in the second accumulated batch is too large for fp16"
     res = micro_batches(*[8]*6)
@@ -168,7 +222,7 @@ class Case(NamedTuple):
     make:Callable         # Makes the `Job`
     look:str
     tol:float=1e-6        # Largest error that counts as exact
-    interrupted:bool=False # Does an earlier fit fail in the middle of an accumulated batch?
+    fits:Callable=lambda job: [job] # The jobs to train, one after the other
 
     def job(self, device='cpu') -> Job:
         "The job, always with the same weights and data"
@@ -177,17 +231,25 @@ class Case(NamedTuple):
             job = self.make()
         return to_device(job, device)
 
-    def fits(self, job) -> list: # of jobs that train the same model
-        first = [replace(job, batches=Batches(job.batches, stops_at=6))] if self.interrupted else []
-        return [*first, job]
+def after_failure(job):
+    "The loader fails in the middle of an accumulated batch; then the same model is trained again"
+    return [replace(job, batches=Batches(job.batches, stops_at=6)), job]
+
+def after_kill(job):
+    "The process is killed in the tenth step, in the middle of the second epoch. A new one begins with the model as it was at first"
+    left = iter(range(9))
+    def killed():
+        if next(left, None) is None: raise Interrupted('The process was told to end.')
+        job.on_step()
+    return [replace(job, on_step=killed), job.fresh()] if job.folder else [job]
 
 def to_device(job, device):
     "`job` with model, batches, and the loss's weights on `device`"
     if device == 'cpu': return job
     loss_func = job.loss_func
     if isinstance(loss_func, partial): loss_func = partial(loss_func.func, **{k: v.to(device) for k,v in loss_func.keywords.items()})
-    return replace(job, model=job.model.to(device), batches=[(x.to(device), y.to(device)) for x,y in job.batches], loss_func=loss_func,
-                   device=device)
+    batches,valid = (o and [(x.to(device), y.to(device)) for x,y in o] for o in (job.batches, job.valid))
+    return replace(job, model=job.model.to(device), batches=batches, valid=valid, loss_func=loss_func, device=device)
 
 CASES = {
     'ragged end': Case('Does the last micro-batch, of 2 items after three of 8, count as 2 items?',
@@ -214,7 +276,22 @@ CASES = {
         lambda: Job(net(), overflowing(), n_acc=2, precision='fp16'),
         'Check for infinity and update the loss scale once a step; zero the gradients after a skipped step too.', tol=2e-3),
     'several fits': Case('Does a fit begin clean if the one before failed half-way?', lambda: Job(net(), micro_batches(*[8]*8)),
-        'Zero the gradients before the first step of a fit.', interrupted=True)}
+        'Zero the gradients before the first step of a fit.', fits=after_failure),
+    'own loss': Case('Is a loss that the trainer does not know averaged over what it averages over?',
+        lambda: Job(net(), unlabelled(), own_loss),
+        'Weigh each micro-batch by the divisor of its loss: here the targets that count.'),
+    'detection': Case('Is a sum divided by the objects of the whole step, where some micro-batches have none?',
+        lambda: Job(net(), boxes(), detection_loss),
+        'Weigh each micro-batch by its divisor, and a micro-batch without objects by 1; divide by the objects of the step.'),
+    'validation': Case('Does a validation in the middle of an accumulated batch change nothing?',
+        lambda: Job(net(Noisier()), micro_batches(*[8]*8), valid=micro_batches(8, 8), valid_every=3),
+        'Return to training mode after it, and go on with the gradients and counters from before.'),
+    'exception': Case('Does a fit begin clean if the model has raised an error in the one before?',
+        lambda: Job(net(Breaks(44)), micro_batches(*[8]*8)),
+        'Zero the gradients, and the counter of micro-batches, before the first step of a fit.', fits=lambda job: [job, job]),
+    'resume': Case('Is what is left of an epoch, after a stop in the middle of it, what the stopped run would have trained on?',
+        lambda: Job(net(), micro_batches(*[4]*11), n_acc=2, epochs=2, shuffle=True, lr_at=lambda pos: 1-.9*pos),
+        "Save the generator of the loader's order as it was when the epoch began, and skip what was trained on.", fits=after_kill)}
 
 # %% ../nbs/api/91_conformance.ipynb #316beb6f
 class Result(NamedTuple):
@@ -238,12 +315,16 @@ class Result(NamedTuple):
 # %% ../nbs/api/91_conformance.ipynb #316bebfw
 def flat_weights(model): return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
-def run_fits(train, case, job): # The weights afterwards, and the number of steps
-    steps = []
-    job = job.fresh(on_step=lambda: steps.append(1))
-    for fit in case.fits(job):
+# The weights afterwards, the number of steps, and why it says nothing if the trainer has left out what the case is about
+def run_fits(train, case, job, folder=None):
+    steps,before = [],0
+    for fit in case.fits(job.fresh(on_step=lambda: steps.append(1), folder=folder)):
+        before = len(steps)
         with suppress(Interrupted): train(fit)
-    return flat_weights(job.model),len(steps)
+    left_out = ''
+    if job.valid and not any(getattr(m, 'evals', 0) for m in fit.model.modules()): left_out = 'it does not evaluate job.valid'
+    if folder and case.fits is after_kill and len(steps)-before >= job.n_steps: left_out = 'it does not continue from job.folder'
+    return flat_weights(fit.model),len(steps),left_out
 
 # %% ../nbs/api/91_conformance.ipynb #d45a9b80
 class ProtocolError(ValueError):
@@ -254,8 +335,9 @@ def check_case(train, name, device='cpu') -> Result:
     case = CASES[name]
     job = case.job(device)
     before = flat_weights(job.model)
-    exact,expected = run_fits(big_batch, case, job)
-    try: found,steps = run_fits(train, case, job)
+    exact,expected,_ = run_fits(big_batch, case, job)
+    try:
+        with TemporaryDirectory() as folder: found,steps,left_out = run_fits(train, case, job, folder if case.fits is after_kill else None)
     except NotImplementedError as e: return Result(name, None, 0, expected, str(e) or 'left out')
     except ProtocolError: raise
     except Exception as e: return Result(name, None, 0, expected, f'{type(e).__name__}: {e}', traceback.format_exc())
@@ -265,6 +347,7 @@ def check_case(train, name, device='cpu') -> Result:
     if not steps and not found.equal(before):
         raise ProtocolError(f"{name}: job.model has changed, but no step was counted. Make the optimizer with "
                             "job.optimizer(job.model.parameters()).")
+    if left_out: return Result(name, None, 0, expected, left_out)
     off = ((found-exact).norm()/(exact-before).norm()).item()
     return Result(name, off if off == off else float('inf'), steps, expected)
 
@@ -280,11 +363,118 @@ def check(
     if unknown: raise ValueError(f"{', '.join(sorted(unknown))}: the cases are {', '.join(CASES)}.")
     return [check_case(train, name, device) for name in cases or CASES]
 
+# %% ../nbs/api/91_conformance.ipynb #ca11b002
+class CallbackResult(NamedTuple):
+    "What a callback makes of accumulation, compared with the same callback and big batches"
+    way:str         # 'loader batches' that are accumulated, or 'micro-batches' of loader batches that are split
+    off:float       # Distance to the big batch's weights, relative to how far these moved
+    event:str=''    # The first event at which it does something else than with big batches
+    what:str=''     # What it changes there: 'weights', 'gradients', 'rates', or an attribute of its own
+    step:int=0      # In which step, from 1
+
+    @property
+    def exact(self) -> bool: return self.off < 1e-5 and not self.event
+
+    def __str__(self):
+        if self.exact: return f'{self.way}: exact'
+        weights = 'the weights are those of the big batch' if self.off < 1e-5 else f'the weights are {self.off:.1%} off'
+        if not self.event: return f'{self.way}: {weights}'
+        return f'{self.way}: {weights}; {self.event} changes {self.what} in another way, first in step {self.step}'
+
+def check_callback(
+    make,            # A function, or a class, that makes the callback
+    learner=None,    # `learner(bs, cbs)`: a `Learner` of loader batches of `bs` items, always with the same weights. Default: a small one
+    bs:int=32,       # Items of a step
+    epochs:int=3,    # Epochs to train
+    lr:float=.1      # Learning rate
+) -> list: # A `CallbackResult` for accumulated loader batches, and one for micro-batches
+    "Does a callback of your own do with accumulation what it does with big batches? Trains three times"
+    from fastaccum.accumulation.callback import GradientAccumulation
+    learner = learner or small_learner
+    whole,*runs = (followed(make, learner, epochs, lr, *how) for how in (
+        (bs, []), (bs//4, [GradientAccumulation(bs)]), (bs, [GradientAccumulation(micro_batch_size=bs//4)])))
+    moved = (whole.weights-whole.start).norm()
+    return [CallbackResult(way, float((run.weights-whole.weights).norm()/moved), *whole.differs(run))
+            for way,run in zip(('loader batches', 'micro-batches'), runs)]
+
+# %% ../nbs/api/91_conformance.ipynb #ca11b005
+# Two layers without dropout and BatchNorm, 60 items: the last step of an epoch has fewer
+def small_learner(bs, cbs):
+    from fastai.basics import CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, SGD, set_seed
+    set_seed(0)
+    items = list(zip(torch.randn(60, 8), torch.randint(4, (60,))))
+    dls = DataLoaders(DataLoader(items, bs=bs), DataLoader(items[:16], bs=16), device='cpu')
+    return Learner(dls, nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs)
+
+# A fit with the callback that `make` makes: weights before and after it, and what the callback did
+def followed(make, learner, epochs, lr, bs, cbs):
+    from fastai.basics import no_random
+    with no_random(0):
+        cb = make()
+        learn = learner(bs, [*cbs, cb])
+        follow = Followed(learn, cb)
+        with learn.no_bar(), learn.no_logging(): learn.fit(epochs, lr)
+    follow.weights = flat_weights(learn.model)
+    return follow
+
+_order = ('after_cancel_step after_step after_cancel_batch after_batch after_train after_validate after_epoch before_epoch before_train '
+          'before_batch after_pred after_loss before_backward after_cancel_backward after_backward before_step').split()
+
+# What a callback changes at each event: sums over the calls since the last step, as several micro-batches may come before a step
+class Followed:
+    def __init__(self, learn, cb):
+        self.learn,self.cb,self.step,self.done,self.start = learn,cb,0,{},flat_weights(learn.model)
+        for ev in _order:
+            f = getattr(cb, ev, None)
+            if callable(f): cb.__dict__[ev] = partial(self.call, ev, f)
+        step = learn._step
+        def counted(): step(); self.step += 1
+        learn._step = counted
+
+    def call(self, event, f):
+        before = self.state()
+        try: return f()
+        finally:
+            done = self.done.setdefault((self.step, event), {})
+            for k,v in self.state().items():
+                old = before.get(k)
+                if old is None or old.shape != v.shape: continue
+                if k == 'rates': done[k] = v if not v.equal(old) or done.get(k) is not None else None
+                else: done[k] = done.get(k, 0) + v-old
+
+    # Weights, gradients, rates, and the numbers that the callback keeps
+    def state(self):
+        learn,params = self.learn,[*self.learn.model.parameters()]
+        res = dict(weights=flat(params), gradients=flat([torch.zeros_like(p) if p.grad is None else p.grad for p in params]))
+        rates = [float(v) for h in (learn.opt.hypers if learn.opt else ()) for v in h.values() if isinstance(v, (int,float))]
+        if rates: res['rates'] = torch.tensor(rates)
+        for k,v in vars(self.cb).items():
+            ts = [t for t in (v if isinstance(v, (list,tuple)) else [v]) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            if isinstance(v, float): ts = [torch.tensor(v)]
+            if ts and k not in res: res[k] = flat(ts)
+        return res
+
+    # The first event at which `other` did something else, what it changed, and in which step
+    def differs(self, other):
+        found = []
+        for step,event in {**self.done, **other.done}:
+            a,b = (o.done.get((step, event), {}) for o in (self, other))
+            others = [k for k in {**a, **b} if unlike(a.get(k), b.get(k))]
+            found += [(k not in ('weights','gradients','rates'), step, _order.index(event), k) for k in others]
+        if not found: return ()
+        _,step,i,k = min(found)
+        return _order[i],k,step+1
+
+def flat(tensors): return torch.cat([t.detach().double().flatten().cpu() for t in tensors])
+
+def unlike(a, b):
+    if a is None and b is None: return False
+    a,b = (0*b if a is None else a),(0*a if b is None else b)
+    return float((a-b).norm()) > 1e-4*float(max(a.norm(), b.norm())) + 1e-7
+
 # %% ../nbs/api/91_conformance.ipynb #886b7ee3
-def load(
-    file # Path of a Python file
-): # Its function `train`
-    "`train` of a user's script"
+# The function `train` of a user's script
+def load(file):
     path,how = Path(file),'It must define `train(job)`: https://fastaccum.github.io/fastaccum/tutorials/how_exact.html'
     if not path.is_file(): raise ProtocolError(f'{file}: there is no such file.')
     if path.suffix != '.py': raise ProtocolError(f'{file} is not a Python file.')
@@ -314,10 +504,10 @@ def table(
         if not r.exact: lines.append(f'\n{r.case}: {CASES[r.case].asks}\n  ' + (r.note or f'No. {CASES[r.case].look}'))
     return '\n'.join(lines)
 
-def main(
-    args=None # Arguments of the command line
-) -> int: # Exit code: 0 if nothing is wrong, 1 if something is not exact, 2 if nothing could be measured
-    "`python -m fastaccum.conformance my_loop.py`"
+# %% ../nbs/api/91_conformance.ipynb #6f0b8ac3
+# `python -m fastaccum.conformance my_loop.py`. Returns the exit code: 0 if nothing is wrong, 1 if something is not exact, 2 if nothing
+# could be measured
+def main(args=None) -> int:
     parser = argparse.ArgumentParser(prog='python -m fastaccum.conformance',
                                      description='Compare a training loop with training in big batches.')
     parser.add_argument('file', help='a Python file that defines train(job)')

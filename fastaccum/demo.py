@@ -10,26 +10,25 @@ import warnings
 warnings.filterwarnings('ignore', '.torch.jit.script', FutureWarning)  # fastai's import warns, but a newcomer should see the table first
 
 # %% auto #0
-__all__ = ['header', 'digits_dls', 'conv_net', 'flat_weights', 'Steps', 'train', 'difference', 'row', 'run_all', 'verdict',
-           'figure', 'wandb_offline', 'main']
+__all__ = ['main']
 
 # %% ../nbs/api/90_demo.ipynb #08249f0e
 import time
 from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 import matplotlib.pyplot as plt
 from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientAccumulation as FastaiAccumulation
 from fastcore.script import call_parse
 from sklearn.datasets import load_digits
-from .accumulation import GradientAccumulation, GradientAccumulationSchedule
-from .memory import PeakMemory
+from .accumulation.callback import GradientAccumulation, GradientAccumulationSchedule
+from .core.memory import PeakMemory
 
 # %% ../nbs/api/90_demo.ipynb #b75227f5
-def digits_dls(
-    bs:int # Batch size
-) -> DataLoaders: # 1437 items for training, 360 for validation
-    "scikit-learn's handwritten digits, 8x8 pixels. The order of the items is the same for every `bs`"
+# scikit-learn's handwritten digits, 8x8 pixels: 1437 items for training, 360 for validation. The order of the items is the same for every
+# batch size
+def digits_dls(bs) -> DataLoaders:
     x,y = load_digits(return_X_y=True)
     items = L(zip(tensor(x).float().view(-1, 1, 8, 8)/16, tensor(y)))
     set_seed(0)      # the loader also takes its seed from here
@@ -37,23 +36,18 @@ def digits_dls(
     return DataLoaders(DataLoader(items[360:], bs=bs, shuffle=True), DataLoader(items[:360], bs=bs), device='cpu')
 
 # %% ../nbs/api/90_demo.ipynb #3ec62c3c
-def conv_net(
-    width:int=16 # Channels of the first layers
-) -> nn.Module:
-    "A small convolutional net for the digits, without BatchNorm"
+# A small convolutional net for the digits, without BatchNorm. width: channels of the first layers
+def conv_net(width=16) -> nn.Module:
     def conv(ni, nf): return nn.Sequential(nn.Conv2d(ni, nf, 3, padding=1), nn.GroupNorm(4, nf), nn.GELU())
     return nn.Sequential(conv(1, width), conv(width, width), nn.AvgPool2d(2), conv(width, 2*width), nn.AvgPool2d(2),
                          nn.Flatten(), nn.Linear(8*width, 10))
 
 # %% ../nbs/api/90_demo.ipynb #a9bb8a9b
-def flat_weights(
-    model # A model
-) -> Tensor: # All its parameters, one after the other
-    "The weights as one vector, to compare them"
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+# The weights of a model as one vector, to compare them
+def flat_weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
 
+# The items, mean loss and resulting weights of every optimizer step, whichever callback accumulates
 class Steps(Callback):
-    "The items, mean loss and resulting weights of every optimizer step, whichever callback accumulates"
     order = 70
     def __init__(self): self.items,self.losses,self.weights = [],[],[]
     def before_fit(self): self.n,self.total = 0,0.
@@ -68,49 +62,41 @@ class Steps(Callback):
         self.n,self.total = 0,0.
 
 # %% ../nbs/api/90_demo.ipynb #bba05a44
-def train(
-    bs:int,        # Batch size of the loader
-    cbs=None,      # Callback that accumulates, if any
-    epochs:int=15, # Epochs to train
-    watch=()       # More callbacks, for these epochs only
-) -> SimpleNamespace: # steps (a `Steps`), accuracy, seconds, peak (a `PeakMemory`)
-    "One run, and one more epoch to measure its memory. Measuring is slow, so this epoch does not count in `seconds`"
+# What `train` gives back
+class Run(NamedTuple):
+    steps:Steps
+    accuracy:float
+    seconds:float    # of all epochs but the last
+    peak:PeakMemory  # of the last
+
+# One run with loader batches of `bs` items, and one more epoch to measure its memory. Measuring is slow, so this epoch does not count in
+# `seconds`. cbs: callback that accumulates, if any; watch: more callbacks, not for the last epoch
+def train(bs, cbs=None, epochs=15, watch=()) -> Run:
     learn = Learner(digits_dls(bs), conv_net(), CrossEntropyLossFlat(), opt_func=partial(SGD, mom=.9), metrics=accuracy, cbs=cbs)
-    res = SimpleNamespace(steps=Steps())
+    steps = Steps()
     with learn.no_bar(), learn.no_logging():
         start = time.perf_counter()
-        learn.fit(epochs, .05, cbs=[res.steps, *watch])
-        res.seconds,res.accuracy = time.perf_counter()-start,learn.recorder.values[-1][-1]
-        with PeakMemory() as res.peak: learn.fit(1, .05)
-    return res
+        learn.fit(epochs, .05, cbs=[steps, *watch])
+        seconds,acc = time.perf_counter()-start,learn.recorder.values[-1][-1]
+        with PeakMemory() as peak: learn.fit(1, .05)
+    return Run(steps, acc, seconds, peak)
 
 # %% ../nbs/api/90_demo.ipynb #dd8bf8e3
-def difference(
-    run,  # What `train` returned
-    whole # The same, for another run
-) -> float: # The largest difference of a weight
-    "The largest difference between the final weights of two runs"
-    return (run.steps.weights[-1] - whole.steps.weights[-1]).abs().max().item()
+# The largest difference between the final weights of two runs
+def difference(run, whole) -> float: return (run.steps.weights[-1] - whole.steps.weights[-1]).abs().max().item()
 
 _line = '{:<34} {:>8}  {:>5}  {:>14}  {:>15}  {:>11}  {:>7}'.format
 header = _line('', 'accuracy', 'steps', 'items per step', 'weights off by', 'peak memory', 'seconds')
 
-def row(
-    name:str, # Name of the run
-    run,      # What `train` returned for it
-    whole     # The same for the run with large batches
-) -> str:
-    "A line of the table"
+# A line of the table; whole: the run with large batches
+def row(name, run, whole) -> str:
     items,off = run.steps.items,'' if run is whole else f'{difference(run, whole):.0e}'
     return _line(name, f'{run.accuracy:.1%}', len(items), f'{min(items)} to {max(items)}', off, str(run.peak), f'{run.seconds:.1f}')
 
 # %% ../nbs/api/90_demo.ipynb #637180d8
-def run_all(
-    epochs:int=15,       # Epochs of each run
-    log=nullcontext(()), # Context manager that yields callbacks to log the last run
-    show=print           # Called with each line of the table, as soon as it is known
-) -> list: # What `train` returned for (a), (b), (c) and (d)
-    "The four runs, in a table"
+# The four runs, in a table. log: context manager that yields callbacks to log the last run; show: called with each line, as soon as it is
+# known. Returns what `train` returned for (a), (b), (c) and (d)
+def run_all(epochs=15, log=nullcontext(()), show=print) -> list:
     show(header)
     runs = []
     def add(name, *args):
@@ -123,10 +109,8 @@ def run_all(
     return runs
 
 # %% ../nbs/api/90_demo.ipynb #cdf1d22a
-def verdict(
-    runs:list # From `run_all`
-) -> str:
-    "What the table says"
+# What the table says. runs: from `run_all`
+def verdict(runs) -> str:
     a,b,c,_ = runs
     return (f'(b) is (a): the same {len(b.steps.items)} steps, weights equal to within {difference(b, a):.0e}, '
             f'{a.peak.peak/b.peak.peak:.1f} times less memory.\n'
@@ -134,10 +118,8 @@ def verdict(
             f'weights off by {difference(c, a):.0e}.')
 
 # %% ../nbs/api/90_demo.ipynb #bc82d25e
-def figure(
-    runs:list # From `run_all`
-): # Matplotlib figure
-    "Losses and the distance to (a) over the steps, and the batch size over training"
+# A figure of the losses and the distance to (a) over the steps, and of the batch size over training. runs: from `run_all`
+def figure(runs):
     a,b,c,d = (r.steps for r in runs)
     fig,(loss,off,size) = plt.subplots(1, 3, figsize=(12, 3.4), layout='constrained')
     styles = dict(a=dict(c='C0', lw=5, alpha=.35, label='(a) batches of 256'),
@@ -154,11 +136,10 @@ def figure(
     return fig
 
 # %% ../nbs/api/90_demo.ipynb #14905aad
+# An offline run of Weights & Biases in the folder `out`: the absolute path, as W&B's service may have started in another folder. Yields the
+# callbacks that log to it: none if W&B is not installed
 @contextmanager
-def wandb_offline(
-    out:Path # Folder for the run. W&B's service may have started in another folder, so it gets the absolute path
-):
-    "An offline run of Weights & Biases. Yields the callbacks that log to it: none if W&B is not installed"
+def wandb_offline(out:Path):
     try:
         import wandb
         from fastaccum.wandb import WandbCallback

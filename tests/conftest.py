@@ -1,10 +1,12 @@
 "Settings for all tests: one thread (models are tiny), no windows, and what training saves goes to a temporary folder"
-import os, signal
-from collections import defaultdict
+import os, signal, sys
+from collections import Counter, defaultdict
+from pathlib import Path
 import matplotlib, pytest, torch
 import devices
 matplotlib.use('Agg')
 torch.set_num_threads(1)
+sys.path += [str(f) for f in Path(__file__).parent.iterdir() if f.is_dir()]   # some tests use what is defined in another folder's
 
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)
@@ -18,7 +20,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 with_wandb = 'test_checkpoint_wandb','test_wandb'
 numeric = ('test_exact', 'test_microbatch', 'test_coupled', 'test_properties', 'test_precision', 'test_scaler', 'test_steps', 'test_epoch_ends', 'test_checkpoint', 'test_toolbox', *with_wandb)
 on_gpu = {*numeric, 'test_accelerator'} - {*with_wandb}
-in_full = 'test_toolbox',   # every case on the simulated device too
 
 @pytest.fixture(autouse=True)
 def device(request):
@@ -34,18 +35,43 @@ def pytest_generate_tests(metafunc):
 def pytest_ignore_collect(collection_path):
     if devices.GPU and collection_path.suffix == '.py' and collection_path.stem not in on_gpu: return True
 
+# --- which cases
+
 # They take longest: begun first, so that no worker is left with one of them at the end
-slow = 'test_kill', 'test_site', 'test_checkpoint_files', 'test_accelerator', 'test_soak', 'test_bench', 'test_package'
+slow = 'test_kill', 'test_site', 'test_checkpoint_files', 'test_accelerator', 'test_soak', 'test_bench', 'test_package', 'test_distributed'
+in_full = 'test_toolbox',   # every case on the simulated device too
+sweeps = 'test_robust',     # each setup goes through each test: quickly, each of both occurs once
 
 def pytest_collection_modifyitems(config, items):
-    "Of each test the simulated device, which is slow, gets a few cases, spread over its parameters; with `ALL_CASES=1` all of them"
+    """With `QUICK=1`, as `make test` runs them, each value of each parameter of a test occurs, but not with every value of the others; what is marked
+    as `slow` does not, and of a file that says what is `quick` only that. Without, all cases are run, of those on the simulated device a few; with
+    `ALL_CASES=1` all of these too"""
     items.sort(key=lambda i: i.module.__name__ not in slow)
-    if os.environ.get('ALL_CASES'): return
-    cases = defaultdict(list)
+    tests = defaultdict(list)
     for i in items:
-        if '[sim' in i.name and i.module.__name__ not in in_full: cases[i.parent,i.originalname].append(i)
-    few = {c for cs in cases.values() for c in cs[::-(-len(cs)//3)]}
-    out = [i for c in cases.values() for i in c if i not in few]
-    config.hook.pytest_deselected(items=out)
-    out = set(out)
-    items[:] = [i for i in items if i not in out]
+        sim = '[sim' in i.name and i.module.__name__ not in in_full
+        if not is_quick or quick(i): tests[i.parent, is_quick and (sim or i.module.__name__ in sweeps) or i.originalname, sim].append(i)
+    keep = {i for (_,_,sim),cases in tests.items() for i in (some_simulated if sim else each_value_once if is_quick else list)(cases)}
+    config.hook.pytest_deselected(items=[i for i in items if i not in keep])
+    items[:] = [i for i in items if i in keep]
+
+is_quick = 'QUICK' in os.environ
+
+def quick(item):
+    names = getattr(item.module, 'quick', None)
+    return not item.get_closest_marker('slow') and (names is None or item.name in names or item.originalname in names)
+
+def some_simulated(cases):
+    "Three cases of a test, which runs on the CPU, too; or ten of a file. They are spread over all"
+    return cases if 'ALL_CASES' in os.environ else cases[::-(-len(cases)//(10 if is_quick else 3))]
+
+def each_value_once(cases):
+    "A few of `cases` in which each value of each parameter occurs, with ever other ones of the others"
+    params = lambda i: {'test': i.originalname, **(i.callspec.params if hasattr(i, 'callspec') else {})}
+    values = {i: [(k, repr(v)) for k,v in params(i).items()] for i in cases}
+    left,seen,few = {v for vs in values.values() for v in vs},Counter(),[]
+    while left:
+        few.append(max(cases, key=lambda i: (sum(v in left for v in values[i]), -sum(seen[v] for v in values[i]))))
+        seen.update(values[few[-1]])
+        left -= {*values[few[-1]]}
+    return few

@@ -4,7 +4,7 @@ from importlib import import_module
 from pathlib import Path
 import pytest
 
-NBS = sorted((Path(__file__).resolve().parent.parent/'nbs/api').glob('*.ipynb'))
+NBS = sorted((Path(__file__).resolve().parent.parent/'nbs/api').rglob('*.ipynb'))
 
 @pytest.mark.parametrize('nb', NBS, ids=lambda f: f.stem)
 def test_notebook(nb, monkeypatch):
@@ -13,6 +13,6 @@ def test_notebook(nb, monkeypatch):
     cells = [''.join(c['source']) for c in json.loads(nb.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code']
     flags = [set(re.findall(r'^#\s*\|\s*(\w+)', c, re.M)) for c in cells]
     module, = re.findall(r'^#\s*\|\s*default_exp\s+(\S+)', '\n'.join(cells), re.M)
-    names = {k: v for k,v in vars(import_module(f'fastaccum.{module}')).items() if not k.startswith('__')} | {'__name__': '__main__'}
+    names = {k: v for k,v in vars(import_module(f'fastaccum.{module}'.removesuffix('.__init__'))).items() if not k.startswith('__')} | {'__name__': '__main__'}
     for cell,f in zip(cells, flags):
         if not f & {'default_exp', 'export', 'exporti', 'exports', 'eval'}: exec(cell, names)

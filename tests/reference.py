@@ -6,9 +6,9 @@ import torch.nn as nn
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.training import GradientAccumulation as FastaiAccumulation
-from fastaccum.accumulation import GradientAccumulation, GradientAccumulationSchedule
-from fastaccum.accumulator import GradientAccumulator, loss_weight
-from fastaccum.loop import *
+from fastaccum.accumulation.callback import GradientAccumulation, GradientAccumulationSchedule
+from fastaccum.core.accumulator import GradientAccumulator, loss_weight
+from fastaccum.loop.batch_loop import *
 import devices
 from devices import host
 

@@ -4,11 +4,15 @@ nbdev puts `show_doc(symbol)` where a symbol is exported. Here these become mark
 modules have them: no cell of a notebook is run."""
 import ast, importlib, inspect, nbdev.serve, re, textwrap
 from enum import Enum, EnumMeta
+from functools import lru_cache
+from pathlib import Path
 from fastai.callback.core import Callback
 from fastcore.docments import DocmentText, docments, empty
 from nbdev import processors
 from nbdev.config import get_config
 from nbdev.doclinks import NbdevLookup
+
+lib = get_config(Path(__file__).resolve().parent.parent).lib_path
 
 def code(s): return f'`{s}`' if s else ''
 
@@ -78,19 +82,41 @@ def attributes(cls, name):
     rows = [[f'`{k}`{{ {anchor(p.fget, f"{name}.{k}")} }}', ' '.join(p.__doc__.split())] for k,p in props.items()]
     return linkify(table(['Attribute', 'What it is'], rows), props)
 
+def package(mod): return mod.__name__.partition('.')[0]
+
+def module_of(exp):
+    "The module of a notebook with `#| default_exp exp`, as users import it: 'core.__init__' is the face of the folder, fastaccum.core"
+    return importlib.import_module(f'{lib.name}.{exp}'.removesuffix('.__init__'))
+
+def modules():
+    "Names of the package's modules without the package's own: 'core.accumulator'. `all` and faces of folders only hand names on"
+    paths = sorted(f.relative_to(lib).with_suffix('') for f in lib.rglob('*.py') if f.stem[0] != '_')
+    return ['.'.join(p.parts) for p in paths if p.parts != ('all',)]
+
+def is_described(o): return inspect.isclass(o) or inspect.isfunction(inspect.unwrap(o)) if callable(o) else False     # cached functions too
+
+def is_face(mod): return hasattr(mod, '__path__')
+
+@lru_cache
+def faces():
+    "Face -> its public names: `all`, and those of the folders. A module in no folder is its own face, but for what only a command runs"
+    names = ['all', *sorted(f.parent.name for f in lib.glob('*/__init__.py')), *(m for m in modules() if '.' not in m and m != 'demo')]
+    return {m: module_of(m).__all__ for m in names}
+
 def public(mod):
-    "Names of the module `mod` for users: those in `all`, or its callbacks (wandb's is not in `all`), or everything; and its other names"
-    users = importlib.import_module(f'{mod.__package__}.all').__all__
-    names = [n for n in mod.__all__ if not n.startswith('_') and (inspect.isclass(o := getattr(mod, n)) or inspect.isfunction(o))]
-    callbacks = [n for n in names if inspect.isclass(getattr(mod, n)) and issubclass(getattr(mod, n), Callback)]
-    main = [n for n in names if n in users] or callbacks or names
+    "Names of the module `mod` for users, which are those that a face hands on; and its other names"
+    users = {n for names in faces().values() for n in names}
+    names = [n for n in mod.__all__ if not n.startswith('_') and is_described(getattr(mod, n))]
+    main = [n for n in names if n in users]
     return main,[n for n in names if n not in main]
+
+def is_public(mod):
+    "Is the page of `mod` for users, with names of theirs or something for fastai's classes? The others say what these are made of"
+    return bool(public(mod)[0] or patched(mod))
 
 def helpers():
     "Module -> names that have a place on its page, and are not for users"
-    package = get_config().lib_path
-    mods = {f.stem: importlib.import_module(f'{package.name}.{f.stem}') for f in package.glob('*.py') if f.stem[0] != '_' and f.stem != 'all'}
-    return {m: public(mod)[1] for m,mod in mods.items()}
+    return {m: public(module_of(m))[1] for m in modules()}
 
 def describe(sym, name, level=3, methods=True, skip=()):
     "All about `sym`, with its methods but those in `skip`, which have a place of their own"
@@ -107,7 +133,7 @@ def describe(sym, name, level=3, methods=True, skip=()):
 
 def patched(mod):
     "Name -> what `mod` adds to classes of fastai, such as `Learner.to_fp16`"
-    names = [n.removeprefix(f'{mod.__name__}.') for n in importlib.import_module(f'{mod.__package__}._modidx').d['syms'].get(mod.__name__, {})]
+    names = [n.removeprefix(f'{mod.__name__}.') for n in importlib.import_module(f'{package(mod)}._modidx').d['syms'].get(mod.__name__, {})]
     split = [n.split('.') for n in names if '.' in n and '._' not in n and n.split('.')[0] not in names]
     return {f'{cls}.{m}': inspect.getattr_static(getattr(mod, cls), m) for cls,m in split}
 
@@ -119,7 +145,8 @@ def contents(mod):
         return f'[`{n}`]({where})' if where else f'`{n}`'     # nbdev knows functions and classes, but no namedtuples made by a call
     main,rest = public(mod)
     rows = [[link(n), linkify(first_line(getattr(mod, n)))] for n in main] + [[link(n, o), linkify(first_line(o))] for n,o in patched(mod).items()]
-    return '\n\n'.join(filter(None, [table(['Name', 'What for'], rows), 'It is made of ' + ', '.join(map(link, rest)) + '.' if rest else '']))
+    parts = f'{"It is made of" if main else "Internals:"} {", ".join(map(link, rest))}.' if rest else ''
+    return '\n\n'.join(filter(None, [table(['Name', 'What for'], rows), parts]))
 
 # -- nbdev's pipeline --------------------------------------------------------------------------------------------
 def calls(cell, name='show_doc'):
@@ -131,12 +158,13 @@ class exec_show_docs(processors.Processor):
     "In place of nbdev's of the same name: what `show_doc` and `show_source` give, of the modules as they are now, with no cell run"
     def begin(self):
         exp = next((c.directives_['default_exp'] for c in self.nb.cells if 'default_exp' in (c.directives_ or {})), 'all')
-        self.mod = importlib.import_module(f'{get_config().lib_path.name}.{exp}')
+        self.mod = module_of(exp)
         self.described = [ast.unparse(t.args[0]) for c in self.nb.cells for t in calls(c)]
-        self.names = dict(vars(self.mod))                # and what the notebook imports from the package
+        self.names = {}
         imports = [t for c in self.nb.cells if c.cell_type=='code' for t in c.parsed_() or [] if isinstance(t, ast.ImportFrom)]
         for t in imports:
-            if t.module.startswith(f'{self.mod.__package__}.'): self.names.update(vars(importlib.import_module(t.module)))
+            if t.module.startswith(f'{package(self.mod)}.'): self.names.update(vars(importlib.import_module(t.module)))
+        self.names.update(vars(self.mod))                # and, before these, what the notebook imports from the package
 
     def cell(self, cell):
         docs = [self.doc(t) for t in calls(cell)] + [self.source(t) for t in calls(cell, 'show_source')]
@@ -151,8 +179,16 @@ class exec_show_docs(processors.Processor):
         sym = eval(ast.unparse(call.args[0]), self.names)
         return f'```python\n{textwrap.dedent(inspect.getsource(sym)).strip()}\n```\n\n[source]({source(sym)}){{ .src data-search-exclude }}'
 
+def defined(cell): return [t.name for t in cell.parsed_() or [] if isinstance(t, (ast.FunctionDef,ast.ClassDef))]
+
+def keep_internals(cell):
+    "nbdev leaves `#| exporti` cells out. Here their source is part of the page, folded, as it is all that is said of internals"
+    if cell.cell_type!='code' or 'exporti' not in cell.directives_ or not defined(cell): return
+    del cell.directives_['exporti']
+    cell.source = f'#| eval: false\n#| code-fold: true\n#| code-summary: "Code of {", ".join(defined(cell))}"\n{cell.source}'
+
 class DocsFilter(nbdev.serve.FilterDefaults):
-    def base_procs(self): return [exec_show_docs if p.__name__=='exec_show_docs' else p for p in super().base_procs()]
+    def base_procs(self): return [keep_internals, *(exec_show_docs if p.__name__=='exec_show_docs' else p for p in super().base_procs())]
 
 def proc_nbs():
     "nbdev's, with the processor above; returns the folder of the processed notebooks"

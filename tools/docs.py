@@ -16,21 +16,38 @@ menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipe
         'Migrating from other libraries': 'coming_from', 'Tutorials': 'tutorials/', 'API reference': 'api/', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks', '': '',
         'Changelog': 'changelog', 'Contributing': 'contributing'}
 # In the order in which a user needs them; those that are not named follow
-first = ['tutorials/' + o for o in ('bigger_batch', 'anneal', 'find_batch_size', 'mixed_precision', 'any_gpu', 'token_losses', 'contrastive', 'batchnorm', 'many_devices', 'scaling', 'wandb', 'stop_and_resume',
-         'how_exact', 'optimizers', 'attention', 'quantization', 'distillation')] + [
-         'api/' + o for o in ('all', 'accumulation', 'precision', 'rates', 'noise', 'critical', 'steps', 'wandb', 'checkpoint', 'distributed', 'local_sgd', 'fully_shard', 'activations', 'advice', 'accumulator', 'losses', 'probe',
-                              'scaler', 'memory', 'grads', 'microbatch', 'plan', 'events', 'rows', 'loop', 'passes', 'coupled', 'state', 'values', 'loaders', 'fingerprint', 'folder', 'digests', 'ranks', 'conformance')]
+first = ['tutorials/' + o for o in ('bigger_batch', 'anneal', 'find_batch_size', 'mixed_precision', 'any_gpu', 'token_losses', 'contrastive', 'batchnorm', 'callbacks', 'many_devices', 'scaling', 'wandb',
+                                    'stop_and_resume', 'how_exact', 'optimizers', 'attention', 'quantization', 'distillation')]
+folders = ['api/' + o for o in ('accumulation', 'precision', 'batch_size', 'checkpoint', 'parallel', 'memory', 'logs', 'core', 'loop')]
 
-def navigation(titles):
-    "The menu for `titles`, path -> title of all pages in the order of their notebooks"
+def entries(titles, pages): return [{titles[p]: p} for p in pages]
+
+def reference(titles, internal):
+    """The menu of the package for `titles`, path -> title: the overview; each folder's face, and below it its pages for users in the order of their
+    notebooks; pages in no folder; and, folded away, those that are `internal`, by folder too"""
+    where = {p: p.rpartition('/')[0] for p in titles}
+    places = dict.fromkeys(o for o in [*folders, *where.values()] if o != 'api')
+    def section(place, which):
+        face,mine = f'{place}/index.md',[p for p in titles if where[p] == place and (p in internal) == which and not p.endswith('/index.md')]
+        front = [face] if face in titles and not which else []
+        return [{titles.get(face, place.rpartition('/')[2]): front + entries(titles, mine)}] if front or mine else []
+    def sections(which): return [e for place in places for e in section(place, which)]
+    alone = {which: [p for p in titles if where[p] == 'api' and (p in internal) == which] for which in (False,True)}
+    overview = [p for p in alone[False] if p == 'api/all.md']
+    inner = entries(titles, alone[True]) + sections(True)
+    return (entries(titles, overview) + sections(False) + entries(titles, [p for p in alone[False] if p not in overview])
+            + ([{'Internals': inner}] if inner else []))
+
+def navigation(titles, internal=()):
+    "The menu for `titles`, path -> title of all pages in the order of their notebooks; `internal`: those of the package that are not for users"
     rank = {f'{path}.md': i for i,path in enumerate(first)}
     left = sorted((p for p in titles if p[:-3] not in menu.values()), key=lambda p: rank.get(p, len(rank)))
-    folders = tuple(place for place in menu.values() if place.endswith('/'))
-    def entries(pages): return [{titles[p]: p} for p in pages]
+    groups = tuple(place for place in menu.values() if place.endswith('/'))
     def entry(name, place):
-        if not place: return entries(p for p in left if not p.startswith(folders))
-        if place not in folders: return [{name: f'{place}.md'}] if f'{place}.md' in titles else []
-        mine = entries(p for p in left if p.startswith(place))
+        if not place: return entries(titles, (p for p in left if not p.startswith(groups)))
+        if place not in groups: return [{name: f'{place}.md'}] if f'{place}.md' in titles else []
+        pages = [p for p in left if p.startswith(place)]
+        mine = reference({p: titles[p] for p in pages}, internal) if place == 'api/' else entries(titles, pages)
         return [{name: mine}] if mine else []
     return [e for name,place in menu.items() for e in entry(name, place)]
 
@@ -58,7 +75,7 @@ def write_markdown(cfg, md):
     for f in ('extra.css', 'iframe-worker.js'): shutil.copy(root/'tools'/f, out/'assets')
     (out/'llms.txt').write_text(llms_txt(cfg, nbs), encoding='utf-8')
     conf = yaml.safe_load((root/'mkdocs.yml').read_text(encoding='utf-8'))
-    conf.update(site_name=cfg.lib_path.name, site_url=cfg.doc_url, site_description=cfg.description, docs_dir='docs', site_dir='site', nav=navigation(titles))
+    conf.update(site_name=cfg.lib_path.name, site_url=cfg.doc_url, site_description=cfg.description, docs_dir='docs', site_dir='site', nav=navigation(titles, {p.path for p in nbs if p.internal}))
     (md/'mkdocs.yml').write_text(yaml.safe_dump(conf, sort_keys=False), encoding='utf-8')
     return list(titles)
 
@@ -84,7 +101,7 @@ def build(md):
 def ranked(items):
     """Entries of the search's index, in the order in which equals are listed: guides first, then what is public. An entry about a
     helper has its name in its text, not in its title, as a match in a title comes before all others"""
-    helpers = {f'api/{m}.html#{n.partition(".")[0].lower()}': m for m,names in apidoc.helpers().items() for n in names}
+    helpers = {f'api/{m.replace(".", "/")}.html#{n.partition(".")[0].lower()}': m for m,names in apidoc.helpers().items() for n in names}
     def place(o): return o['location'].startswith(('api/', 'changelog', 'contributing', 'benchmarks')),'helper' in o
     res = []
     for o in items:

@@ -23,7 +23,7 @@ def exported(files):
     with tempfile.TemporaryDirectory() as tmp:
         root = Path(tmp).resolve()
         for f,text in files.items():
-            if f.endswith('.py') and not f.endswith('__init__.py'): continue
+            if f.endswith('.py') and f != 'fastaccum/__init__.py': continue
             (root/f).parent.mkdir(parents=True, exist_ok=True)
             (root/f).write_text(text, encoding='utf-8')
         export(root)

@@ -46,7 +46,7 @@ def run_notebook(fn, kind): # Cell -> its source, its error, and (weights, losse
     from nbdev.process import NBProcessor
     from fastai.learner import Learner
     from fastai.torch_core import set_seed
-    from fastaccum.accumulation import GradientAccumulation  # always: fastai's ProgressCallback, which comes with it, adds itself
+    from fastaccum.accumulation.callback import GradientAccumulation  # always: fastai's ProgressCallback, which comes with it, adds itself
     fits,res = [],{}
     watch(Learner, fits, GradientAccumulation if kind=='ours' else None)
     shell = CaptureShell(fn, mpl_format=None)

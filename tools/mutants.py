@@ -9,14 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT/'_mutants'
 GOAL = .95   # of the mutants of each module are killed
-# Module, and what is run on its mutants: notebooks (by their modules) and tests that come close to it
+# Module, its place, and what is run on its mutants beside its notebook: tests that come close to it
 MODULES = dict(
-    losses='losses test_losses.py',
-    accumulator='accumulator test_accumulator.py',
-    scaler='scaler test_scaler.py',
-    microbatch='microbatch test_parts.py ' + ' '.join(f'test_microbatch.py::test_{t}' for t in
+    losses='core/losses core/test_rule.py core/test_losses.py',
+    accumulator='core/accumulator core/test_accumulator.py',
+    scaler='core/scaler core/test_scaler.py',
+    microbatch='core/microbatch core/test_parts.py ' + ' '.join(f'accumulation/test_microbatch.py::test_{t}' for t in
                                                       ('split_items', 'cannot_split', 'few_items')),
-    events='events test_events.py',
+    events='loop/events loop/test_events.py',
 )
 # Module, a part of the mutant's line, and why the mutant does what the code does
 EQUIVALENT = (
@@ -54,17 +54,18 @@ def undecorated(code):
     return '\n'.join(lines)+'\n'
 
 def config(module):
-    nbs = {f.stem.partition('_')[2]: f.stem for f in (ROOT/'nbs/api').glob('*.ipynb')}
-    tests = [f'tests/notebooks.py::test_notebook[{nbs[t]}]' if t in nbs else f'tests/{t}' for t in MODULES[module].split()]
+    place,*tests = MODULES[module].split()
+    nb, = (ROOT/'nbs/api').glob(re.sub(r'(.*)/', r'\1/*_', place) + '.ipynb')
+    tests = [f'tests/notebooks.py::test_notebook[{nb.stem}]', *(f'tests/{t}' for t in tests)]
     return f'''[tool.mutmut]
 source_paths = ["fastaccum"]
-only_mutate = ["fastaccum/{module}.py"]
+only_mutate = ["fastaccum/{place}.py"]
 also_copy = ["nbs", "bench", "pyproject.toml"]
 process_isolation = "forkserver"  # autograd starts threads, which a fork does not take along
 pytest_add_cli_args_test_selection = {tests}
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-W", "ignore", "-k", "not imports_no_fastai"]
 [tool.pytest.ini_options]
-pythonpath = [".", "tools"]
+pythonpath = [".", "tests", "tools"]
 '''
 
 def mutants(module): # Mutant -> is it killed, what it takes out, what it puts in
@@ -72,17 +73,18 @@ def mutants(module): # Mutant -> is it killed, what it takes out, what it puts i
     from mutmut.stats import status_by_exit_code
     shutil.rmtree(WORK, ignore_errors=True)
     for d in ('fastaccum', 'tests', 'bench', 'nbs/api'): shutil.copytree(ROOT/d, WORK/d, ignore=shutil.ignore_patterns('__pycache__'))
-    file = WORK/f'fastaccum/{module}.py'
+    place = MODULES[module].split()[0]
+    file = WORK/f'fastaccum/{place}.py'
     file.write_text(undecorated(file.read_text(encoding='utf-8')), encoding='utf-8')
     (WORK/'pyproject.toml').write_text(config(module), encoding='utf-8')
     os.chdir(WORK)
     subprocess.run([Path(sys.executable).parent/'mutmut', 'run'], check=True)
-    codes = json.loads(Path(f'mutants/fastaccum/{module}.py.meta').read_text(encoding='utf-8'))['exit_code_by_key']
-    return {name: (status_by_exit_code[code] in ('killed', 'timeout', 'segfault'), *changes(name, module)) for name,code in codes.items()}
+    codes = json.loads(Path(f'mutants/fastaccum/{place}.py.meta').read_text(encoding='utf-8'))['exit_code_by_key']
+    return {name: (status_by_exit_code[code] in ('killed', 'timeout', 'segfault'), *changes(name, place)) for name,code in codes.items()}
 
-def changes(name, module):
+def changes(name, place):
     from mutmut.mutation.diff_apply import get_diff_for_mutant
-    diff = get_diff_for_mutant(name, path=Path(f'fastaccum/{module}.py')).splitlines()[2:]
+    diff = get_diff_for_mutant(name, path=Path(f'fastaccum/{place}.py')).splitlines()[2:]
     return ['\n'.join(l[1:].strip() for l in diff if l[0]==c) for c in '-+']
 
 def only_words(old, new):

@@ -1,16 +1,16 @@
 "A processed notebook as a page in markdown"
-import ast, base64, importlib, posixpath, re, textwrap, yaml
+import ast, base64, posixpath, re, textwrap, yaml
 from pathlib import Path
 from fastcore.nbio import cell_frontmatter, mk_cell, read_nb
 from nbdev.config import nbpath2html
 from nbdev.processors import _default_exp
 from readme import fence, terminal
-from apidoc import calls, contents, described, public
+from apidoc import calls, contents, described, is_face, is_public, module_of, public, table
 
 pictures = {'image/svg+xml': 'svg', 'image/png': 'png', 'image/jpeg': 'jpg'}
 
 def page_path(file):
-    "api/10_accumulation.ipynb, a file in nbs -> api/accumulation.md; ../CHANGELOG.md -> changelog.md"
+    "api/core/01_accumulator.ipynb, a file in nbs -> api/core/accumulator.md; ../CHANGELOG.md -> changelog.md"
     return Path(file).name.lower() if file.startswith('../') else nbpath2html(Path(file)).with_suffix('.md').as_posix()
 
 def is_page(file):
@@ -125,7 +125,8 @@ class Page:
         self.title,self.description = title(self.nb)
         self.section = self.title                       # the last heading, which says what a picture shows
         exp = _default_exp(self.source)
-        self.mod = importlib.import_module(f'{cfg.lib_path.name}.{exp}') if exp else None
+        self.mod = module_of(exp) if exp else None
+        self.internal = self.mod is not None and not is_public(self.mod)
 
     def write(self):
         dst = self.out/self.path
@@ -133,21 +134,29 @@ class Page:
         dst.write_text(self.markdown(), encoding='utf-8')
 
     def markdown(self):
-        exp = _default_exp(self.source)
         head = dict(title=self.title, description=self.description or self.title)
         if self.path == 'index.md': head['hide'] = ['toc']    # room for a picture and a table
         parts = ['---\n' + yaml.safe_dump(head) + '---', f'# {self.title}']
         if self.description: parts.append(f'{self.description}\n{{ .subtitle }}')
-        if exp:
-            lib = self.cfg.lib_path.name
-            parts += [f'`from {lib}.{exp} import *`', linked(contents(self.mod), self.name, self.cfg)]
+        if self.mod: parts += [f'`from {self.mod.__name__} import *`']*bool(self.mod.__all__) + [linked(contents(self.mod), self.name, self.cfg)]
         parts.append(self.notebook())
         if self.mod and any(c.cell_type == 'code' and not calls(c) and is_typed(c) for c in self.nb.cells):
             parts.append(fold('Imports of the examples', fence(self.imports(), 'python'), 'quote'))
         for summary,cells in self.blocks():
             text = '\n\n'.join(filter(None, (linked(p, self.name, self.cfg) for cell,i in cells for p in self.cell(cell, i))))
             parts.append(fold(summary, text) if summary and text else text)
+        if self.mod and is_face(self.mod): parts.append(self.rooms())
         return '\n\n'.join(filter(None, parts)) + '\n'
+
+    def rooms(self):
+        "The pages of a face's folder: those for users, and what these are made of"
+        rows = [],[]
+        for f in sorted((self.cfg.nbs_path/self.name).parent.glob('*.ipynb')):
+            nb,here = read_nb(f),f.relative_to(self.cfg.nbs_path).as_posix()
+            if here == self.name: continue
+            (name,what),to = title(nb),Path(page_path(here)).name
+            rows[not is_public(module_of(_default_exp(nb)))].append([f'[{name}]({to})', what])
+        return '\n\n'.join(f'## {head}\n\n{table(["Page", "What for"], r)}' for head,r in zip(('Pages','What it is made of'), rows) if r)
 
     def notebook(self):
         "Where the notebook of this page is, for those who want to run it"
@@ -158,9 +167,9 @@ class Page:
         return ' · '.join(links) + '\n{ .notebook data-search-exclude }'
 
     def helpers(self, cell):
-        "Names of the helpers that a cell describes; nothing where one of them is for users"
+        "Names of the helpers that a cell describes on a page for users; nothing where one of them is for users too"
         names = [ast.unparse(c.args[0]) for c in calls(cell)]
-        return names if self.mod and names and set(names) <= set(public(self.mod)[1]) else []
+        return names if self.mod and names and is_public(self.mod) and set(names) <= set(public(self.mod)[1]) else []
 
     def blocks(self):
         """The cells with their numbers, in the order of the page, as (summary, cells). What has a summary is folded: a helper with the code
@@ -194,12 +203,14 @@ class Page:
         "What the module and the notebook import, and the module's names that the examples use: for one who types an API page's examples"
         nodes,src = [],'\n'.join(c.source for c in self.nb.cells if c.cell_type == 'code' and not calls(c))
         for c in self.source.cells:
-            if c.cell_type != 'code' or not {'export', 'hide'} & set(c.directives): continue
-            nodes += [n for n in ast.parse(re.sub(r'(?m)^\s*[%!].*', '', c.source)).body if isinstance(n, (ast.Import, ast.ImportFrom))]
-        lines = dict.fromkeys(ast.unparse(n) for n in nodes)
-        own = sorted(n for n in set(re.findall(r'\b_\w+', src)) if not n.startswith('__') and hasattr(self.mod, n))
-        lines = [l for l in lines if not re.search('__future__|showdoc|import nbdev', l)] + [f'from {self.mod.__name__} import *']
-        return '\n'.join(lines + [f'from {self.mod.__name__} import {", ".join(own)}']*bool(own))
+            if c.cell_type != 'code' or not {'export', 'exporti', 'hide'} & set(c.directives): continue
+            nodes += ast.parse(re.sub(r'(?m)^\s*[%!].*', '', c.source)).body
+        lines = dict.fromkeys(ast.unparse(n) for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
+        own = {getattr(t, 'name', getattr(t, 'id', '')) for n in nodes for t in [n, *getattr(n, 'targets', [])]} - {*self.mod.__all__}
+        own = sorted(n for n in own & set(re.findall(r'\w+', src)) if hasattr(self.mod, n))
+        lines = [l for l in lines if not re.search('__future__|showdoc|import nbdev', l)]
+        lines += [f'from {self.mod.__name__} import *']*bool(self.mod.__all__) + [f'from {self.mod.__name__} import {", ".join(own)}']*bool(own)
+        return '\n'.join(lines)
 
     def snippets(self):
         "What a reader types, from the top of the page to its end: the code that is shown, also as the output of a cell that is not"

@@ -2,7 +2,7 @@
 import pytest
 from reference import *
 from bench.measure import OpCounter, SyncCounter
-from fastaccum.memory import StorageFollower
+from fastaccum.core.memory import StorageFollower
 from fastai.callback.mixup import MixUp
 
 def make(n_steps, k, *cbs, target=None, loss_func=None, bs=8, **acc):
@@ -31,6 +31,7 @@ def counted(counter, n_steps, k, cb=None, **kwargs):
 
 def more(a, b): return {k: v for k,v in (b-a).items() if v}
 
+@pytest.mark.filterwarnings('ignore:LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means')
 @pytest.mark.parametrize('name', cases)
 def test_syncs(name):
     "None for a loader batch more; at most one for a step more"
@@ -60,6 +61,7 @@ def test_syncs_are_counted():
         return syncs.sites
     assert sum(more(sites(2, 4), sites(2, 8)).values()) >= 8
 
+@pytest.mark.filterwarnings('ignore:LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means')
 @pytest.mark.parametrize('name', [n for n in cases if n!='GradientClip'])
 def test_multiplications(name):
     "Gradients are multiplied once a step; not at all if host weights add up"

@@ -7,7 +7,7 @@ from fastai.callback.schedule import *
 from fastai.metrics import accuracy
 from fastai.vision.learner import create_head
 from fastaccum.all import *
-from fastaccum.memory import PeakMemory
+from fastaccum.core.memory import PeakMemory
 from test_silent import moved
 
 torch.manual_seed(0)
@@ -105,7 +105,7 @@ def test_events_and_prediction_of_the_whole_batch():
     assert learn.spy.n == whole.spy.n == dict(pred=4, loss=4, backward=4)
     for a,b in zip(learn.spy.preds[:1], whole.spy.preds[:1]): torch.testing.assert_close(host(a[0]), host(b[0]))
     torch.testing.assert_close(learn.spy.losses, whole.spy.losses, rtol=1e-5, atol=1e-6)
-    assert len(learn.spy.preds[0][0]) == 32 and learn.gradient_accumulation.state.batch is None
+    assert len(learn.spy.preds[0][0]) == 32 and learn.gradient_accumulation.batch.coupled is None
 
 def test_dropout_and_batchnorm():
     "The same masks in the second pass; statistics as those of micro-batches, counted once"
@@ -143,12 +143,13 @@ def test_overflow_is_skipped_and_said():
 # --- several loader batches, schedules
 def test_losses_of_loader_batches_are_averaged_by_their_items():
     data = Data(views.x[:56], views.y[0][:56])                         # 24 + 24 + 8 items
-    learn = trained(7, data=data, bs=24, acc=dict(accum_bs=56), fit=lambda l: l.fit(1, .05))
+    with pytest.warns(UserWarning, match='several loader batches.*not a mean over items'):
+        learn = trained(7, data=data, bs=24, acc=dict(accum_bs=56), fit=lambda l: l.fit(1, .05))
     net,total = deepcopy(learn.start),0
     for i in (0, 24, 48):
         x,y = map(devices.now.put, data.batch(range(i, min(i+24, 56))))
         loss = Clip()(net(x), y)*len(x)/56
-        loss.backward(); total += float(loss)
+        loss.backward(); total += loss.item()
     assert len(learn.spy.grads) == 1 and rel_err(learn.spy.grads[0], grads(net)) < 1e-6
     assert abs(float(learn.recorder.losses[0])-total) < 1e-5
 
@@ -178,7 +179,7 @@ def test_auto(where, p, capsys):
     "As micro-batches of that size from the start: the same dropout, to the last bit"
     net = Encoders(p=p)
     learn = trained('auto', model=Small(net, 8, where))
-    size = learn.gradient_accumulation.state.micro_bs
+    size = learn.gradient_accumulation.micro_bs
     assert size == (32 if where == 'second' else 8)
     if where == 'second': return
     same = trained(8, model=Small(net, 8, where))
@@ -189,18 +190,17 @@ def test_auto_out_of_memory_in_the_second_pass(capsys):
     net = Small(Encoders(p=.3), 8, 'second')
     start = dict(micro_batch_size='auto')
     learn = learner(views, 32, GradientAccumulation(coupled=True, **start), model=net, loss_func=Clip())
-    learn.gradient_accumulation.state.size_by_shape = {}
-    first_size = On('before_batch', lambda l: l.gradient_accumulation.state.size_by_shape.setdefault(key(l), 16), calls=[0], order=5)
+    first_size = On('before_batch', lambda l: l.gradient_accumulation.fitting.sizes.setdefault(key(l), 16), calls=[0], order=5)
     learn.add_cb(first_size)
     learn.start = deepcopy(learn.model)
     learn.fit(1, .05)
-    assert learn.gradient_accumulation.state.micro_bs == 8 and 16 in learn.model.sizes
+    assert learn.gradient_accumulation.micro_bs == 8 and 16 in learn.model.sizes
     same = learner(views, 32, GradientAccumulation(micro_batch_size=8, coupled=True), model=net, loss_func=Clip())
     same.fit(1, .05)
     assert torch.equal(weights(learn.model), weights(same.model))
 
 def key(learn):
-    from fastaccum.passes import shapes_of
+    from fastaccum.accumulation.batch import shapes_of
     return shapes_of(learn.xb)
 
 # --- with other callbacks

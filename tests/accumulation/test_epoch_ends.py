@@ -122,17 +122,17 @@ def test_cancelled_step_without_valid_targets():
 class Watch(Callback):
     "What may be read from `before_batch` on, and after the step"
     order,run_valid = 60,False
-    def before_fit(self): self.seen,self.stepped = [],[]
+    def before_fit(self): self.seen,self.steps = [],[]
     def before_batch(self):
         acc = self.learn.gradient_accumulation
         self.seen.append((acc.opens, acc.closes, acc.n_items, acc.accum_bs))
-    def after_batch(self): self.stepped.append(self.learn.stepped)
+    def after_batch(self): self.steps.append(self.learn.stepped)
 
 def test_state():
     learn = learner61(Watch(), Stop('before_step', CancelStepException, [(0,3)]))
     learn.fit(1)
     assert learn.watch.seen==[(i%4==0, i%4==3, i%4*8, 32) for i in range(8)]
-    assert learn.watch.stepped==[False]*7+[True]
+    assert learn.watch.steps==[False]*7+[True]
 
 @pytest.mark.parametrize('order', [0, 20])
 def test_targets_of_a_callback(order):
@@ -235,9 +235,9 @@ def test_start_epoch():
 class Items(Callback):
     "The items of each step; of each loader batch whether it opened an accumulated batch, and the `accum_bs` of that"
     order,run_valid = 60,False
-    def before_fit(self): self.items,self.batches = [],[]
+    def before_fit(self): self.n_items,self.batches = [],[]
     def before_batch(self): self.batches.append((self.learn.gradient_accumulation.opens, self.learn.gradient_accumulation.accum_bs))
-    def after_step(self): self.items.append(self.learn.gradient_accumulation.items)
+    def after_step(self): self.n_items.append(self.learn.gradient_accumulation.items)
 
 loaders = {'fastai': DataLoader, 'drop_last': partial(DataLoader, drop_last=True), 'PyTorch': torch.utils.data.DataLoader,
     'sampler': lambda data, batch_size: torch.utils.data.DataLoader(data, batch_size, sampler=torch.utils.data.SubsetRandomSampler(range(5, 50))),
@@ -249,7 +249,7 @@ def test_plan_of_loaders(name):
     learn = learner(data61, 8, acc, Items(), Spy(), dl_type=loaders[name])
     plan = acc.plan(2)
     learn.fit(2, .01)
-    assert learn.items.items==plan==[s.n_items for s in learn.spy.steps]
+    assert learn.items.n_items==plan==[s.n_items for s in learn.spy.steps]
     check_own(learn)
 
 def random_schedule(r):
@@ -262,6 +262,7 @@ def random_schedule(r):
     sched = r.choice([SchedCos, SchedLin, SchedExp, SchedNo, partial(SchedPoly, power=2), combine_scheds([.4,.6], [SchedLin(*sizes), SchedCos(*sizes[::-1])])])
     return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[1], start=start, finish=finish, schedule=sched, remainder=r.choice(remainders)),n,bs,n_epoch
 
+@pytest.mark.filterwarnings('ignore:finish=1 is an epoch')
 @pytest.mark.parametrize('seed', range(60))
 def test_plan(seed):
     "What `plan` says is what training does"
@@ -273,7 +274,7 @@ def test_plan(seed):
     plan = acc.plan(n_epoch)
     assert plan==GradientAccumulationSchedule(**kwargs).plan(n_epoch, learn.dls.train), 'the same without a Learner'
     learn.fit(n_epoch, .01)
-    assert learn.items.items==plan and len(learn.recorder.losses)==len(plan)
+    assert learn.items.n_items==plan and len(learn.recorder.losses)==len(plan)
     assert sum(plan)<=n*n_epoch and (drop_last or kwargs['remainder']!='step' or sum(plan)==n*n_epoch)
 
 @pytest.mark.parametrize('remainder', remainders)
@@ -299,7 +300,7 @@ def test_skipped_steps_move_the_schedule():
     plan = cbs[0].plan(4)
     for _ in range(2):                        # and it starts anew with each fit
         learn.fit(4)
-        assert learn.items.items==plan
+        assert learn.items.n_items==plan
 
 def test_schedule_is_exact():
     learn = learner(data61, 8, GradientAccumulationSchedule(8, 48, finish=1.), Spy())

@@ -8,13 +8,15 @@ from bench.measure import SyncCounter
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.losses import *
 from fastai.text.models.awdlstm import AWD_LSTM
-from fastaccum.loop import _batch_events as inner
-from fastaccum.passes import too_big
-from fastaccum.memory import PeakMemory, StorageFollower
-from fastaccum.microbatch import Snapshot, part_sizes, split_items
-import fastaccum.precision
+from fastaccum.loop.events import _batch_events as inner
+from fastaccum.accumulation.batch import too_big
+from fastaccum.core.memory import PeakMemory, StorageFollower
+from fastaccum.core.microbatch import part_sizes, split_items
+from fastaccum.core.random import Snapshot
+import fastaccum.precision.callback
 
 Acc = GradientAccumulation
+pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of")   # test_batchnorm_warning asserts it
 
 @pytest.fixture(scope='module', autouse=True)
 def quick_gc():
@@ -270,8 +272,8 @@ def test_bad_sizes(bad):
 class Watch(Callback):
     "Writes down events, with the items of the batch then"
     run_valid = False
-    def __init__(self, order): self.order,self.log = order,[]
-for ev in inner: setattr(Watch, ev, lambda self, ev=ev: self.log.append((ev, len(self.learn.xb[0]), len(self.learn.yb[0]))))
+    def __init__(self, order): self.order,self.calls = order,[]
+for ev in inner: setattr(Watch, ev, lambda self, ev=ev: self.calls.append((ev, len(self.learn.xb[0]), len(self.learn.yb[0]))))
 
 @pytest.mark.parametrize('order', [-20, 100])
 def test_events(order):
@@ -282,7 +284,7 @@ def test_events(order):
     def micros(n): return [(ev, k, k) for k in part_sizes(n, 5) for ev in ('after_pred','after_loss','before_backward','after_backward')]
     def step(n): return whole('before_step', n) + whole('after_step', n)
     expected = [whole('before_batch', n) + micros(n) + step(n)*closes + whole('after_batch', n) for n,closes in [(16,0),(16,1),(16,0),(13,1)]]
-    assert watch.log==sum(expected, [])
+    assert watch.calls==sum(expected, [])
 
 class After(Callback):
     "Writes down what there is after each training batch, before anybody else sees it; the batch is the one before it"
@@ -296,7 +298,7 @@ class After(Callback):
 
 @pytest.mark.parametrize('train_metrics', [False, True])
 def test_batch_is_put_back(train_metrics):
-    learn = learner(ragged, 16, Acc(32, micro_batch_size=5), Spy(), After(), loss_func=ce, metrics=accuracy)
+    learn = learner(ragged, 16, Acc(32, micro_batch_size=5, log_accum_batch=False), Spy(), After(), loss_func=ce, metrics=accuracy)
     learn.recorder.train_metrics = train_metrics
     learn.fit(1)
     for i,(x,y) in enumerate(batches_of(ragged, 16)):
@@ -307,7 +309,7 @@ def test_batch_is_put_back(train_metrics):
 class Rows(Metric):
     "All predictions and targets, in their order"
     def reset(self): self.sum = 0.
-    def accumulate(self, learn): self.sum += float((learn.pred.softmax(-1)[range_of(learn.y),learn.y]*torch.arange(1, len(learn.y)+1)).sum())
+    def accumulate(self, learn): self.sum += float((learn.pred.detach().softmax(-1)[range_of(learn.y),learn.y]*torch.arange(1, len(learn.y)+1)).sum())
     @property
     def value(self): return self.sum
 
@@ -381,15 +383,15 @@ def test_metrics_of_several_predictions(name):
 
 class Sizes(nn.Module):
     "Writes down how many items it is called with"
-    def __init__(self): super().__init__(); self.body,self.log = mlp(),[]
-    def forward(self, x): self.log.append((self.training, len(x))); return self.body(x)
+    def __init__(self): super().__init__(); self.body,self.calls = mlp(),[]
+    def forward(self, x): self.calls.append((self.training, len(x))); return self.body(x)
 
 def test_validation_is_split():
     learn = learner(data, 16, Acc(micro_batch_size=4), valid=ragged, model=Sizes(), loss_func=ce, metrics=accuracy)
     learn.fit(1)
     valid = [(False, k) for _,y in learn.dls.valid for k in part_sizes(len(y), 4)]
-    assert learn.model.log==[(True, 4)]*16 + valid
-    for f in (learn.validate, learn.get_preds): learn.model.log.clear(); f(); assert learn.model.log==valid
+    assert learn.model.calls==[(True, 4)]*16 + valid
+    for f in (learn.validate, learn.get_preds): learn.model.calls.clear(); f(); assert learn.model.calls==valid
     assert len(learn.get_preds()[0])==61
 
 def test_mixup_switched_off():
@@ -527,10 +529,10 @@ class Norm(nn.BatchNorm1d):
 
 class Scarce(nn.Module):
     """Runs out of memory with more than `limit(i)` items in loader batch i, at 'start' or 'middle' of forward, or 'back' in the middle of
-    backward. `log`: loader batch and items of each call; `begun`: loader batch, gradients and live memory each time one begins (again)"""
+    backward. `calls`: loader batch and items of each call; `begun`: loader batch, gradients and live memory each time one begins (again)"""
     def __init__(self, limit, where='middle', error=full['by type'], first=None, last=None, noise=.1):
         super().__init__()
-        self.limit,self.where,self.error,self.noise,self.log,self.begun,self.follower = limit,where,error,noise,[],[],None
+        self.limit,self.where,self.error,self.noise,self.calls,self.begun,self.follower = limit,where,error,noise,[],[],None
         self.first = ifnone(first, nn.Sequential(nn.Linear(6, 8), Norm(8), nn.Dropout(.3)))
         self.last = ifnone(last, nn.Sequential(nn.Tanh(), nn.Linear(8, 4)))
 
@@ -544,7 +546,7 @@ class Scarce(nn.Module):
         if self.training:
             if self.begins: self.begun.append((self.i, [p.grad is not None for p in self.parameters()], self.follower and self.follower.live))
             self.begins = False
-            self.log.append((self.i, len(x)))
+            self.calls.append((self.i, len(x)))
         self.check('start', len(x))
         if self.training: x = x*(1 + self.noise*(random.random() + np.random.rand()))
         h = self.first(x)
@@ -555,12 +557,12 @@ class Scarce(nn.Module):
 class Count(Callback):
     "Tells the model which loader batch it is, of all epochs; `sizes`: the micro-batch size of each"
     order,run_valid = -5,False
-    def __init__(self, sizes=None): self.sizes,self.i = sizes,-1
+    def __init__(self, sizes=None): self.sizes,self.n_begun = sizes,-1
     def before_fit(self): self.learn.loss_func.check = self.learn.model.check  # for `ScarceLoss`
     def before_batch(self):
-        self.i += 1
-        self.learn.model.begin(self.i)
-        if self.sizes is not None: self.learn.gradient_accumulation.micro_batch_size = self.sizes[min(self.i, len(self.sizes)-1)]
+        self.n_begun += 1
+        self.learn.model.begin(self.n_begun)
+        if self.sizes is not None: self.learn.gradient_accumulation.micro_batch_size = self.sizes[min(self.n_begun, len(self.sizes)-1)]
 
 class ScarceLoss(nn.CrossEntropyLoss):
     "Runs out of memory when the model says so"
@@ -588,7 +590,7 @@ def check_auto(sizes, model, **kwargs):
     (found,a),(known,b) = [(l, state(l)) for l in (auto(model, s, **kwargs) for s in (None, sizes))]
     for o,p in zip(a, b): assert alike(o, p)
     for i in range_of(sizes):
-        x,y = ([n for j,n in l.model.log if j==i] for l in (found,known))
+        x,y = ([n for j,n in l.model.calls if j==i] for l in (found,known))
         assert x[-len(y):]==y
     return found,known
 
@@ -601,6 +603,7 @@ limits = {  # largest number of items that fit in each loader batch, sizes that 
     'enough':         (lambda i: 16,                [16]*8),
 }
 
+@pytest.mark.filterwarnings('ignore:What ScarceLoss averages over could not be measured .OutOfMemoryError')   # it runs out while it is measured, too
 @pytest.mark.parametrize('where', ['start', 'middle', 'back', 'loss'])
 @pytest.mark.parametrize('limit', limits)
 def test_auto(limit, where):
@@ -669,7 +672,7 @@ def test_auto_memory(amp, where):
             def before_fit(self): self.learn.model.follower = f
         learn = auto(model, cbs=Follow, amp=amp, loss_func=ScarceLoss())
     first,size = {},sum(4*p.numel() for p in model.parameters())
-    for i,_,live in learn.model.begun: assert abs(first.setdefault(i, live)-live) < 1000, (i, first[i], live)
+    for i,_,live in learn.model.begun: assert abs(first.setdefault(i, live)-live) < .1*size, (i, first[i], live)     # measuring keeps a prediction
     assert len(learn.model.begun)==12
     for i in (3,5,7): assert abs(first[i]-first[i-1]-size) < .1*size
     assert abs(first[6]-first[2]) < .1*size
@@ -729,10 +732,10 @@ class Resized(Callback):
 
 class Images(nn.Module):
     "Holds 100 pixels"
-    def __init__(self): super().__init__(); self.body,self.log = nn.Linear(6, 4),[]
+    def __init__(self): super().__init__(); self.body,self.calls = nn.Linear(6, 4),[]
     def forward(self, x):
         if self.training:
-            self.log.append(len(x))
+            self.calls.append(len(x))
             if x[:,0].numel() > 70: raise torch.OutOfMemoryError('full')
         return self.body(x.flatten(2).mean(-1))
 
@@ -742,20 +745,20 @@ def test_auto_remembers_each_shape():
     learn = learner(data, 16, Acc(micro_batch_size='auto'), Resized(), MicroSizes(), model=Images(), loss_func=ce)
     learn.fit(3)
     small,large = [16, 8, 8, 8, 8],[16, 8, 4, 4, 4, 4, 4, 4, 4, 4]
-    assert learn.model.log==small + large + [8]*4
+    assert learn.model.calls==small + large + [8]*4
     assert learn.micro_sizes.all==[8, 8, 4, 4, 8, 8]
     learn.fit(1)
-    assert learn.model.log[-4:]==[8]*4
+    assert learn.model.calls[-4:]==[8]*4
 
 def test_auto_tries_more_where_memory_can_be_read(monkeypatch):
     "At the start of the next fit, where there may be more of it now. (On a CPU, whose free memory nobody reads, the size stays)"
     learn = learner(data, 16, Acc(micro_batch_size='auto'), Count(), model=Scarce(lambda i: 5 if i < 4 else 9), loss_func=ce)
     learn.fit(1)
-    monkeypatch.setattr('fastaccum.accumulation.available_bytes', lambda device: 2**30)
+    monkeypatch.setattr('fastaccum.accumulation.callback.available_bytes', lambda device: 2**30)
     learn.fit(1)
     monkeypatch.undo()
     learn.fit(1)
-    assert [[n for i,n in learn.model.log if i==begin] for begin in (0,4,8)]==[[16, 8, 4, 4, 4, 4], [16, 8, 8], [8, 8]]
+    assert [[n for i,n in learn.model.calls if i==begin] for begin in (0,4,8)]==[[16, 8, 4, 4, 4, 4], [16, 8, 8], [8, 8]]
 
 @pytest.mark.parametrize('error', full)
 @pytest.mark.parametrize('where', ['start', 'middle', 'back', 'loss'])
@@ -764,7 +767,7 @@ def test_auto_one_item_too_big(where, error):
     with pytest.raises(torch.OutOfMemoryError, match='Not even one item fits.*to_bf16.*checkpointing') as e: learn.fit(1)
     assert 'full' in str(e.value) or 'HIP' in str(e.value)
     assert e.value.__context__ is None  # it would keep what the last attempt took
-    assert [n for _,n in learn.model.log]==[16, 8, 4, 2, 1]
+    assert [n for _,n in learn.model.calls]==[16, 8, 4, 2, 1]
     learn.model.limit = lambda i: 100
     learn.fit(1)
     assert len(learn.recorder.losses)==4
@@ -795,7 +798,7 @@ def test_other_errors(where, error):
     "They pass as they are, at once"
     learn = learner(data, 16, Acc(micro_batch_size='auto'), Count(), model=Scarce(lambda i: 0, where, error), loss_func=ce)
     with pytest.raises(type(error)) as e: learn.fit(1)
-    assert str(e.value)==str(error) and len(learn.model.log)==1
+    assert str(e.value)==str(error) and len(learn.model.calls)==1
 
 def test_out_of_memory_elsewhere():
     "In validation, a callback's own work, the step: not caught"

@@ -6,7 +6,7 @@ from fastai.callback.mixup import MixUp
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from fastai.callback.rnn import ModelResetter
 from fastaccum.all import *
-import fastaccum.precision as precision
+import fastaccum.precision.callback as precision
 
 ce = CrossEntropyLossFlat()
 torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_measured(name):
         warnings.simplefilter('error')
         if over == 'sum':
             learn = learner(of, 8, GradientAccumulation(32), loss_func=loss_func)
-            learn.fit(1, .01)
+            with pytest.warns(UserWarning, match='is a sum, not a mean.*4 times'): learn.fit(1, .01)
             assert 'sum' in learn.gradient_accumulation.loss_rule
             return
         learn = same(of, loss_func)
@@ -186,17 +186,14 @@ def test_new_optimizer_and_unfrozen():
 
 # --- 8: validation inside an epoch
 class Inside(Callback):
-    "Validates in mid-epoch and puts back what fastai asks the caller for"
+    "Validates in mid-epoch"
     def __init__(self, event, how, order=20, at=(2, 5)): self.how,self.order,self.at = how,order,at; setattr(self, event, self._go)
     def _go(self):
         learn = self.learn
         if not self.training or learn.iter not in self.at: return
-        dl = learn.dl
         if self.how=='validate': learn.validate()
         elif self.how=='get_preds': learn.get_preds()
         else: learn._do_epoch_validate()
-        learn.dl,learn.training = dl,True
-        learn.model.train()
 
 @pytest.mark.parametrize('k', [None, 3])
 @pytest.mark.parametrize('how', ['validate', 'get_preds', '_do_epoch_validate'])
@@ -228,11 +225,9 @@ def test_validation_inside_with(name):
         def after_fit(self): heard.append('after_fit')
     class Within(Callback):
         def after_step(self):
-            learn,dl = self.learn,self.learn.dl
+            learn = self.learn
             res,short = learn.validate(cbs=Hears()),learn._do_epoch_validate(dl=learn.dls.train)
             assert len(res)==2
-            learn.dl,learn.training = dl,True
-            learn.model.train()
     def run(*cbs):
         learn = learner(masked, 8, GradientAccumulation(32), others[name](), *cbs, loss_func=ce, metrics=accuracy)
         learn.fit_one_cycle(3, .05)
@@ -279,6 +274,7 @@ def test_double():
         for l in others: assert rel_err(l.spy.steps[0].grad, whole.spy.steps[0].grad) < 2e-15
 
 # --- 11: even micro-batches
+@pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of 7 items")
 def test_even():
     sizes = []
     learn = learner(Data(data.x[:50], data.y[0][:50]), 50, GradientAccumulation(micro_batch_size=7), On('after_pred', lambda l: sizes.append(len(l.y))), loss_func=ce)
@@ -294,6 +290,7 @@ class SaysNo(Reads): reads_pred = False
 class Mine(CSVLogger):
     "Of a class that does not read it"
     after_batch = Reads.after_batch
+@pytest.mark.filterwarnings('ignore:You are shadowing an attribute .pred.')
 def test_pred_is_kept():
     for cb,there in ((Reads(), True), (SaysNo(), False), (Mine(), True)):
         learn = learner(data, 32, GradientAccumulation(micro_batch_size=7), cb, loss_func=ce, valid=Data(data.x[:0], data.y[0][:0]))
@@ -354,6 +351,7 @@ def test_slow_fp16(fast, monkeypatch):
 def test_fastais_accumulation_beside_ours():
     with pytest.warns(UserWarning, match="fastai's GradientAccumulation"): learner(data, 8, StepLogger(), FastaiAccumulation(32), loss_func=ce).fit(1)
 
+@pytest.mark.slow
 def test_lazy_names():
     code = "import sys, fastaccum as fa; assert 'torch' not in sys.modules; print(fa.GradientAccumulation(256).accum_bs); fa.StepLogger; fa.nothing"
     run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
@@ -361,6 +359,18 @@ def test_lazy_names():
 
 def test_drop_last():
     with pytest.raises(TypeError, match="remainder='drop'"): GradientAccumulation(32, drop_last=True)
+
+def test_iterable_dataset():
+    "PyTorch's loader does not say how many items a stream has: it is counted while it trains"
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self): return iter([(torch.ones(1), torch.zeros(1))]*8)
+        def __len__(self): return 8
+    dl = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    acc = GradientAccumulation(5)
+    learn = Learner(DataLoaders(dl, dl), nn.Linear(1, 1), F.mse_loss, cbs=acc)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert (len(learn.recorder.losses), acc.items)==(2, 2)
+    with pytest.raises(ValueError, match='not known before training'): acc.plan()
 
 # --- 16: after errors; nothing to step on
 def test_attributes_after_keep_one():

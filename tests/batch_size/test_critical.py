@@ -2,10 +2,10 @@
 import random, pytest
 from reference import *
 from torch.utils._pytree import tree_leaves
-from fastaccum.critical import *
-from fastaccum.precision import MixedPrecision
-from fastaccum.rates import ScaleLR
-from fastaccum.steps import StepLogger
+from fastaccum.batch_size.critical import conclusion, critical_batch
+from fastaccum.precision.callback import MixedPrecision
+from fastaccum.batch_size.rates import ScaleLR
+from fastaccum.logs.steps import StepLogger
 
 torch.manual_seed(0)
 data = Data(torch.randn(61, 6), torch.randint(4, (61,)))
@@ -88,10 +88,10 @@ def test_advice(capsys):
     "The largest size that is no worse than the smallest beyond what the seeds explain"
     def runs(**by_size): return pd.DataFrame([dict(accum_bs=int(k[1:]), seed=i, loss=v+d, steps=960//int(k[1:])) for k,v in by_size.items() for i,d in enumerate(noise[k])])
     noise = dict(b16=[0, .1, .2], b32=[.01, .1, .19], b64=[0, .11, .2], b128=[0, .1, .2])
-    text = advice(runs(b16=1., b32=1., b64=1., b128=1.5), None)
+    text = conclusion(runs(b16=1., b32=1., b64=1., b128=1.5), None)
     assert text.startswith('Use steps of up to 64 items: 4 times fewer') and '128 items: loss +0.5000' in text and 'same learning rate' in text
-    assert advice(runs(b16=1., b32=1.3, b64=1., b128=1.), None).startswith('Accumulation is not worth it here')
-    assert 'up to 128 items' in advice(runs(b16=1., b32=.9, b64=.8, b128=.7), ScaleLR('sqrt'))
+    assert conclusion(runs(b16=1., b32=1.3, b64=1., b128=1.), None).startswith('Accumulation is not worth it here')
+    assert 'up to 128 items' in conclusion(runs(b16=1., b32=.9, b64=.8, b128=.7), ScaleLR('sqrt'))
     critical_batch(make(), [8, 16], n_items=32, n_seeds=2)
     assert '+-' in capsys.readouterr().out
 

@@ -2,12 +2,13 @@
 import math, pytest
 from reference import *
 from bench.measure import SyncCounter
-from fastaccum.checkpoint import CheckpointFolder, TrainingCheckpoint
-from fastaccum.microbatch import *
-from fastaccum.noise import *
-from fastaccum.precision import AMPMode, MixedPrecision, can_compute_in
-from fastaccum.steps import StepLogger
-import fastaccum.accumulation
+from fastaccum.checkpoint.callback import TrainingCheckpoint
+from fastaccum.checkpoint.folder import CheckpointFolder
+from fastaccum.core.microbatch import *
+from fastaccum.batch_size.noise import AdaptiveGradientAccumulation, GradientNoiseScale, fieller
+from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.logs.steps import StepLogger
+import fastaccum.accumulation.callback
 
 torch.manual_seed(0)
 data = Data(torch.randn(61, 6), torch.randn(61, 4))
@@ -108,7 +109,7 @@ def test_restarts_do_not_matter(amid):
     "'auto' begins a loader batch again in smaller parts: what the first attempt measured is forgotten"
     acc = GradientAccumulation(32, micro_batch_size='auto')
     learn = make('elements', acc, GradientNoiseScale(), OutOfMemory(amid), n=16)
-    if amid: acc.state.size_by_shape[((torch.Size([6]), torch.float32),)] = 8    # as found before
+    if amid: acc.fitting.sizes[((torch.Size([6]), torch.float32),)] = 8    # as found before
     learn.fit(1, 1e-2)
     assert learn.out_of_memory.n > 1
     # the attempts that failed are in the Spy's list, so the truth comes from the sizes that went through in the end
@@ -207,7 +208,7 @@ def fresh(*cbs): return make('elements', *cbs, TrainingCheckpoint(every_steps=1)
 @pytest.mark.parametrize('cbs', [lambda: [GradientAccumulation(16), GradientNoiseScale()], lambda: [AdaptiveGradientAccumulation(16, 48)]], ids=['measured', 'adaptive'])
 def test_resume(cbs, monkeypatch):
     "As if nothing had happened: averages, sizes, weights"
-    monkeypatch.setattr('fastaccum.noise.fieller', lambda m, n, beta, z=.5: fieller(m, n, beta, z))   # so that sizes change early
+    monkeypatch.setattr('fastaccum.batch_size.noise.fieller', lambda m, n, beta, z=.5: fieller(m, n, beta, z))   # so that sizes change early
     whole = make('elements', *cbs()); whole.fit(3, 1e-2)
     learn = fresh(*cbs(), On('before_batch', throw(KeyboardInterrupt()), calls=[10]))
     with pytest.raises(KeyboardInterrupt): learn.fit(3, 1e-2)
@@ -232,7 +233,7 @@ def test_tokens_are_counted_in_items():
 
 errors = [([GradientNoiseScale()], 'add GradientAccumulation'), ([GradientAccumulation(8), GradientNoiseScale()], 'micro_batch_size=4'),
           ([GradientAccumulation(micro_batch_size=8), GradientNoiseScale()], 'micro_batch_size=4'), ([GradientAccumulation(32, normalize=False), GradientNoiseScale()], 'normalize=False'),
-          ([AdaptiveGradientAccumulation(8, 64)], 'micro_batch_size=4'), ([GradientAccumulation(32), GradientNoiseScale(), GradientNoiseScale()], 'More than one')]
+          ([AdaptiveGradientAccumulation(8, 64)], 'micro_batch_size=4'), ([GradientAccumulation(32), GradientNoiseScale(), GradientNoiseScale()], '2 GradientNoiseScale callbacks are attached')]
 @pytest.mark.parametrize('cbs,msg', errors)
 def test_errors_before_training(cbs, msg):
     learn = learner(data, 8, *cbs)

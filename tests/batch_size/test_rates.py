@@ -1,11 +1,12 @@
 "ScaleLR: the scaled values are used and recorded, and only then; a ramp's schedule"
 import pytest
 from reference import *
-from fastaccum.checkpoint import CheckpointFolder, TrainingCheckpoint
-from fastaccum.loop import LoopCallback
-from fastaccum.precision import AMPMode, MixedPrecision, can_compute_in
-from fastaccum.rates import *
-from fastaccum.steps import StepLogger
+from fastaccum.checkpoint.callback import TrainingCheckpoint
+from fastaccum.checkpoint.folder import CheckpointFolder
+from fastaccum.loop.batch_loop import LoopCallback
+from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.batch_size.rates import *
+from fastaccum.logs.steps import StepLogger
 
 torch.manual_seed(0)
 data = Data(torch.randn(61, 6), torch.randn(61, 4))

@@ -8,8 +8,8 @@ torch.set_num_threads(1)
 from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from fastai.data.all import *
-from fastaccum.accumulation import GradientAccumulation
-from fastaccum.checkpoint import TrainingCheckpoint
+from fastaccum.accumulation.callback import GradientAccumulation
+from fastaccum.checkpoint.callback import TrainingCheckpoint
 
 default_device(False)
 operations = dict(os=('mkdir', 'rmdir', 'replace', 'rename', 'unlink', 'fsync'), torch=('save',), Path=('write_text',))

@@ -8,9 +8,9 @@ torch.set_num_threads(1)
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai.data.all import *
-from fastaccum.accumulation import GradientAccumulationSchedule
-from fastaccum.checkpoint import TrainingCheckpoint, plain
-from fastaccum.precision import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.accumulation.callback import GradientAccumulationSchedule
+from fastaccum.checkpoint.callback import TrainingCheckpoint
+from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
 
 default_device(False)    # processes that use a GPU cannot be forked
 
@@ -46,7 +46,7 @@ def main(checkpoints):
     learn.fit_one_cycle(4, slice(.01))
     rec = learn.recorder
     values = [list(v) for v in rec.values]
-    torch.save(dict(model=learn.model.state_dict(), losses=plain(torch.stack(rec.losses)), lrs=[float(l) for l in rec.lrs], values=values), 'result.pt')
+    torch.save(dict(model=learn.model.state_dict(), losses=torch.stack(rec.losses).as_subclass(Tensor), lrs=[float(l) for l in rec.lrs], values=values), 'result.pt')
 
 def serve():
     "A new process for each folder in the input, which need not import everything again; its id, and its end, are printed"

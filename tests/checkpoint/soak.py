@@ -1,12 +1,12 @@
 """A long run of a tiny model with accumulation, fp16, StepLogger and checkpoints: memory and time per step stay what they are, and
-nothing warns again and again. By hand: `python tests/soak.py [steps]`"""
+nothing warns again and again. By hand: `python tests/checkpoint/soak.py [steps]`"""
 import gc, resource, sys, tempfile, time, warnings
 from collections import Counter
 from reference import *
 from array import array   # fastcore has an `array` too
-from fastaccum.checkpoint import TrainingCheckpoint
-from fastaccum.precision import MixedPrecision
-from fastaccum.steps import StepLogger
+from fastaccum.checkpoint.callback import TrainingCheckpoint
+from fastaccum.precision.callback import MixedPrecision
+from fastaccum.logs.steps import StepLogger
 
 class Meter(Callback):
     "CPU time of each step, and at the end of each fit, where the Recorder has as much as at the end of any other, what is in memory"

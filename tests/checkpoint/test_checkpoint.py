@@ -8,9 +8,10 @@ from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.data.all import ItemTransform, TfmdDL
 from reference import *
-from fastaccum.checkpoint import *
-from fastaccum.memory import StorageFollower
-from fastaccum.precision import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.checkpoint.callback import *
+from fastaccum.checkpoint.folder import CheckpointFolder
+from fastaccum.core.memory import StorageFollower
+from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
 
 torch.manual_seed(0)
 x = torch.randn(61, 6)
@@ -58,6 +59,7 @@ class OwnDL(DataLoader):
     "An order of its own"
     def get_idxs(self): return list(np.random.permutation(self.n))
 
+pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of")
 def net(): return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 4))
 class Branches(nn.Module):
     "Each batch uses one of two heads: the other's parameters have no gradient at first"
@@ -138,6 +140,7 @@ def test_in_validation():
     new_process()
     test_eq_bits(run({}, TrainingCheckpoint(every_steps=8)), whole)
 
+@pytest.mark.slow
 def test_workers():
     "Augmentation of whole batches is in the main process, whatever loads the items"
     case = dict(dl_type=lambda d, batch_size: TfmdDL(d, bs=batch_size, shuffle=True, num_workers=2, after_batch=[BatchNoise()]))
@@ -206,7 +209,7 @@ def test_several_fits(at, n):
 exits = '''
 import os, signal, sys
 from reference import *
-from fastaccum.checkpoint import *
+from fastaccum.checkpoint.callback import *
 sys.stdout = sys.stderr = open('log', 'w')
 for how in ['normal', 'error', 'Ctrl-C', 'SIGTERM', '_exit', 'exit']:
     first = os.fork()
@@ -224,6 +227,7 @@ if how == '_exit': os._exit(1)
 if how == 'exit': sys.exit(1)
 '''
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
 def test_ends():
     "A script that does not end normally after a fit goes on behind it; the code of `sys.exit` cannot be known"
@@ -255,9 +259,9 @@ def test_gradients_that_lr_find_leaves():
 def test_end_of_notebook(ok, monkeypatch):
     "When its kernel is shut down"
     import IPython
-    monkeypatch.setattr('fastaccum.checkpoint.IN_IPYTHON', True)
+    monkeypatch.setattr('fastaccum.checkpoint.folder.IN_IPYTHON', True)
     monkeypatch.setattr(IPython, 'get_ipython', lambda: SimpleNamespace(last_execution_succeeded=ok))
-    run({}, TrainingCheckpoint()).training_checkpoint.state.folder._at_exit()
+    run({}, TrainingCheckpoint()).training_checkpoint.folder._at_exit()
     assert [p.name for p in Path('models').iterdir()] == ['checkpoint-finished' if ok else 'checkpoint']
 
 def test_two_learners():
@@ -482,9 +486,25 @@ def counted(module, *functions):
 
 def test_nothing_between_saves():
     "A step that does not save asks for no state"
-    with counted(sys.modules['fastaccum.checkpoint'], 'training_state', 'rng_state', 'item_order', 'callback_states') as calls:
-        make({}, TrainingCheckpoint()).fit(2)
-    assert calls['training_state'] == 1 and calls['item_order'] == 0    # the end's
+    from fastaccum.checkpoint.fit import LearnerState
+    with counted(LearnerState, 'take', 'take_rng') as calls: make({}, TrainingCheckpoint()).fit(2)
+    assert calls['take'] == calls['take_rng'] == 2       # what can be saved at all, before the fit; and the end
+
+def test_short_way():
+    "What a save calls of the package, and how often it changes the file; a data set, a callback or an item more calls a few more"
+    import fastaccum
+    root,seen = os.path.dirname(fastaccum.__file__)+os.sep,[]
+    def note(frame, event, arg):
+        code = frame.f_code
+        if event == 'call' and code.co_filename.startswith(root) and not code.co_name.startswith('<'): seen.append(code.co_filename)
+    class Traces(Stateless):
+        order,run_valid = 2000,False
+        def after_batch(self):
+            seen.clear(); sys.setprofile(note)
+            try: self.learn.training_checkpoint.now.save_batch()
+            finally: sys.setprofile(None)
+    run(dict(model=nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), fit=lambda l: l.fit(1)), GradientAccumulation(24), TrainingCheckpoint(every_minutes=None), Traces())
+    assert 50 < len(seen) < 600 and sum(a != b for a,b in zip(seen, seen[1:])) < 100
 
 def test_cost():
     "A checkpoint is one `torch.save` of what a plain one holds, and one wait each for the file and its folder; nothing is copied"
@@ -495,8 +515,8 @@ def test_cost():
         def after_batch(self):
             cb,plain = self.learn.training_checkpoint,Path('plain.pt')
             torch.save(dict(model=self.learn.model.state_dict(), opt=self.learn.opt.state_dict()), plain)
-            with counted(torch, 'save') as saves, counted(os, 'fsync') as waits, StorageFollower() as mem: cb._save_batch()
-            ours = max(cb.state.folder.files, key=os.path.getmtime)
+            with counted(torch, 'save') as saves, counted(os, 'fsync') as waits, StorageFollower() as mem: cb.now.save_batch()
+            ours = max(cb.folder.files, key=os.path.getmtime)
             assert saves['save'] == 1 and waits['fsync'] == 2
             assert plain.stat().st_size > 12e6 and ours.stat().st_size < plain.stat().st_size + 50_000   # the generators' states are 10,000 of it
             assert mem.peak < 50_000

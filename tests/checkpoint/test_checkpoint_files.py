@@ -4,8 +4,11 @@ import pytest
 from reference import *
 from fastai.callback.tracker import SaveModelCallback
 from test_checkpoint import Interrupt, data, make, new_process, one_process, run, test_eq_bits
-from fastaccum.checkpoint import *
-from fastaccum.folder import OwnFiles, read_checkpoint
+from fastaccum.checkpoint.callback import *
+from fastaccum.checkpoint.folder import CheckpointFolder
+from fastaccum.checkpoint.files import OwnFiles, read_checkpoint
+
+quick = 'test_foreign_files','test_failing_operations','test_full_disk','test_background'
 
 names = ['best.pth', '1-mine.pt', '1-000000004.pt', '1-000000008.pt', '1-end.pt', '2-end.pt', '0-end.pt', 'x.tmp', '1-end.pt.0123abcd.tmp', 'config.yaml', 'notes.txt', 'digests.jsonl',
          'training_checkpoint.txt', '.hidden', 'sub/1-end.pt', 'sub/a.txt']
@@ -42,7 +45,7 @@ def test_foreign_files(fname, background):
     assert len(ours) == 2 and 'training_checkpoint.json' in ours
     new_process()
     learn = train(fname, fits=2, background=background)
-    learn.training_checkpoint.state.folder.wait()
+    learn.training_checkpoint.folder.wait()
     assert len(check_tree(folder, before)) == 3                    # two ends, and the manifest
     learn.training_checkpoint.finish()
     finished = folder.with_name(f'{folder.name}-finished')
@@ -206,7 +209,7 @@ def test_background():
     with pytest.MonkeyPatch.context() as m:
         m.setattr(torch, 'save', slow)
         learn = run({}, TrainingCheckpoint(every_steps=4, background=True), Open())
-        learn.training_checkpoint.state.folder.wait()
+        learn.training_checkpoint.folder.wait()
     test_eq_bits(learn, whole)
     assert len(writes) == 9 and not any(writes)
     new_process()

@@ -9,7 +9,7 @@ from fastai.callback.tracker import EarlyStoppingCallback
 from fastai.callback.training import GradientClip
 from fastai.data.all import RandomSplitter, TfmdDL
 from test_checkpoint import Interrupt, Stateless, data, fastai_dl, make, net, new_process, one_process, run, test_eq_bits
-from fastaccum.checkpoint import *
+from fastaccum.checkpoint.callback import *
 
 def check(case, at=(2, 3), every=3):
     "Interrupted and resumed, it is the whole run"
@@ -27,9 +27,9 @@ class Clip(Callback):
 
 class EMA(Callback):
     "Keeps an average, and pulls the weights towards it"
-    def before_fit(self): self.ema,self.shadow,self.params = deepcopy(self.learn.model),[p.detach().clone() for p in self.learn.model.parameters()],list(self.learn.model.parameters())
+    def before_fit(self): self.average,self.shadow,self.params = deepcopy(self.learn.model),[p.detach().clone() for p in self.learn.model.parameters()],list(self.learn.model.parameters())
     def after_step(self):
-        for e,s,p in zip(self.ema.parameters(), self.shadow, self.params):
+        for e,s,p in zip(self.average.parameters(), self.shadow, self.params):
             e.data.lerp_(p.data, .1); s.lerp_(p.data, .2); p.data.lerp_(e.data, .05).lerp_(s, .05)
 
 class Unfreezes(Callback):
@@ -41,12 +41,12 @@ class Tables(Callback):
     "Attributes of many kinds, each of which changes the training"
     def __init__(self, log=None): self.log = log
     def before_fit(self):
-        self.seen,self.by,self.frame,self.rng,self.state_rng = Counter(),defaultdict(list),pd.DataFrame(dict(lr=[1.])),np.random.default_rng(1),random.Random(2)
+        self.counts,self.by,self.frame,self.rng,self.state_rng = Counter(),defaultdict(list),pd.DataFrame(dict(lr=[1.])),np.random.default_rng(1),random.Random(2)
         self.learn.my_number = getattr(self.learn, 'my_number', 0)
     def before_step(self):
-        self.seen['steps'] += 1; self.by[self.learn.epoch].append(self.rng.random()); self.frame.loc[len(self.frame)] = self.state_rng.random()
+        self.counts['steps'] += 1; self.by[self.learn.epoch].append(self.rng.random()); self.frame.loc[len(self.frame)] = self.state_rng.random()
         self.learn.my_number += 1
-        k = self.seen['steps']*.01 + sum(map(sum, self.by.values())) + self.frame.lr.sum() + self.learn.my_number*.01
+        k = self.counts['steps']*.01 + sum(map(sum, self.by.values())) + self.frame.lr.sum() + self.learn.my_number*.01
         for p in self.learn.model.parameters(): p.grad.mul_(1+.01*k)
 
 class Scaled(nn.Module):
@@ -141,6 +141,7 @@ def test_arguments_are_this_scripts():
 
 class Opened(Callback):
     def before_fit(self): self.file,self.iter = open(os.devnull),iter([1])
+    def after_fit(self): self.file.close()
     def after_epoch(self): self.late = iter([2])
 
 def test_reported_once():

@@ -5,8 +5,8 @@ wandb = pytest.importorskip('wandb')
 from reference import *
 from test_checkpoint import Interrupt, Stateless, make, new_process, one_process, run, test_eq_bits
 from fastaccum.wandb import WandbCallback, offline_history
-from fastaccum.steps import StepLogger
-from fastaccum.checkpoint import TrainingCheckpoint, saved_wandb_id
+from fastaccum.logs.steps import StepLogger
+from fastaccum.checkpoint.callback import TrainingCheckpoint, saved_wandb_id
 
 def wandb_run(*cbs, fits=1, stop=None):
     run = wandb.init(project='test', mode='offline', dir=str(Path.cwd()), id=saved_wandb_id('models/checkpoint'), settings=wandb.Settings(silent=True, console='off'))
@@ -24,6 +24,7 @@ class Second(Interrupt):
     def _raise(self):
         if self.n == self.fit: super()._raise()
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fit', [1, 2])
 def test_wandb_rows(fit):
     "The rows of both processes, merged by step, and StepLogger's table, are those of the whole run"
@@ -40,6 +41,7 @@ def test_wandb_rows(fit):
     def table(l): return l.step_logger.to_df()
     assert table(learn).equals(table(whole))
 
+@pytest.mark.slow
 def test_auto():
     class Small(nn.Sequential):
         def forward(self, x):
@@ -51,7 +53,7 @@ def test_auto():
     new_process()
     learn = run(case, TrainingCheckpoint(every_steps=2))
     test_eq_bits(learn, whole)
-    assert learn.gradient_accumulation.state.micro_bs == whole.gradient_accumulation.state.micro_bs
+    assert learn.gradient_accumulation.micro_bs == whole.gradient_accumulation.micro_bs
 
 killed = '''
 import os, signal
@@ -63,6 +65,7 @@ class Kill(Stateless):
 wandb_run(TrainingCheckpoint(every_steps=3), stop=Kill())
 '''
 
+@pytest.mark.slow
 def test_killed():
     "Rows of before the checkpoint, which W&B had not written when the process was killed, are not lost"
     _,_,rows = wandb_run()

@@ -5,7 +5,7 @@ import pytest, torch
 
 script = [sys.executable, '-W', 'ignore', str(Path(__file__).with_name('kill_script.py'))]
 env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
-N_KILLS = int(os.environ.get('N_KILLS', 25))
+quick = 'test_killed',
 
 class Server:
     "Starts the script in a new process, in a folder"
@@ -52,10 +52,11 @@ def check_same(a, b):
     assert rows_a == rows_b   # rows after a checkpoint come again, identical
 
 def test_killed(server, alone, tmp_path):
+    n_kills = int(os.environ.get('N_KILLS', 2 if 'QUICK' in os.environ else 25))
     checkpoints,rand,n,n_runs,in_write = tmp_path/'models'/'checkpoint',random.Random(0),0,0,0
-    while n < N_KILLS or n_runs == 0:
+    while n < n_kills or n_runs == 0:
         server.start(tmp_path)
-        killed = not server.ended(rand.uniform(0, server.seconds/3) if n < N_KILLS else None)
+        killed = not server.ended(rand.uniform(0, server.seconds/3) if n < n_kills else None)
         if killed:
             until = time.monotonic() + (server.seconds if n%2 else 0) # every second kill is to meet a write
             while time.monotonic() < until and not list(checkpoints.glob('*.tmp')): time.sleep(.0005)
@@ -98,7 +99,7 @@ def wanted(seen):
 @pytest.mark.parametrize('background', [False, True])
 def test_killed_at_every_write(background, tmp_path):
     "Before, in and after each file operation of the first, a middle and the last save, and of `finish`"
-    from fastaccum.digests import first_difference
+    from fastaccum.checkpoint.digests import first_difference
     writes = Writes(tmp_path)
     alone,whole = writes.folder(),writes.folder()
     assert writes.run(alone, 'alone') == 0 and writes.run(whole, -1, background) == 0

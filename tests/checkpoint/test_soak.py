@@ -3,6 +3,7 @@ import pytest
 from soak import *
 
 STEPS,MAX_BLOCKS = 500,.7   # some blocks are left of each fit, such as the names of its files
+quick = ()
 
 class Leak(Callback):
     "Keeps something of each step"

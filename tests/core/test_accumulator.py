@@ -7,7 +7,7 @@ from unittest.mock import Mock, patch
 import pytest, torch
 from torch import nn, tensor
 from bench.measure import SyncCounter
-from fastaccum.accumulator import Accumulated, GradientAccumulator, _scalars, as_weight, back_propagate, correct, mean_loss, nonzero, \
+from fastaccum.core.accumulator import Accumulated, GradientAccumulator, _scalars, as_weight, mean_loss, nonzero, \
     rescale, scalar, scale_grads, weighted
 
 KINDS = dict(numbers=lambda w, i: w, integers=lambda w, i: tensor(int(w)), floats=lambda w, i: tensor(float(w)),
@@ -55,7 +55,7 @@ def test_reopen(parts, cut, kind):
     for i,p in enumerate(parts):
         if i==cut and i:
             toy.acc.finish()
-            with SyncCounter() as syncs: toy.acc.reopen(), toy.acc.closed.reopened()
+            with SyncCounter() as syncs: toy.acc.reopen()
             assert syncs.n==0
         toy.add(*p, kind)
     if cut==3: toy.finish(); toy.acc.reopen()
@@ -68,7 +68,7 @@ def test_reopened_record():
     for p in PARTS['tokens'][:2]: toy.acc.count(tensor(p[0]), *p[1:])
     toy.acc.finish()
     toy.acc.reopen()
-    assert toy.acc.closed.complete and toy.acc.closed.computed and toy.acc.so_far==toy.acc.closed._replace(target=11, planned=-1, computed=None)
+    assert toy.acc.closed.planned==8 and toy.acc.closed.computed and toy.acc.so_far==toy.acc.closed._replace(target=11, planned=-1, computed=None)
 
 def test_reduce():
     "With several ranks: `reduce` gets what this rank has, and what it returns is the step's"
@@ -108,7 +108,10 @@ def test_nominal():
         toy = Toy()
         toy.add(3., weight, 4, nominal=nominal)
         assert toy.acc.so_far.target==target
-    assert Accumulated().with_target([4], 4, 8).target==8
+    toy = Toy()
+    toy.acc.set_target(5)
+    toy.add(3., 4, 4)
+    assert toy.acc.target==5
 
 @pytest.mark.parametrize('on_device', (False, True))
 def test_complete(on_device):
@@ -119,11 +122,10 @@ def test_complete(on_device):
     assert [float(s) for s in shares]==pytest.approx([9/17, 2/17, 6/17]) and isinstance(shares, torch.Tensor)==on_device
     assert Toy(8, torch.float64).acc.shares(tensor(weights), 11).dtype==torch.float64
     for (slope,w,n),share in zip(parts, shares):
-        back_propagate(slope*(toy.x+1), share)
+        (slope*(toy.x+1)*share).backward()
         toy.acc.count(tensor(slope), tensor(w) if on_device else w, n)
-    assert toy.acc.so_far.complete
-    with patch('fastaccum.accumulator.mean_loss') as m: toy.acc.so_far.mean(), toy.acc.so_far.mean(since=1)
-    assert [c.args[3] for c in m.call_args_list]==[toy.acc.so_far.target, None]     # the sum is known
+    with patch('fastaccum.core.accumulator.mean_loss', return_value=None) as m: toy.acc.mean(since=1), toy.acc.mean()
+    assert [c.args[3:] for c in m.call_args_list]==[(), (toy.acc.target,)]     # the sum is known
     grad = toy.x.grad
     toy.x.grad = None                  # `finish` does not look at it
     loss = toy.acc.finish()
@@ -133,10 +135,10 @@ def test_half_complete():
     "More items came than were planned"
     toy = Toy()
     share, = toy.acc.shares([9], 4, complete=True)
-    back_propagate(3*(toy.x+1), share)
+    (3*(toy.x+1)*share).backward()
     toy.acc.count(tensor(3.), 9, 4)
     toy.add(5., 2, 4)
-    assert not toy.acc.so_far.complete and toy.finish()==mean((3., 9, 4), (5., 2, 4))
+    assert toy.acc.so_far.planned==-1 and toy.finish()==mean((3., 9, 4), (5., 2, 4))
 
 @pytest.mark.parametrize('stacked', (False, True))
 def test_mean_since(stacked):
@@ -144,11 +146,11 @@ def test_mean_since(stacked):
     toy,weights = Toy(16),tensor([w for _,w,_ in PARTS['tokens']])
     marks = []
     for p in PARTS['tokens']:
-        marks.append(toy.acc.so_far)
+        marks.append(len(toy.acc.so_far.losses))
         toy.add(*p)
-    if stacked: assert toy.acc.mean_since(marks[1], tensor([1, 0]))==5
-    assert [toy.acc.mean_since(m, weights[i:] if stacked else None).item() for i,m in reversed([*enumerate(marks)])]==[7, mean(*PARTS['tokens'][1:]), mean(*PARTS['tokens'])]
-    assert toy.acc.so_far.computed[1]==17 and toy.acc.so_far.mean() is toy.acc.so_far.computed and toy.finish()==mean(*PARTS['tokens'])
+    if stacked: assert toy.acc.mean(marks[1], tensor([1, 0]))[0]==5
+    assert [toy.acc.mean(m, weights[i:] if stacked else None)[0].item() for i,m in reversed([*enumerate(marks)])]==[7, mean(*PARTS['tokens'][1:]), mean(*PARTS['tokens'])]
+    assert toy.acc.so_far.computed[1]==17 and toy.acc.mean() is toy.acc.so_far.computed and toy.finish()==mean(*PARTS['tokens'])
 
 @kinds
 def test_state(kind):
@@ -173,22 +175,22 @@ def test_correct(known):
     def first(accum_bs):
         toy = Toy(accum_bs)
         toy.add(3., 2, 1)
-        if known: toy.acc.mean_since(Accumulated())
+        if known: toy.acc.mean()
         return toy
     toy = first(4)
-    correct(toy.acc, 5)
+    toy.acc.correct([5])
     assert toy.finish()==3
     toy = first(4)
-    correct(toy.acc, 5)
+    toy.acc.correct([5])
     toy.add(7., 1, 1)
     assert toy.finish()==mean((3., 5, 1), (7., 1, 1))
     toy = Toy(4)
     toy.add(0., 2, 1)                   # nothing in it counts: no gradient
-    correct(toy.acc, 0)
+    toy.acc.correct([0])
     toy.add(7., 1, 1)
     assert toy.finish()==7
     toy = first(4)
-    correct(toy.acc, None)
+    toy.acc.correct([None])
     assert toy.x.grad==3 and toy.acc.state_dict()['weight']==1 and toy.acc.normalize is False
     toy.add(7., 1, 1)
     assert toy.finish()==10
@@ -209,20 +211,6 @@ def test_weighted():
     assert weighted(tensor(float('nan')), tensor(0.))==0
     with patch('torch.where') as where: weighted(torch.zeros((), device='meta'), 0)
     assert where.call_args[0][0].is_meta
-
-def test_back_propagate():
-    for share in (1, 2, .5, tensor(2.), tensor(2., dtype=torch.float64)):
-        x = nn.Parameter(tensor(0.))
-        back_propagate(3*x, share)
-        assert x.grad==3*share and x.grad.dtype==torch.float32
-    x = nn.Parameter(tensor(0., dtype=torch.float64))
-    back_propagate(x, .1)
-    assert x.grad.item()==.1
-    x = nn.Parameter(torch.zeros((), device='meta'))
-    with patch('fastaccum.accumulator.scalar') as m: back_propagate(Mock(dtype=x.dtype, device=x.device), .7)
-    assert m.call_args[0]==(.7, x.dtype, x.device)
-    for _ in range(2): back_propagate(loss := Mock(dtype=torch.float32, device=torch.device('cpu')), 1)
-    assert loss.backward.call_args[0][0] is scalar(1, torch.float32, torch.device('cpu'))  # the same 1 each time
 
 @pytest.mark.parametrize('dtype', (torch.bfloat16, torch.float64))
 def test_type_of_one_loss(dtype): assert mean_loss([tensor(3., dtype=dtype)], [tensor(2)])[0].dtype==dtype
@@ -274,7 +262,7 @@ def test_device():
     acc = GradientAccumulator([x := nn.Parameter(torch.zeros((), device='meta'))], 8)
     acc.add(x*2, 4, tensor(3.))
     assert acc.so_far.weights[0].is_meta
-    with patch('fastaccum.accumulator.ignore_empty') as m: acc.add(x*2, 4, 3, pred=x)
+    with patch('fastaccum.core.accumulator.ignore_empty') as m: acc.add(x*2, 4, 3, pred=x)
     assert m.call_args[0][1].is_meta
 
 def test_nonzero():
@@ -307,3 +295,30 @@ def test_reset():
     assert toy.x.grad is None and toy.acc.n_items==0
     toy.add(5., 1, 8)
     assert toy.finish()==5
+
+def test_rollback():
+    "Back to a record: what was counted since is gone, what is computed from it too"
+    toy = Toy(16)
+    toy.add(3., 9, 4)
+    before = toy.acc.so_far
+    toy.add(5., 2, 4)
+    toy.acc.mean()
+    assert toy.acc.so_far!=before and before.n_items==4
+    toy.acc.rollback(before)
+    assert toy.acc.so_far==before and toy.acc.mean()[0]==3 and toy.acc.n_items==4
+
+def test_open():
+    "What may change from one accumulated batch to the next; `None` changes nothing"
+    acc = Toy().acc
+    acc.open()
+    assert (acc.accum_bs, acc.normalize)==(8, True)
+    acc.open(16, False)
+    assert (acc.accum_bs, acc.normalize)==(16, False)
+
+def test_count_for_all():
+    "Items of other ranks too: what this rank's weights add up to is not the step's"
+    toy = Toy()
+    toy.acc.shares([9], 4, complete=True)
+    toy.acc.count(tensor(3.), 9, 4)
+    toy.acc.count_for_all(8)
+    assert toy.acc.n_items==8 and toy.acc.ready and toy.acc.so_far.planned==4

@@ -8,7 +8,8 @@ import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.utils._pytree import tree_leaves
 from fastcore.foundation import L
-from fastaccum.microbatch import RandomState, Snapshot, in_parts, join_items, map_tensors, part_sizes, split_items
+from fastaccum.core.microbatch import join_items, map_tensors, part_sizes, split_batch, split_items
+from fastaccum.core.random import RandomState, Snapshot
 
 def test_part_sizes():
     "As few as can be, as even as can be, the larger ones first; tensors and lists are cut alike"
@@ -30,48 +31,24 @@ def test_join():
 
 def mixer(lam): return SimpleNamespace(yb1=(torch.arange(5)*10,), lam=lam)
 
-def test_in_parts():
-    """Inputs, targets and MixUp's other targets are those of the part; `lam` too, if there is one an item
-
-    All come back, also when it is left early"""
+def test_split_batch():
+    "Inputs, targets and MixUp's other targets are those of the part; `lam` too, if there is one an item"
     mixers = [mixer(torch.arange(5)/10), mixer(tensor([.3])), mixer(tensor(.5))]
-    before = [(o.yb1, o.lam) for o in mixers]
-    learn = SimpleNamespace(xb=(torch.arange(5), torch.arange(5)+1), yb=(torch.arange(5)+2,))
-    xb,yb = learn.xb,learn.yb
-    seen = []
-    for last in (2, 0):
-        with in_parts(learn, 5, 2, mixers) as parts:
-            for i in parts:
-                seen.append((i, *(t.tolist() for t in tree_leaves((learn.xb, learn.yb, [(o.yb1, o.lam) for o in mixers])))))
-                if i==last: break
-        assert learn.xb is xb and learn.yb is yb and all(o.yb1 is y and o.lam is lam for o,(y,lam) in zip(mixers, before))
+    parts = split_batch((torch.arange(5), torch.arange(5)+1), (torch.arange(5)+2,), 5, 2, mixers)
+    seen = [[t.tolist() for t in tree_leaves(p)] for p in parts]
     half = pytest.approx(.5)
-    def row(i, *items):
+    def row(*items):
         more = [*items],[o+1 for o in items],[o+2 for o in items],[10*o for o in items]
-        return (i, *more, pytest.approx([o/10 for o in items]), more[3], pytest.approx([.3]), more[3], half)
-    assert seen==[row(0, 0, 1), row(1, 2, 3), row(2, 4), row(0, 0, 1)]
-
-def test_whole():
-    "Nothing is cut or put back where the batch is one part"
-    learn,o = SimpleNamespace(xb=(torch.arange(5),), yb=()),mixer(tensor(.5))
-    for size in (5, 6):
-        with in_parts(learn, 5, size, [o]) as parts:
-            whole = learn.xb
-            assert [(i, learn.xb is whole) for i in parts]==[(0, True)]
-            learn.xb,o.lam = 'changed',1
-        assert learn.xb=='changed' and o.lam==.5
-        learn.xb = (torch.arange(5),)
+        return [*more, pytest.approx([o/10 for o in items]), more[3], pytest.approx([.3]), more[3], half]
+    assert seen==[row(0, 1), row(2, 3), row(4)]
 
 def test_as_many_inputs_as_items():
     x = torch.arange(2)
-    learn = SimpleNamespace(xb=(x, x+1), yb=(x,))
-    with in_parts(learn, 2, 1) as parts: assert [[t.tolist() for t in learn.xb] for _ in parts]==[[[0], [1]], [[1], [2]]]
+    assert [[t.tolist() for t in xb] for xb,_,_ in split_batch((x, x+1), (x,), 2, 1)]==[[[0], [1]], [[1], [2]]]
 
 def test_without_targets():
     "Nor items in one of the inputs"
-    learn = SimpleNamespace(xb=(torch.arange(5), 'name'), yb=())
-    with in_parts(learn, 5, 2) as parts: seen = [(len(learn.xb[0]), learn.xb[1], learn.yb) for _ in parts]
-    assert seen==[(n, 'name', ()) for n in (2, 2, 1)]
+    assert [(len(xb[0]), xb[1], yb, mixed) for xb,yb,mixed in split_batch((torch.arange(5), 'name'), (), 5, 2)]==[(n, 'name', (), ()) for n in (2, 2, 1)]
 
 def test_lists_of_items():
     "One object an item; tensors that are no items: of other lengths, or without dimensions. Lists of fastcore too"

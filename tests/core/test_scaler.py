@@ -4,7 +4,7 @@ from math import inf
 import pytest, torch
 from torch import nn
 from bench.measure import SyncCounter
-from fastaccum.scaler import DynamicLossScaler
+from fastaccum.core.scaler import DynamicLossScaler
 
 class Task:
     "A parameter whose gradient is 1, or inf in a step that shall overflow"
@@ -462,7 +462,7 @@ def test_errors(bad, error, message, enabled):
     with pytest.raises(error, match=message): DynamicLossScaler('cpu', **good|bad, enabled=enabled)
 
 def test_imports_no_fastai():
-    import ast, fastaccum.scaler as m
+    import ast, fastaccum.core.scaler as m
     with open(m.__file__, encoding='utf-8') as f: tree = ast.parse(f.read())
     roots = {(n.module if isinstance(n, ast.ImportFrom) else a.name).split('.')[0]
              for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from reference import *
 import simulated
 from fastai.callback.fp16 import MixedPrecision as _      # ours must come after it
-from fastaccum.checkpoint import TrainingCheckpoint
-from fastaccum.precision import MixedPrecision
-from fastaccum.steps import StepLogger
+from fastaccum.checkpoint.callback import TrainingCheckpoint
+from fastaccum.precision.callback import MixedPrecision
+from fastaccum.logs.steps import StepLogger
 from test_exact import cls_w, ignored
 from test_checkpoint import Interrupt, new_process
 
 Acc = GradientAccumulation
+quick = 'test_no_waits_between_steps','test_waits_are_noticed','test_resume','test_cut_without_copies','test_order_of_copies'
 accelerators = [n for n in devices.names if n != 'cpu']
 if not accelerators: pytest.skip('no GPU here, and this PyTorch has no devices written in Python', allow_module_level=True)
 is_gpu = bool(devices.GPU)
@@ -211,7 +212,7 @@ def test_auto(name, accum_bs):
     for part in (.15, .9):
         limit = fixed[16] + part*(fixed[32]-fixed[16]) + (2 if accum_bs > n_items else 1)*n_params
         learn = fit_auto(name, 'auto', accum_bs=accum_bs, bytes=limit)
-        size = learn.gradient_accumulation.state.micro_bs
+        size = learn.gradient_accumulation.micro_bs
         assert size in ((16, 8) if is_gpu else (16,)), (size, fixed, limit)
         found.append(size)
         for a,b in zip(state(learn), state(fit_auto(name, size, accum_bs=accum_bs))): assert torch.equal(a, b)
@@ -386,7 +387,7 @@ def test_graphs():
     before = out.clone()
     fixed = {k: peak('conv net', n_items, k=k) for k in (16, 32)}
     learn = fit_auto('conv net', 'auto', bytes=(fixed[16]+fixed[32])/2 + sum(p.nbytes for p in net('conv net')[1].parameters()))
-    assert learn.gradient_accumulation.state.micro_bs < n_items
+    assert learn.gradient_accumulation.micro_bs < n_items
     out.zero_()
     graph.replay()
     assert torch.equal(out, before)

@@ -208,6 +208,7 @@ def test_lr_find_ends_at_a_loss_that_is_not_finite(bad):
     found(learn)
     assert len(learn.spy.steps)==21 and tensor(learn.recorder.losses).isfinite().all()  # 10 epochs have 20 steps in 80 loader batches
 
+@pytest.mark.filterwarnings('ignore:What <lambda> averages over could not be measured')
 def test_terminate_on_nan():
     "A loss that is not finite ends the training; a micro-batch without valid targets does not"
     y = data61.y[0].clone()
@@ -307,6 +308,8 @@ def quiet(learn):
     learn.logger = noop
     return learn
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items")
 @pytest.mark.parametrize('name', applications)
 def test_application(name):
     "Training, validation, predictions and pictures of fastai's applications"
@@ -347,6 +350,7 @@ def test_warns_of_batchnorm():
         for _ in range(2): learn.fit(1)
     assert sum('BatchNorm' in str(o.message) for o in w)==1 and len(learn.recorder.losses)==2
 
+@pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items")
 def test_tensorboard_with_all_it_has(tmp_path):
     learn = quiet(applications['vision'](cbs=[GradientAccumulation(16), TensorBoardCallback(tmp_path/'tb', trace_model=True, log_preds=True)]))
     learn.fit(1)
@@ -364,6 +368,7 @@ print([type(cb).__name__ for cb in learn.cbs])
 with learn.no_bar(): print(learn.predict(pd.Series(dict(a='1', b=.5)))[2].tolist())
 '''
 
+@pytest.mark.slow
 def test_export():
     "The exported file loads where fastaccum is not installed; the Learner keeps its callbacks"
     learn = quiet(applications['tabular'](cbs=[GradientAccumulationSchedule(8, 32), GradientClip()]))

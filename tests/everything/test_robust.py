@@ -4,12 +4,12 @@ from functools import lru_cache
 from contextlib import contextmanager
 from reference import *
 from fastai.callback.schedule import SchedLin
-from fastaccum.precision import MixedPrecision
-from fastaccum.steps import StepLogger
+from fastaccum.precision.callback import MixedPrecision
+from fastaccum.logs.steps import StepLogger
 try: import wandb
 except ImportError: wandb = None
 else: from fastaccum.wandb import WandbCallback
-try: from fastaccum.checkpoint import TrainingCheckpoint
+try: from fastaccum.checkpoint.callback import TrainingCheckpoint
 except ImportError: TrainingCheckpoint = None
 
 torch.manual_seed(0)
@@ -379,6 +379,7 @@ def stops(setup, ex):
     if for_hours: return res
     return [s for i,s in enumerate(res) if i%4 in (0,3) and (ex is Boom or of_fastai(s)[0] is None or s[0]=='before_batch')]
 
+@pytest.mark.slow
 @pytest.mark.parametrize('ex', [*cancels, Boom, KeyboardInterrupt], ids=lambda o: o.__name__)
 @some_setups
 def test_exception(setup, ex):

@@ -3,8 +3,10 @@ import gc, pytest
 import simulated
 if not simulated.available(): pytest.skip('PyTorch has no devices written in Python before 2.10', allow_module_level=True)
 from reference import *
-from fastaccum.precision import MixedPrecision
+from fastaccum.precision.callback import MixedPrecision
 from simulated import limit, memory, move, raw, trace, waits
+
+pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items")
 
 sim = simulated.device
 def there(*shape): return torch.randn(*shape).to(sim)
@@ -88,6 +90,7 @@ def runs_out(f, n):
     with limit(memory.live+n), pytest.raises(torch.OutOfMemoryError, match='sim out of memory. Tried to allocate'): f()
     gc.collect()                                      # the traceback keeps what was there
 
+@pytest.mark.slow
 def test_runs_out():
     "An error as CUDA's, also below autograd; then all goes on"
     gc.collect()

@@ -6,8 +6,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 from fastai.callback.tensorboard import TensorBoardCallback
 from reference import *
-from fastaccum.precision import AMPMode, MixedPrecision, can_compute_in  # after fastai's of the same names
-from fastaccum.steps import *
+from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in  # after fastai's of the same names
+from fastaccum.logs.steps import StepLogger, StepTable, grad_norm, to_host
 
 torch.manual_seed(0)
 data = Data(torch.randn(61, 6), torch.randn(61, 4))

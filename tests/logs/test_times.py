@@ -1,7 +1,7 @@
 "StepLogger's times, speed and memory: every second to its part, and no waiting for a device"
 import pytest
 from reference import *
-from fastaccum.steps import *
+from fastaccum.logs.steps import DeviceSeconds, StepClock, StepLogger, StepTable, check_events
 
 torch.manual_seed(0)
 data = Data(torch.randn(61, 6), torch.randn(61, 4))
@@ -28,7 +28,7 @@ class Clock:
 @pytest.mark.parametrize('micro,accum', [(None, 16), (4, 16), (None, 8)])
 def test_times(monkeypatch, micro, accum):
     "Every second goes to its part, also when micro-batches are parts of loader batches"
-    clock = Clock(); monkeypatch.setattr('fastaccum.steps.perf_counter', clock)
+    clock = Clock(); monkeypatch.setattr('fastaccum.logs.steps.perf_counter', clock)
     ticks = [On(ev, clock.tick(s), order=o) for ev,s,o in (('before_batch', 1, 10), ('after_pred', 10, 10), ('before_backward', 100, 11), ('before_step', 1000, 20))]
     learn = learner(data, 8, GradientAccumulation(accum, micro_batch_size=micro), StepLogger(times=True, speed=True))
     learn.add_cbs(ticks)
@@ -38,6 +38,15 @@ def test_times(monkeypatch, micro, accum):
     n_micro = n_batches if micro is None else [-(-n//4) for n in df['items']]
     assert df.data_s.tolist()==n_batches and df.forward_s.tolist()==[10*m for m in n_micro] and df.backward_s.tolist()==[100*m for m in n_micro] and set(df.step_s)=={1000}
     close(df.items_per_s, df['items']/(df.data_s+df.forward_s+df.backward_s+df.step_s))
+
+def test_later_callbacks_see_the_same():
+    "What the row has, and however often they ask: `WandbCallback` comes after StepLogger"
+    seen = []
+    learn = learner(data, 8, GradientAccumulation(20), StepLogger(times=True, speed=True))
+    learn.add_cb(On('after_batch', lambda l: seen.extend(l.step_logger.step_values for _ in range(2)) if l.one_batch.closed else None, order=60))
+    learn.fit(1)
+    df = rows(learn)
+    for k in ('data_s', 'forward_s', 'items_per_s'): assert [v[k] for v in seen[::2]]==[v[k] for v in seen[1::2]]==df[k].tolist()
 
 class FakeEvent:
     "An event of a device that is behind: it knows its time only after `synchronize`, and says when it is asked too early"
@@ -71,7 +80,7 @@ def test_nothing_is_measured_unasked():
     "No column and no event more than before"
     learn = learner(data, 8, GradientAccumulation(16), StepLogger())
     learn.fit(1)
-    assert list(rows(learn))==BASE and not any(cb is learn.step_logger for ev in ('before_batch', 'before_backward', 'after_backward', 'after_step') for cb,*_ in learn.one_batch.call.current()[ev])
+    assert list(rows(learn))==BASE and not any(cb is learn.step_logger for ev in ('before_batch', 'before_backward', 'after_backward', 'after_step') for cb,*_ in learn.one_batch.table[ev])
 
 def test_memory_needs_a_device_that_counts():
     learn = learner(data, 8, StepLogger(memory=True))
@@ -89,7 +98,7 @@ def test_peaks(monkeypatch):
     from types import SimpleNamespace as NS
     peak = NS(now=0)
     fake = NS(reset_peak_memory_stats=lambda d: setattr(peak, 'now', 0), max_memory_allocated=lambda d: peak.now*2**20)
-    monkeypatch.setattr('fastaccum.steps.backend', lambda d: fake)
+    monkeypatch.setattr('fastaccum.logs.steps.backend', lambda d: fake)
     learn = learner(data, 8, GradientAccumulation(16), StepLogger(memory=True), On('after_pred', lambda l: setattr(peak, 'now', max(peak.now, 10+l.iter))))
     learn.fit(1)
     assert rows(learn).peak_mb.tolist()==[11, 13, 15, 17]

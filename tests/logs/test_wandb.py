@@ -5,9 +5,10 @@ from fastai.tabular.all import TabularDataLoaders, TabularModel, Categorify, Nor
 from fastai.text.all import BaseTokenizer, TextBlock
 import fastai.vision.all as vision
 from reference import *
-from fastaccum.precision import AMPMode, MixedPrecision, can_compute_in
-from fastaccum.steps import StepLogger
-from fastaccum.wandb import *
+from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.logs.steps import StepLogger
+from fastaccum.wandb import WandbCallback, offline_history
+from fastaccum.logs.wandb import histogram, offline_records
 
 torch.manual_seed(0)
 data = Data(torch.randn(61, 6), torch.randn(61, 4))
@@ -294,7 +295,7 @@ def test_errors(monkeypatch):
     with pytest.raises(ValueError, match="log='weights' is not one of None, 'gradients'"): learner(data, 16, wb(log='weights')).fit(1)
     learner(data, 16, wb()).validate()  # needs no run
     monkeypatch.setitem(sys.modules, 'wandb', None)
-    monkeypatch.delitem(sys.modules, 'fastaccum.wandb')
+    for m in ('fastaccum.wandb', 'fastaccum.logs.wandb'): monkeypatch.delitem(sys.modules, m)
     with pytest.raises(ImportError, match=r"pip install 'fastaccum\[wandb\]'"): importlib.import_module('fastaccum.wandb')
 
 def test_copies():

@@ -2,7 +2,7 @@
 import pytest
 from reference import *
 from fastai.callback.core import _events
-from fastaccum.loop import _batch_events as inner
+from fastaccum.loop.events import _batch_events as inner
 
 class Plain(LoopCallback):
     "Brings fastaccum's loop, and nothing else"

@@ -5,7 +5,8 @@ from fastai.basics import Callback, CancelBackwardException, CancelBatchExceptio
     noop, store_attr
 from fastai.callback.mixup import MixHandler
 from fastai.callback.schedule import LRFinder
-from fastaccum.events import Events, EventTable, _may_read_pred, is_a, with_context
+from fastaccum.loop.batch_loop import BatchLoop
+from fastaccum.loop.events import EventTable, _may_read_pred, is_a, with_context
 
 class Hears(Callback):
     "Writes down which of its methods were called"
@@ -29,7 +30,13 @@ class Learn:
     def __call__(self, event): self.sent.append(event)
 
 def new(name, **kwargs): return type(name, (Callback,), kwargs)()
-def who(table, event): return [cb for cb,*_ in table.current()[event]]
+def who(loop, event): return [cb for cb,*_ in loop.table[event]]
+
+def loop_of(learn, condition=None):
+    "A loop that calls the methods in its table; what `rows` decides is not wanted here"
+    loop = BatchLoop(learn)
+    loop.events = EventTable(learn, condition or (lambda *_: None))
+    return loop
 
 def test_is_a():
     class Mine(Recorder): pass
@@ -44,8 +51,8 @@ def test_order():
     "By `order`; those of one order as they stand in the list"
     log = []
     a,b,c = (Hears(log, w, o) for w,o in (('a', 5), ('b', 5), ('c', -1)))
-    table = EventTable(Learn(a, b, c))
-    table('after_step')
+    table = loop_of(Learn(a, b, c))
+    table.fire('after_step')
     assert log==['c after_step', 'a after_step', 'b after_step']
     assert who(table, 'after_step')==[c, a, b] and who(table, 'after_batch')==who(table, 'after_loss')==[]
 
@@ -55,8 +62,8 @@ def test_methods_of_objects():
     cb = Hears(calls, after_loss=lambda: calls.append('mine'))
     class Less(Hears): unused_events = 'before_step','after_step'
     less,least = Less(calls),Less(calls, unused_events=('after_cancel_step',))
-    table = EventTable(Learn(cb, less, least))
-    table('after_loss')
+    table = loop_of(Learn(cb, less, least))
+    table.fire('after_loss')
     assert calls==['mine'] and who(table, 'after_step')==[cb, least] and who(table, 'after_cancel_step')==[cb, less]
 
 def test_run():
@@ -64,10 +71,10 @@ def test_run():
     log = []
     cbs = [cls(log, f'{cls.__name__} {run} {train}', run=run, run_train=train)
            for cls in (Hears, Own) for run in (True, False) for train in (True, False)]
-    table = EventTable(Learn(*cbs))
+    table = loop_of(Learn(*cbs))
     own = [f'Own {run} {train} __call__ ' for run in (True, False) for train in (True, False)]
     for event,expected in (('after_step', ['Hears True True']), ('after_cancel_step', ['Hears True True', 'Hears True False'])):
-        table(event)
+        table.fire(event)
         assert log==[f'{w} {event}' for w in expected]+[o+event for o in own]
         log.clear()
 
@@ -75,36 +82,38 @@ def test_condition():
     "Asked for once for each callback and event, and then each time"
     log,asked,answers = [],[],[True, False, True]
     cb = Hears(log)
-    table = EventTable(Learn(cb), lambda *args: (asked.append(args), (lambda: answers.pop()) if args[1]=='after_step' else None)[1])
-    for _ in range(3): table('after_step')
-    table('before_step')
+    table = loop_of(Learn(cb), lambda *args: (asked.append(args), (lambda: answers.pop()) if args[1]=='after_step' else None)[1])
+    for _ in range(3): table.fire('after_step')
+    table.fire('before_step')
     assert log==['after_step', 'after_step', 'before_step'] and not answers
     assert sorted(ev for _,ev in asked)==['after_cancel_step', 'after_step', 'before_step'] and {c for c,_ in asked}=={cb}
 
 def test_slots():
     "By the class; not while it does not run"
-    a,p = new('A', slot='accumulation'),new('P', slot='precision', after_pred=noop)
+    a,p = new('A', slot='accumulation', running=True),new('P', slot='precision', after_pred=noop)
     other = Hears(slot='accumulation')           # of an object it says nothing
     finder,mix = LRFinder(),type('Mine', (MixHandler,), {})()
     learn = Learn(other, a, p, finder, mix)
-    table = EventTable(learn)
-    assert (table.slot('accumulation'), table.slot('precision'), table.slot('LRFinder'))==(a, p, finder)
-    assert table.current()['mixers']==[mix]
+    table = loop_of(learn)
+    assert (table.accumulation, table.precision, table.lr_finder)==(a, p, finder)
+    assert table.table['mixers']==[mix]
     a.run = False
-    assert table.slot('accumulation') is None and table.slot('precision') is p
+    assert table.accumulation is table.every_batch and table.precision is p
+    a.run,a.running = True,False                 # added in mid-batch: it starts with the next one
+    assert table.accumulation is table.every_batch
     learn.cbs = L(other)
-    assert table.slot('accumulation') is table.slot('precision') is table.slot('LRFinder') is None and table.current()['mixers']==[]
+    assert table.accumulation is table.every_batch and table.precision is table.as_it_is and table.lr_finder is None and table.table['mixers']==[]
 
 def test_after_pred():
     "Where only the precision listens, nobody needs to be called"
     p,other = new('P', slot='precision', after_pred=noop),new('O', after_pred=noop)
     for cbs,expected in (([p], []), ([p, other], [p, other]), ([other], [other]), ([Hears()], [])):
-        assert who(EventTable(Learn(*cbs)), 'after_pred')==expected
+        assert who(loop_of(Learn(*cbs)), 'after_pred')==expected
 
 def test_backward():
     "All that listen around the backward pass"
     cbs = [new(ev, **{ev: noop}) for ev in ('after_backward', 'before_backward', 'after_cancel_backward', 'after_loss')]
-    assert {*who(EventTable(Learn(*cbs)), 'backward')}=={*cbs[:3]}
+    assert {*who(loop_of(Learn(*cbs)), 'backward')}=={*cbs[:3]}
 
 def test_reads_pred():
     "Whoever listens to `after_batch`, but for those that are known not to read it"
@@ -117,20 +126,20 @@ def test_reads_pred():
     assert _may_read_pred(quiet)
     says_no = new('N', after_batch=noop, reads_pred=False)
     for cb,expected in ((Recorder(), False), (quiet, True), (Loud(), True), (says_no, False), (Hears(), False), (Own(), True)):
-        assert EventTable(Learn(cb)).current()['reads_pred'] is expected
-    assert EventTable(Learn(Loud(), says_no)).current()['reads_pred'] is True
+        assert loop_of(Learn(cb)).table['reads_pred'] is expected
+    assert loop_of(Learn(Loud(), says_no)).table['reads_pred'] is True
 
 def test_up_to_date():
     "The table follows the list: at the next event, and after one that changed it. What is not changed stays"
     learn = Learn(a := Hears([], 'a'))
-    table = EventTable(learn)
-    first = table.current()['after_step']
-    assert table.current()['after_step'] is first
+    table = loop_of(learn)
+    first = table.table['after_step']
+    assert table.table['after_step'] is first
     learn.cbs.append(b := Hears(a.log, 'b', 1, before_step=lambda: learn.cbs.remove(b)))
-    table('after_step')
+    table.fire('after_step')
     assert a.log==['a after_step', 'b after_step'] and len(first)==1       # another event may be going through the old list
-    table('before_step')
-    assert [cb for cb,*_ in table.table['after_step']]==[a]
+    table.fire('before_step')
+    assert who(table, 'after_step')==[a]
 
 @pytest.mark.parametrize('cls', (Hears, Own))
 def test_errors(cls):
@@ -138,8 +147,8 @@ def test_errors(cls):
     def fail(e):
         def f(*_): raise e
         cb = type('Fails', (cls,), {'__call__' if cls is Own else 'after_step': f})(log := [])
-        table = EventTable(Learn(cb, Hears(log, order=1)))
-        with pytest.raises(type(e)) as info: table('after_step')
+        table = loop_of(Learn(cb, Hears(log, order=1)))
+        with pytest.raises(type(e)) as info: table.fire('after_step')
         assert not log
         return info.value.args
     assert fail(CancelBatchException('why'))==('why',)
@@ -149,7 +158,7 @@ def test_fire():
     "In training through the table, in validation as fastai does; TensorBoard does not write the last row again"
     log = []
     cbs = Hears(log),type('TensorBoardCallback', (Hears,), dict(after_batch=lambda self: self.hear('after_batch')))(log, 'board')
-    events = Events(learn := Learn(*cbs))
+    events = loop_of(learn := Learn(*cbs))
     events.fire('before_step')
     assert log==['before_step', 'board before_step'] and not learn.sent
     learn.training = False
@@ -161,12 +170,12 @@ def test_fire():
     learn.cbs += [a, b]
     events.fire('before_step'), events.fire('after_batch')
     assert learn.sent==['before_step', 'after_batch', 'before_step'] and log[2:]==['b after_batch', 'a after_batch']
-    assert len(events.cbs)==3                    # up to date
+    assert len(events.table['after_step'])==3    # up to date
 
 def test_around():
     "Before, the work, what cancels it, and after in any case; another exception ends it. Nobody is called where nobody listens"
     log = []
-    events = Events(Learn(Hears(log)))
+    events = loop_of(Learn(Hears(log)))
     def work(e=None):
         def f():
             log.append('work')

@@ -5,14 +5,16 @@ from functools import partial
 import numpy as np, pytest, torchvision.models as tv
 from reference import *
 from fastai.layers import ResBlock
-import fastaccum.advice
+import fastaccum.memory.advice
 from fastai.text.all import AWD_LSTM, get_language_model
 
 from fastai.vision.models.xresnet import xresnet18
-from fastaccum.activations import *
-from fastaccum.activations import Recompute
-from fastaccum.memory import PeakMemory
-from fastaccum.precision import MixedPrecision
+from fastaccum.memory.activations import ActivationCheckpointing, ActivationOffload, Compile
+from fastaccum.memory.activations import Recompute, find_blocks
+from fastaccum.core.memory import PeakMemory
+from fastaccum.precision.callback import MixedPrecision
+
+pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items", 'ignore:Compile.backend=.eager.., PyTorch.s backend for debugging')
 
 class Net(nn.Module):
     "Attention, dropout and BatchNorm, in blocks; `draw` is one more source of random numbers"
@@ -42,6 +44,7 @@ images = Data(torch.randn(6, 3, 32, 32), torch.arange(6)%4)
 nets = {'resnet18': 8, 'convnext_tiny': 18, 'swin_t': 12, 'efficientnet_b0': 16, 'densenet121': 58, 'regnet_y_400mf': 16}
 vit = partial(tv.VisionTransformer, 32, 8, 2, 2, 16, 32, dropout=.1, num_classes=4)
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['vit', *nets])
 def test_nets(name):
     "Blocks are found, and weights and statistics are the same to the last bit"
@@ -85,6 +88,7 @@ def test_own_forward():
 
 tools = {'checkpointing': ActivationCheckpointing, 'offload': lambda: ActivationOffload(0), 'compile': lambda: Compile(backend='eager')}
 
+@pytest.mark.slow
 @pytest.mark.parametrize('ex', [KeyboardInterrupt, ValueError, CancelFitException])
 @pytest.mark.parametrize('event', ['before_epoch', 'after_pred', 'before_validate', 'after_epoch'])
 def test_gone(event, ex):
@@ -122,6 +126,7 @@ def test_own_errors(recwarn):
     with pytest.raises(RuntimeError, match='shapes cannot be multiplied'): fit(Compile(backend='eager'), model=wrong)
     assert not [w for w in recwarn if 'Compile' in str(w.message)]
 
+@pytest.mark.slow
 def test_no_compiler(monkeypatch, tmp_path, recwarn):
     "PyTorch's own compiler, where there is none for C++"
     torch._dynamo.reset()
@@ -173,7 +178,7 @@ halves = Data(torch.randn(1024, 32).bfloat16(), torch.arange(1024)%4)
 @pytest.mark.parametrize('native', [True, False])
 def test_sums(native, monkeypatch):
     "256 micro-batches; where PyTorch has no `grad_dtype` too"
-    if not native: monkeypatch.setattr('fastaccum.grads.hasattr', lambda o, k: False, raising=False)
+    if not native: monkeypatch.setattr('fastaccum.core.grads.hasattr', lambda o, k: False, raising=False)
     def error(f):
         learn = learner(halves, 256, f(1024, micro_batch_size=4), spy:=Weights(), model=half(), loss_func=nn.CrossEntropyLoss(), valid=Data(halves.x[:4], halves.y[0][:4]))
         learn.fit(1)
@@ -212,6 +217,7 @@ class Residual(nn.Module):
 foreseen = dict(transformer=(partial(Net, n=2), (5,16)), mlp=(lambda: nn.Sequential(Residual(64), Residual(64), nn.Linear(64, 4)), (64,)),
                 convs=(lambda: nn.Sequential(*[ResBlock(1, 3 if i==0 else 8, 8) for i in range(3)], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)), (3,8,8)))
 
+@pytest.mark.slow
 @pytest.mark.parametrize('opt', opts)
 @pytest.mark.parametrize('net', foreseen)
 def test_foretold(net, opt):

@@ -4,8 +4,10 @@ The loop knows precision, micro-batches and sums in fp32, which change numbers. 
 import pytest
 from reference import *
 from bench.toolbox import TOOLS, callbacks, pairs
-from fastaccum.activations import Compile
-from fastaccum.precision import MixedPrecision
+from fastaccum.memory.activations import Compile
+from fastaccum.precision.callback import MixedPrecision
+
+pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items")
 
 class Net(nn.Module):
     "Attention, dropout and BatchNorm, in blocks"

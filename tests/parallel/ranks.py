@@ -1,4 +1,4 @@
-"""Trainings for tests/test_distributed.py: `torchrun --nproc-per-node 2 tests/ranks.py FOLDER` runs all over two ranks, `python tests/ranks.py FOLDER` in one process
+"""Trainings for test_distributed.py: `torchrun --nproc-per-node 2 tests/parallel/ranks.py FOLDER` runs all over two ranks, `python tests/parallel/ranks.py FOLDER` in one process
 
 Each function is one. What it returns is saved, with the name of the function and the rank, for the test of the same name."""
 import io, os, shutil, signal, sys, time, warnings
@@ -12,8 +12,8 @@ from fastai.metrics import accuracy, F1Score, mse
 from torch.utils._pytree import tree_leaves
 from fastaccum.all import *
 from bench.comm import CommCounter
-from fastaccum.checkpoint import CheckpointFolder
-from fastaccum.processes import start_group, stop_group
+from fastaccum.checkpoint.folder import CheckpointFolder
+from fastaccum.parallel.processes import start_group, stop_group
 
 many = start_group(timeout=60)
 rank,world = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
@@ -46,10 +46,10 @@ def state(learn, **more):
     return dict(losses=torch.tensor([float(o) for o in rec.losses]), lrs=rec.lrs, values=[list(v) for v in rec.values], epochs=len(rec.values),
                 weights=torch.cat([p.detach().flatten() for p in get_model(learn.model).parameters()]), **more)
 
-def run(*args, n_epoch=2, fit=None, **kwargs):
+def run(*args, n_epoch=2, fit=None, more=lambda l: {}, **kwargs):
     learn = learner(*args, **kwargs)
     with learn.no_logging(): (fit or (lambda l: l.fit(n_epoch)))(learn)
-    return state(learn)
+    return state(learn, **more(learn))
 
 class On(Callback):
     "Do something at an event, on one rank"
@@ -90,6 +90,13 @@ def tokens():
     y[:20] = -100                                  # batches without a single target
     return run(x, y, model=mlp(3), loss=lambda p, t: F.cross_entropy(p.flatten(0, 1), t.flatten()), bs=8, accum=20,
                weight=lambda learn: (learn.y != -100).sum())
+@case
+def positives():
+    "Focal-like, divided by the number of positive targets; many micro-batches have none"
+    x,y = data(97, 2)
+    def loss(p, t): return F.binary_cross_entropy_with_logits(p[:,0], t.float(), reduction='sum')/(t > 0).sum().clamp(min=1)
+    y[torch.rand(len(y), generator=torch.Generator().manual_seed(0)) < .6] = 0
+    return run(x, y, loss=loss, micro_batch_size=2)
 @case
 def sum_loss(): return run(*data(97), loss=nn.MSELoss(reduction='sum'), fit=lambda l: l.fit(2, 1e-3))
 @case
@@ -247,6 +254,25 @@ def cancelled_closing_batch():
     def skip(learn):
         if learn.train_iter == 2: raise CancelBatchException
     return run(*data(97), cbs=[On('after_pred', skip)])
+@case
+def cancelled_micro_batch():
+    "Rank 1 has counted one of two micro-batches"
+    class Second(Callback):
+        run_valid,order = False,30
+        def before_batch(self): self.n = 0
+        def after_pred(self):
+            self.n += 1
+            if many and rank == 1 and self.learn.train_iter == 1 and self.n == 2: raise CancelBatchException
+    return run(*data(96), bs=16, micro_batch_size=4, cbs=[Second(), StepLogger()], more=lambda l: dict(items=list(l.step_logger.rows['items'])))
+@case
+def cancelled_short_batch():
+    "Every batch is a step; rank 1 leaves out the last one, of another size, before it is planned"
+    def skip(learn):
+        if learn.train_iter == 6: raise CancelBatchException
+    return run(*data(100), accum=16, cbs=[On('before_batch', skip, order=-1), StepLogger()], more=lambda l: dict(items=list(l.step_logger.rows['items'])))
+@case
+def carried_items():
+    return run(*data(97), remainder='carry', n_epoch=3, cbs=[StepLogger()], more=lambda l: dict(items=list(l.step_logger.rows['items'])))
 class SkipSecondStep(Callback):
     "On all ranks: the accumulated batch goes on"
     def before_fit(self): self.n = 0
@@ -452,11 +478,13 @@ def checkpoint_at_signal():
 def checkpoint_by_the_clock():
     "Rank 0's clock is always due, that of the others never"
     if not many: return {}
-    saved = []
-    class Noted(TrainingCheckpoint):
-        def _save_batch(self): saved.append(self.learn.train_iter); super()._save_batch()
-    learn = learner(*data(96), bs=16, accum=16, cbs=[Noted('clock', every_minutes=(1e-9, 99)[rank])])
-    trained(learn, lambda l: l.fit(2))
+    from fastaccum.checkpoint.fit import CheckpointedFit
+    saved,save_batch = [],CheckpointedFit.save_batch
+    def noted(self): saved.append(self.learn.train_iter); save_batch(self)
+    learn = learner(*data(96), bs=16, accum=16, cbs=[TrainingCheckpoint('clock', every_minutes=(1e-9, 99)[rank])])
+    CheckpointedFit.save_batch = noted
+    try: trained(learn, lambda l: l.fit(2))
+    finally: CheckpointedFit.save_batch = save_batch
     learn.training_checkpoint.finish()
     return dict(saved=saved)
 @case
@@ -527,7 +555,7 @@ def noise_overlap(): return measured(*data(96), micro_batch_size=4, dp=DataParal
 def noise_fp16(): return measured(*data(96), micro_batch_size=4, cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3)])
 @case
 def adaptive():
-    import fastaccum.noise as module
+    import fastaccum.batch_size.noise as module
     fieller = module.fieller
     module.fieller = lambda m, n, beta: fieller(m, n, beta, z=.1)  # so that sizes change early
     try:
@@ -554,7 +582,7 @@ def loggers():
 
 # --- fully sharded
 def whole_state(learn):
-    from fastaccum.fully_shard import whole
+    from fastaccum.parallel.fully_shard import whole
     return dict(losses=torch.tensor([float(o) for o in learn.recorder.losses]), lrs=learn.recorder.lrs, values=[list(v) for v in learn.recorder.values], epochs=len(learn.recorder.values),
                 weights=torch.cat([p.flatten() for p in whole(dict(learn.model.named_parameters())).values()]).detach())
 def sharded(*args, sync='every', n_epoch=2, lr=.1, more=lambda l: {}, fs={}, **kwargs):
@@ -592,7 +620,7 @@ def shard_lr_find():
 @case
 def shard_saved():
     "Half of the training sharded, then saved, and loaded in a new Learner: sharded, and plain"
-    from fastaccum.fully_shard import whole
+    from fastaccum.parallel.fully_shard import whole
     x,y = data(97)
     learn = learner(x, y, dp=FullyShard(), opt_func=Adam, cbs=[SaveModelCallback(fname=f'shard_best{world}')])
     with learn.no_logging(): learn.fit(1)

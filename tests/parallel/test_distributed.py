@@ -1,24 +1,29 @@
-"""The same training over two processes: tests/ranks.py trains, once over two ranks and once in one process; here the results are compared"""
+"""The same training over two processes: ranks.py trains, once over two ranks and once in one process; here the results are compared"""
 import os, subprocess, sys
 from pathlib import Path
 import pytest, torch
 
 script = Path(__file__).with_name('ranks.py')
 torchrun = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--rdzv-backend', 'c10d', '--rdzv-endpoint', '127.0.0.1:0', '--local-addr', '127.0.0.1']
-env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(script.parent.parent)}
+env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(script.parents[2])}
 
 def start(*args, more={}, **kwargs):
     r = subprocess.run([*map(str, args)], env={**env, **more}, capture_output=True, text=True, timeout=240, **kwargs)
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-6000:]
     return r.stdout
 
+few = dict(test_equals_one_process='ragged tokens micro_batches fp16_without_overflow coupled', test_validation_loss_equals_one_process='ragged',
+           test_interrupted_and_resumed='checkpoint', test_sharded_equals_one_process='shard_adam')
+quick = [f'{test}[{name}]' for test,names in few.items() for name in names.split()]
+
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     "`results(name)`: of one process, rank 0 and rank 1"
     one,two = tmp_path_factory.mktemp('one'),tmp_path_factory.mktemp('two')
-    start(sys.executable, script, one)
-    start(*torchrun, script, two, more=dict(OTHER=str(one)))
-    start(sys.executable, script, one, 'goes_on', more=dict(OTHER=str(two)))
+    names = sorted({*' '.join(few.values()).split()}) if 'QUICK' in os.environ else []
+    start(sys.executable, script, one, *names)
+    start(*torchrun, script, two, *names, more=dict(OTHER=str(one)))
+    if not names: start(sys.executable, script, one, 'goes_on', more=dict(OTHER=str(two)))
     return lambda name: [torch.load(f, weights_only=False) for f in (one/f'{name}_0.pt', two/f'{name}_0.pt', two/f'{name}_1.pt')]
 
 def close(a, b, eps=1e-6):
@@ -40,7 +45,7 @@ def same_values(one, a, b, eps=1e-6):
     for va,vb in zip(a['values'], b['values']): assert va[1:] == vb[1:]
     close([list(v) for v in a['values']], [list(v) for v in one['values']], eps)
 
-equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
+equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'positives', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
          'drop', 'carry', 'schedule', 'layer_groups', 'unused', 'fine_tune', 'early_stopping', 'several_fits', 'short_epoch', 'after_an_exception', 'distrib_ctx', 'lr_find',
          'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first', 'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow', 'coupled', 'coupled_every_batch']
 @pytest.mark.parametrize('name', equal)
@@ -111,11 +116,21 @@ def test_a_rank_that_ends_the_fit_ends_it_for_all(results):
     assert len(a['first']['losses']) == len(b['first']['losses']) == 3  # 7 batches of 16, 3 to a step, and one at the end of the epoch
     assert len(a['losses']) == 3
 
-@pytest.mark.parametrize('name', ['cancelled_batch', 'cancelled_closing_batch'])
+@pytest.mark.parametrize('name', ['cancelled_batch', 'cancelled_closing_batch', 'cancelled_micro_batch', 'cancelled_short_batch'])
 def test_a_rank_may_leave_out_a_batch(results, name):
     one,a,b = results(name)
     assert torch.equal(a['weights'], b['weights']) and len(a['losses']) == len(b['losses']) == len(one['losses'])
     assert not torch.allclose(a['weights'], one['weights'], atol=1e-6)
+
+@pytest.mark.parametrize('name,left_out', [('cancelled_micro_batch', 4), ('cancelled_short_batch', 2)])
+def test_ranks_count_alike_what_one_of_them_leaves_out(results, name, left_out):
+    one,a,b = results(name)
+    assert a['items'] == b['items'] and len(a['items']) == len(one['items'])
+    assert sum(one['items'])-sum(a['items']) == left_out
+
+def test_carried_items_count(results):
+    one,a,b = results('carried_items')
+    assert a['items'] == b['items'] == one['items']
 
 def test_ranks_that_part_are_an_error(results):
     for r in results('cancelled_epoch')[1:]: assert 'The ranks have parted' in r['error']
@@ -265,7 +280,7 @@ def test_a_killed_rank_is_noticed(failures):
     assert 'Stopped, as rank 1 is gone, or did not answer in time' in error and code == 1 and killed == -9
 
 def test_refused(results):
-    says = dict(alone='add DataParallel()', nothing='add `GradientAccumulation', normalize='normalize=False', metric='(Largest)', overlap="micro_batch_size='auto'", two='DataParallel and DataParallel',
+    says = dict(alone='add DataParallel()', nothing='add `GradientAccumulation', normalize='normalize=False', metric='(Largest)', overlap="micro_batch_size='auto'", two='2 parallel callbacks are attached',
                 checkpoint='with LocalSGD each rank has', noise='with DataParallel', sharded_noise='with DataParallel', alone_saved='add DataParallel()', count='n_items=')
     for r in results('refused')[1:]:
         for k,text in says.items(): assert text in r[k], k

@@ -8,9 +8,9 @@ from bench.measure import SyncCounter
 from test_scaler import through_file
 from fastai.callback.fp16 import AMPMode as FastaiAMPMode, MixedPrecision as FastaiPrecision
 from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, PILImageBW
-from fastaccum import precision
-from fastaccum.precision import AMPMode, MixedPrecision
-from fastaccum.scaler import DynamicLossScaler
+import fastaccum.precision.callback as precision
+from fastaccum.precision.callback import AMPMode, MixedPrecision
+from fastaccum.core.scaler import DynamicLossScaler
 
 torch.manual_seed(0)
 data = Data(torch.randn(64,6), torch.randn(64,4))
@@ -98,7 +98,7 @@ class Twice(nn.Module):
     def __init__(self): super().__init__(); self.body,self.calls,self.by = nn.Linear(6, 4),0,None
     def forward(self, x):
         self.calls += 1
-        if self.calls==2: assert self.by.predict().dtype==torch.float32 and torch.is_autocast_enabled('cpu')
+        if self.calls==2: assert self.by.predict(lambda: self.body(x)).dtype==torch.float32 and torch.is_autocast_enabled('cpu')
         return self.body(x)
 
 @pytest.mark.parametrize('mode', ('bf16', 'fp16'))
@@ -226,9 +226,7 @@ batch_events = L.split('before_batch after_pred after_loss before_backward after
 cancels = [(ex, ev) for ex in (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException) for ev in batch_events]
 cancels = [*cancels[:7], *cancels[8:], (CancelStepException, 'before_step'), (CancelBackwardException, 'before_backward')]  # nothing catches CancelBatch in after_batch
 
-@pytest.mark.parametrize('layout', layouts)
-@pytest.mark.parametrize('order', (5, 20))
-@pytest.mark.parametrize('ex,event', cancels)
+@pytest.mark.parametrize('ex,event,layout,order', [(*c, l, (5, 20)[(i+j)%2]) for i,c in enumerate(cancels) for j,l in enumerate(layouts)])
 def test_cancelled(ex, event, order, layout):
     "Before unscaling and after it, where a step opens, and where it closes: as in the unscaled run"
     def run(mp):
@@ -287,6 +285,7 @@ def in_step(learn, boom):
     learn.opt.cbs = L(lambda p, **_: boom()) + learn.opt.cbs
 def in_metric(learn, boom): learn.metrics = [lambda pred, y: boom() or 0.]
 
+@pytest.mark.filterwarnings('ignore:Memory ran out with a validation batch')
 @pytest.mark.parametrize('layout', layouts)
 @pytest.mark.parametrize('place', (in_forward, in_loss, in_backward, in_step, in_metric))
 def test_exception_in(place, layout):
@@ -399,6 +398,7 @@ learn.model[4].register_forward_hook(lambda m,x,y: dtypes.add(y.dtype))
 print(*learn.predict(np.full((8,8), 100, np.uint8))[2].tolist(), dtypes)
 """
 
+@pytest.mark.slow
 def test_export():
     "The file loads where fastaccum is not installed, and predicts in fp32. The Learner that was exported goes on"
     learn = images(acc(8)).to_fp16()
@@ -430,7 +430,8 @@ def test_syncs(opt, layout):
     steps = 5*(4 if layout=='alone' else 2)
     fp32 = count(unscaled())
     assert fp32 <= count() and count(fp16())==fp32     # the overflow comes with the loss of the row
-    if 'fused' in opt: assert count(fp16(), On('after_batch', lambda learn: learn.stepped))==fp32 + steps
+    watched = 0 if layout=='alone' else 2               # has the callback changed gradients? Read at the end of the first two epochs
+    if 'fused' in opt: assert count(fp16(), On('after_batch', lambda learn: learn.stepped))==fp32 + steps + watched
 
 def test_patience_with_fused():
     "The history is read once in `patience` steps"
@@ -470,6 +471,7 @@ def test_marked():
 
 # --- 2., 8. Patience, and 9. errors
 
+@pytest.mark.filterwarnings('ignore:What <lambda> averages over could not be measured .ValueError. its gradients are zero')
 @pytest.mark.parametrize('cbs', ([], [GradientClip], [acc], [acc, GradientClip]), ids=['', 'clip', 'acc', 'acc clip'])
 @pytest.mark.parametrize('opt', ('SGD', 'torch SGD', 'torch SGD fused'))
 def test_gives_up(opt, cbs):
@@ -526,7 +528,7 @@ def refuses(learn, msg, **kwargs):
     with pytest.raises(ValueError, match=msg): learn.fit(1, **kwargs)
 
 def test_two_precisions():
-    names = ', '.join(f'{m}.MixedPrecision' for m in ('fastai.callback.fp16', 'fastaccum.precision'))
+    names = ', '.join(f'{m}.MixedPrecision' for m in ('fastai.callback.fp16', 'fastaccum.precision.callback'))
     refuses(exact(FastaiPrecision(), fp16()), f'2 precision callbacks are attached: {names}. Keep one: `learn.to_fp32')
     refuses(exact(fp16(), unscaled()), '2 precision callbacks')
     refuses(exact().to_channelslast().add_cb(fp16()), '2 precision callbacks')
@@ -592,6 +594,7 @@ class Returns(nn.Module):
         self.lin,self.f = nn.Linear(6, 4),f
     def forward(self, x): return self.f(self.lin(x))
 
+@pytest.mark.filterwarnings('ignore:What loss_func averages over could not be measured .TypeError. Cannot count the items of a (Output|L) ')
 @pytest.mark.parametrize('size', (None, 3))
 @pytest.mark.parametrize('output', outputs)
 def test_outputs(output, size):
@@ -620,6 +623,7 @@ def test_accumulation_later():
     same(*runs)
     assert len(skipped(learn))==8+3+8
 
+@pytest.mark.filterwarnings("ignore:fastai.s GradientAccumulation is attached")
 def test_fastai_accumulation():
     "fastai's own callback next to ours: as it is without scaling"
     runs = [exact(mp, FastaiAccumulation(16), GradientClip(.1)) for mp in (unscaled(), fp16())]

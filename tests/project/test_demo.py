@@ -5,7 +5,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 import pytest
 
-root = Path(__file__).resolve().parent.parent
+root = Path(__file__).resolve().parents[2]
+quick = 'test_console_script',
 
 @pytest.fixture(scope='module')
 def demo(tmp_path_factory):

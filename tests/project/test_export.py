@@ -5,7 +5,8 @@ pytest.importorskip('nbdev', reason='Modules are made with nbdev')
 from fastcore.nbio import mk_cell, nb2str, new_nb
 import export
 
-root = Path(__file__).resolve().parent.parent
+root = Path(__file__).resolve().parents[2]
+quick = ()
 
 @pytest.fixture(scope='module')
 def project():

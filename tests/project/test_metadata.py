@@ -8,7 +8,7 @@ import fastaccum, bump
 if sys.version_info >= (3,11): import tomllib
 else: import tomli as tomllib  # comes with pytest
 
-root = Path(__file__).resolve().parent.parent
+root = Path(__file__).resolve().parents[2]
 ini = ConfigParser(delimiters=['='])
 ini.read(root/'settings.ini', encoding='utf-8')
 cfg = ini['DEFAULT']
@@ -48,7 +48,7 @@ def test_makefile():
 def test_pre_commit():
     "The hooks need nothing but what `make` has installed, and see what they are for"
     hooks = [h for r in from_yaml('.pre-commit-config.yaml')['repos'] for h in r['hooks'] if r['repo']=='local']
-    files = ['nbs/index.ipynb', 'nbs/api/00_accumulator.ipynb', 'fastaccum/all.py', 'README.md']
+    files = ['nbs/index.ipynb', 'nbs/api/core/01_accumulator.ipynb', 'fastaccum/all.py', 'README.md']
     assert {h['entry']: [bool(re.search(h['files'], f)) for f in files] for h in hooks}=={
         '.venv/bin/nbdev-clean': [True, True, False, False], '.venv/bin/python tools/export.py': [True]*4}
     assert all((root/f).exists() for f in [*files, 'tools/export.py'])

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from test_metadata import cfg, root, toml
 
+quick = ()
+
 def python(code, *path, **kwargs):
     "Run `code` in a new process, with the folders `path` first among those it imports from; what it printed"
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(map(str, path)), 'PYTHONWARNINGS': 'ignore', 'MPLBACKEND': 'Agg'}
@@ -36,7 +38,7 @@ def installed(wheel, tmp_path_factory):
     return where
 
 def test_files(wheel):
-    ours = {f.relative_to(root).as_posix() for f in (root/'fastaccum').iterdir() if f.suffix in ('.py', '.typed')}
+    ours = {f.relative_to(root).as_posix() for f in (root/'fastaccum').rglob('*') if f.suffix in ('.py', '.typed')}
     info = f"fastaccum-{cfg['version']}.dist-info"
     others = {f'{info}/{f}' for f in ('METADATA', 'WHEEL', 'RECORD', 'entry_points.txt', 'top_level.txt', 'licenses/LICENSE')}
     assert 'fastaccum/py.typed' in ours and set(wheel.namelist())==ours|others
@@ -46,7 +48,7 @@ def test_sdist(dist):
     with tarfile.open(*dist.glob('*.tar.gz')) as f: names = {n.partition('/')[2] for n in f.getnames()}
     top = {n.split('/')[0] for n in names} - {'', 'fastaccum.egg-info'}
     assert top=={'LICENSE', 'MANIFEST.in', 'PKG-INFO', 'README.md', 'fastaccum', 'pyproject.toml', 'settings.ini', 'setup.cfg', 'setup.py'}
-    assert {f'fastaccum/{f.name}' for f in (root/'fastaccum').glob('*.py')} <= names
+    assert {f.relative_to(root).as_posix() for f in (root/'fastaccum').rglob('*.py')} <= names
 
 @pytest.mark.parametrize('tool', [('twine', 'check', '--strict'), ('check-wheel-contents',)], ids=lambda t: t[0])
 def test_linted(dist, tool):
@@ -69,7 +71,7 @@ def test_clean_environment(dist, tmp_path):
     code = '''
 import importlib, pkgutil, sys, fastaccum
 from importlib.metadata import version
-for m in pkgutil.iter_modules(fastaccum.__path__): importlib.import_module(f'fastaccum.{m.name}')
+for m in pkgutil.walk_packages(fastaccum.__path__, 'fastaccum.'): importlib.import_module(m.name)
 from fastai.test_utils import synth_learner
 from fastaccum.all import *
 learn = synth_learner(cbs=[GradientAccumulation(64), StepLogger()])
@@ -125,7 +127,7 @@ from fastaccum.all import *
 new = {*sys.modules} - before
 print(sorted({m.split('.')[0] for m in new}), len([m for m in new if not m.startswith('fastaccum')]))"""
     packages,n = python(code, root, cwd=tmp_path).strip().split('\n')[-1].rsplit(' ', 1)
-    assert set(ast.literal_eval(packages)) <= {'fastaccum', 'torch'} and int(n) < 20, (packages, n)
+    assert set(ast.literal_eval(packages)) <= {'fastaccum', 'fastai', 'torch'} and int(n) < 20, (packages, n)
 
 def test_without_extras(tmp_path):
     "Nothing optional is imported; what needs it says which extra to install"

@@ -5,7 +5,7 @@ pytest.importorskip('nbdev', reason='README.md is made with nbdev')
 from fastcore.nbio import mk_cell, new_nb, write_nb
 import readme
 
-root = Path(__file__).resolve().parent.parent
+root = Path(__file__).resolve().parents[2]
 
 def out(text=None, **data):
     "An output that was printed, or one that was shown"
@@ -68,7 +68,7 @@ def test_figure(convert):
 
 @pytest.mark.parametrize('to,expected', [
     ('images/a.png', 'https://raw.githubusercontent.com/fastaccum/fastaccum/main/nbs/images/a.png'),
-    ('api/10_accumulation.ipynb', 'https://fastaccum.github.io/fastaccum/api/accumulation.html'),
+    ('api/accumulation/01_callback.ipynb', 'https://fastaccum.github.io/fastaccum/api/accumulation/callback.html'),
     ('./tutorials/small_gpu.ipynb#lr', 'https://fastaccum.github.io/fastaccum/tutorials/small_gpu.html#lr'),
     ('../LICENSE', 'https://github.com/fastaccum/fastaccum/blob/main/LICENSE'),
     ('../bench/README.md#speed', 'https://github.com/fastaccum/fastaccum/blob/main/bench/README.md#speed'),

@@ -12,7 +12,8 @@ from fastcore.nbio import read_nb
 from nbdev.config import get_config
 import apidoc, docs, pages, snippets
 
-root = Path(__file__).resolve().parent.parent
+root = Path(__file__).resolve().parents[2]
+quick = 'test_outputs',   # the others need the site
 
 @pytest.fixture(scope='session')
 def project(tmp_path_factory):
@@ -34,7 +35,7 @@ def paths(site): return sorted(f.relative_to(site).as_posix() for f in site.rglo
 
 def test_pages(site):
     "Each notebook has a page that the menu leads to, in HTML and markdown"
-    assert {'index.html', 'changelog.html', 'api/accumulation.html', 'api/accumulator.html'} <= set(paths(site))
+    assert {'index.html', 'changelog.html', 'api/accumulation/callback.html', 'api/core/accumulator.html'} <= set(paths(site))
     menu = re.search(r'(?s)<nav class="md-nav md-nav--primary".*?</nav>\s*</div>', (site/'index.html').read_text())[0]
     llms = (site/'llms.txt').read_text()
     for p in paths(site):
@@ -43,31 +44,53 @@ def test_pages(site):
         assert f'/{p}.md)' in llms or p in ('changelog.html', 'contributing.html'), p
 
 def test_order_of_pages():
-    "Pages for users first; then what these are made of, from the arithmetic to the loop"
-    titles = {f'api/{m}.md': m for m in ('accumulator', 'events', 'loop', 'losses', 'microbatch', 'passes', 'plan', 'probe', 'rows', 'accumulation', 'all')}
-    menu, = [e['API reference'] for e in docs.navigation(titles) if 'API reference' in e]
-    assert [next(iter(e)) for e in menu]==['all', 'accumulation', 'accumulator', 'losses', 'probe', 'microbatch', 'plan', 'events', 'rows', 'loop', 'passes']
+    "The overview; each folder's face and its pages for users; what stands in no folder; and what all of these are made of, by folder"
+    titles = {f'api/{m}.md': m for m in ('conformance', 'all', 'core/index', 'core/accumulator', 'core/probe', 'accumulation/index', 'accumulation/callback', 'accumulation/plan',
+                                         'new/page')}
+    menu, = [e['API reference'] for e in docs.navigation(titles, {'api/core/probe.md', 'api/accumulation/plan.md'}) if 'API reference' in e]
+    assert menu==[{'all': 'api/all.md'},
+                  {'accumulation/index': ['api/accumulation/index.md', {'accumulation/callback': 'api/accumulation/callback.md'}]},
+                  {'core/index': ['api/core/index.md', {'core/accumulator': 'api/core/accumulator.md'}]},
+                  {'new': [{'new/page': 'api/new/page.md'}]}, {'conformance': 'api/conformance.md'},
+                  {'Internals': [{'accumulation/index': [{'accumulation/plan': 'api/accumulation/plan.md'}]}, {'core/index': [{'core/probe': 'api/core/probe.md'}]}]}]
+
+def test_internals_are_told_from_code():
+    "A page is for users if it describes what a face hands on"
+    assert all(apidoc.is_public(apidoc.module_of(m)) for m in ('all', 'core.__init__', 'core.accumulator', 'accumulation.callback', 'logs.wandb', 'wandb', 'conformance'))
+    assert not any(apidoc.is_public(apidoc.module_of(m)) for m in ('loop.events', 'checkpoint.values', 'accumulation.plan'))
+    assert apidoc.module_of('core.__init__').__name__=='fastaccum.core' and 'loss_weight' in apidoc.public(apidoc.module_of('core.__init__'))[0]
+
+def test_code_of_internals(site):
+    "What `#| exporti` cells define is on the page as folded code; what a reader types does not hold it"
+    for f in sorted((root/'nbs'/'api').rglob('*.ipynb')):
+        cells = [c for c in read_nb(f).cells if c.cell_type=='code' and c.source.startswith('#| exporti')]
+        names = [n for c in cells for n in re.findall(r'^(?:def|class) (\w+)', c.source, re.M)]
+        text = (site/pages.page_path(f.relative_to(root/'nbs').as_posix())).with_suffix('.html').read_text() if names else ''
+        shown = ', '.join(html.unescape(o) for o in re.findall(r'<summary>Code of (.*?)</summary>', text))
+        assert set(names) <= set(re.findall(r'\w+', shown)), f.name
 
 def symbols(mod):
     "What a module has for others: full name -> symbol; methods of classes for users, and what it adds to fastai's classes, too"
     users,parts = apidoc.public(mod)
     found = {n: getattr(mod, n) for n in users+parts if getattr(mod, n).__module__==mod.__name__}
-    for n in users: found.update({f'{n}.{k}': v for k,v in apidoc.own(found[n]).items()} if inspect.isclass(found[n]) else {})
+    for n in users: found.update({f'{n}.{k}': v for k,v in apidoc.own(found[n]).items()} if inspect.isclass(found.get(n)) else {})
     return {**found, **apidoc.patched(mod)}, {*users, *apidoc.patched(mod)}
 
-modules = sorted(f.stem for f in (root/'fastaccum').glob('*.py') if f.stem[0]!='_' and f.stem!='all')
+modules = apidoc.modules()
+
+def api_page(site, name): return (site/f"api/{name.replace('.', '/')}.html").read_text()
 
 @pytest.mark.parametrize('name', modules)
 def test_symbols(site, name):
     "Every symbol: heading, link to its source, signature, what it is for; parameters in a table; for users: all of these described, and a live example"
-    mod,text = importlib.import_module(f'fastaccum.{name}'),(site/f'api/{name}.html').read_text()
+    mod,text = importlib.import_module(f'fastaccum.{name}'),api_page(site, name)
     cells = [c for f in (root/'nbs').rglob('*.ipynb') for c in read_nb(f).cells if c.cell_type=='code' and not {'export', 'exporti', 'hide'} & set(c.directives)]
     found,users = symbols(mod)
     for n,sym in found.items():
         about = re.search(rf'(?s)<(?:h[34] class="api[^>]*|code) id="{n.lower()}".*?(?=<h[234]|$)', text)
         assert about, n
         if isinstance(sym, property) and n not in users: continue            # a row of a table
-        assert re.search(r'href="https://github.com/[^"]*/fastaccum/\w+\.py#L\d+"', about[0]), n
+        assert re.search(r'href="https://github.com/[^"]*/fastaccum/[\w/]+\.py#L\d+"', about[0]), n
         assert '<div class="highlight' in about[0] or '<th>Value</th>' in about[0], n
         assert inspect.getdoc(sym) and '<p>' in about[0].partition('</pre>')[2] or '<th>Value</th>' in about[0], n
         dm = {} if isinstance(sym, property) or '<th>Value</th>' in about[0] else docments(sym, full=True, args_kwargs=True)
@@ -77,18 +100,19 @@ def test_symbols(site, name):
         if n in users and n not in unshown: assert any(re.search(rf'\b{n.rpartition(".")[2]}\b', c.source) for c in cells), f'{n}: no example'
 
 # What fastai leaves open, and methods that only callbacks call
-untold = {'LoopCallback', 'Learner.export', 'WandbCallback', 'Learner.load', 'Learner.save', 'AdaptiveGradientAccumulation', 'AdaptiveGradientAccumulation.plan',
-          'AMPMode', *(f'OwnFiles.{m}' for m in ('names', 'is_own', 'free', 'write', 'log', 'remove')), 'generator_places', 'csv_text', 'load_csv', 'Values.strict', 'NoiseEstimate', 'Change', 'Result'}
-# What serves checkpoints and several ranks, shown only through what uses it
-unshown = set('''NoiseEstimate Change MemoryAdvice of_loader own_loss fit_settings run_of takes_wide sampler_weights as_fastai known_sizes drawn_by_rank0 check_metrics gather cannot_save
-                 weights_state load_weights unchanged generator_places learner_device recorder_state load_recorder csv_text load_csv Values.attrs Values.set_attrs take_module put_module
-                 without_sums to_own_device from_rank0 sharding_of parts_of_whole micro_sums in_float64'''.split())
+untold = {'LoopCallback', 'BatchLoop.forward', 'GradientAccumulation.predict', 'WandbCallback', 'AdaptiveGradientAccumulation', 'AdaptiveGradientAccumulation.plan',
+          'AMPMode', 'NoiseEstimate', 'Result', 'CallbackResult'}
+# Shown only through what uses it
+unshown = {'start_group', 'stop_group', 'NoiseEstimate', 'MemoryAdvice', 'CallbackResult'}
 
 def test_all_has_a_place(site):
-    "Also what all modules give together is listed"
-    from fastaccum import all as users
-    text = (site/'api/all.html').read_text()
-    for n in users.__all__: assert re.search(rf'<a href="\w+\.html#{n.lower()}"><code>{n}</code>', text), n
+    "What faces hand on is listed there, with a link to where it is described"
+    for face,names in apidoc.faces().items():
+        page = f'api/{face}/index.html' if (site/'api'/face).is_dir() else f'api/{face}.html'
+        for n in names:
+            if n.startswith('_') or not callable(getattr(importlib.import_module(f'fastaccum.{face}'), n)): continue
+            links = re.findall(rf'<a href="([\w/.]*)#{n.lower()}"><code>{n}</code>', (site/page).read_text())
+            assert links and all(f'id="{n.lower()}"' in (site/page).parent.joinpath(l or Path(page).name).read_text() for l in links), (face, n)
 
 @pytest.mark.parametrize('nb', sorted(f.relative_to(root/'nbs').as_posix() for f in (root/'nbs').rglob('*.ipynb')))
 def test_outputs(nb):
@@ -113,7 +137,7 @@ def test_one_head_and_unique_anchors(site):
         assert text.count('<h1')==1 and len(ids)==len(set(ids)), p
 
 def test_formulas(site):
-    text = (site/'api/accumulator.html').read_text()
+    text = (site/'api/core/accumulator.html').read_text()
     assert '<math' in text and 'arithmatex' not in text
 
 def test_loads_nothing_from_elsewhere(site):
@@ -122,23 +146,23 @@ def test_loads_nothing_from_elsewhere(site):
         assert not [o for o in map(''.join, loads) if urlsplit(o).netloc], p
 
 @pytest.mark.parametrize('text,complaint', [
-    ('a [link](nowhere.md)', 'page does not exist'), ('a [link](api/accumulator.md#no-such-place)', 'anchor does not exist'), ('<a href="nowhere.html">link</a>', 'nowhere'),
+    ('a [link](nowhere.md)', 'page does not exist'), ('a [link](api/core/accumulator.md#no-such-place)', 'anchor does not exist'), ('<a href="nowhere.html">link</a>', 'nowhere'),
     ('<a href="https://example.org/a.html">link</a>', 'page of the site'), ('![picture](images/none.png)', 'none.png'),
     ('<img src="https://elsewhere.org/a.png">', 'another host')])
 def test_wrong_links_fail(project, tmp_path, capfd, text, complaint):
     md = tmp_path/'_md'
     shutil.copytree(project/'_md', md)
     for f in (md/'docs').rglob('*.md'):
-        if f.parent.name!='api': f.write_text('# Title\n\n' + text*(f.name=='index.md'))
+        if 'api' not in f.relative_to(md/'docs').parts: f.write_text('# Title\n\n' + text*(f.name=='index.md'))
     wrong = []
     try: wrong = docs.wrong_links(docs.build(md).resolve(), 'https://example.org')
     except subprocess.CalledProcessError: pass
     assert complaint in ''.join(capfd.readouterr()) + '\n'.join(wrong)
 
 @pytest.mark.parametrize('to,expected', [
-    ('api/10_accumulation.ipynb#x', 'api/accumulation.md#x'), ('images/demo.png', 'images/demo.png'), ('#here', '#here'),
+    ('api/accumulation/01_callback.ipynb#x', 'api/accumulation/callback.md#x'), ('images/demo.png', 'images/demo.png'), ('#here', '#here'),
     ('../LICENSE', 'https://github.com/fastaccum/fastaccum/blob/main/LICENSE'), ('https://x.org/a.html', 'https://x.org/a.html'),
-    ('https://fastaccum.github.io/fastaccum/api/accumulator.html', 'api/accumulator.md'), ('no.ipynb', 'no.ipynb'),
+    ('https://fastaccum.github.io/fastaccum/api/core/accumulator.html', 'api/core/accumulator.md'), ('no.ipynb', 'no.ipynb'),
     ('../CHANGELOG.md#x', 'changelog.md#x'), ('../README.md', 'https://github.com/fastaccum/fastaccum/blob/main/README.md')])
 def test_links(to, expected):
     cfg = get_config(root)
@@ -147,8 +171,8 @@ def test_links(to, expected):
 
 def test_links_of_plain_pages():
     cfg = get_config(root)
-    assert pages.linked('[a](nbs/api/10_accumulation.ipynb) [b](CHANGELOG.md) [c](LICENSE)', '../CONTRIBUTING.md', cfg)==(
-        '[a](api/accumulation.md) [b](changelog.md) [c](https://github.com/fastaccum/fastaccum/blob/main/LICENSE)')
+    assert pages.linked('[a](nbs/api/accumulation/01_callback.ipynb) [b](CHANGELOG.md) [c](LICENSE)', '../CONTRIBUTING.md', cfg)==(
+        '[a](api/accumulation/callback.md) [b](changelog.md) [c](https://github.com/fastaccum/fastaccum/blob/main/LICENSE)')
 
 def test_links_in_links():
     "nbdev makes links of code also where there is one, and in headings"
@@ -193,13 +217,13 @@ def folded_ids(text):
 
 @pytest.mark.parametrize('name', modules)
 def test_helpers_are_folded(site, name):
-    "What is for users is open, helpers are not; sections that have helpers only come last"
-    mod,text = importlib.import_module(f'fastaccum.{name}'),(site/f'api/{name}.html').read_text()
+    "On pages for users what is for them is open, and helpers are not; sections that have helpers only come last"
+    mod,text = importlib.import_module(f'fastaccum.{name}'),api_page(site, name)
     folded = folded_ids(re.search(r'(?s)<article.*?</article>', text)[0])
     users,helpers = apidoc.public(mod)
     own = lambda names: {n.lower() for n in names if getattr(mod, n).__module__==mod.__name__}
     assert not own(users) & folded
-    assert own(helpers) <= folded, own(helpers)-folded
+    if apidoc.is_public(mod): assert own(helpers) <= folded, own(helpers)-folded
 
 def test_checks_on_tutorials_are_folded(site):
     for f in (site/'tutorials').glob('*.html'):
@@ -218,7 +242,7 @@ def test_notebook_links(site):
 
 # What a user types, and where it should lead, as one of the first three
 searches = {'resume': 'tutorials/stop_and_resume', 'out of memory': 'troubleshooting', 'remainder': 'troubleshooting', 'distributed': 'tutorials/many_devices',
-            'clip': 'tutorials/bigger_batch', 'segmentation': 'recipes', 'overflow': 'tutorials/mixed_precision', 'GradientAccumulation': 'api/accumulation'}
+            'clip': 'tutorials/bigger_batch', 'segmentation': 'recipes', 'overflow': 'tutorials/mixed_precision', 'GradientAccumulation': 'api/accumulation/callback'}
 
 def test_search_index(site):
     "Helpers do not stand in titles, guides come before the API, and the server's index is the disk's"
@@ -318,7 +342,7 @@ def test_search(browser, base):
     hit = wait(browser, f'{frame}.querySelector("a[role=option]")')
     assert 'GradientAccumulationSchedule' in hit.text
     hit.click()
-    wait(browser, 'location.href.includes("api/accumulation.html") && location.hash=="#gradientaccumulationschedule"')
+    wait(browser, 'location.href.includes("api/accumulation/callback.html") && location.hash=="#gradientaccumulationschedule"')
     assert browser.current_url.startswith(base)
 
 @pytest.mark.parametrize('query', searches)
@@ -344,7 +368,7 @@ def test_first_screen(browser, site):
     finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 def test_parameters(browser, base):
-    browser.get(f'{base}/api/accumulation.html#gradientaccumulationschedule')
+    browser.get(f'{base}/api/accumulation/callback.html#gradientaccumulationschedule')
     shown = wait(browser, '''[...document.querySelectorAll("table")].filter(t => t.offsetHeight && t.innerText.includes("start_accum_bs") && t.innerText.includes("final_accum_bs")).length''')
     assert shown
 
@@ -357,7 +381,7 @@ return [...document.querySelectorAll('article :is(p, li, td, th, h1, h2, h3, h4,
 
 def test_dark_mode(browser, base):
     "It can be switched on and off; text and figures are legible in both"
-    browser.get(f'{base}/api/accumulation.html')
+    browser.get(f'{base}/api/accumulation/callback.html')
     def look():
         wait(browser, '![...document.getAnimations()].some(a => a.playState=="running")')
         return sum(map(int, re.findall(r'\d+', browser.execute_script('return getComputedStyle(document.body).backgroundColor'))[:3]))

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 import fastaccum.all, fastaccum.wandb
 
-root = Path(__file__).resolve().parent.parent
+root = Path(__file__).resolve().parents[2]
 
+@pytest.mark.slow
 def test_mypy():
     "Signatures agree with what is in them; typed_user.py is right, but for the lines that are marked as wrong"
     pytest.importorskip('mypy', reason="Types are checked with mypy: pip install -e '.[dev]'")
@@ -25,5 +26,5 @@ def test_none():
     assert not wrong
 
 def test_all_names_are_used():
-    user = ast.parse((root/'tests/typed_user.py').read_text(encoding='utf-8'))
+    user = ast.parse((root/'tests/project/typed_user.py').read_text(encoding='utf-8'))
     assert not {*fastaccum.all.__all__, 'WandbCallback'} - {n.id for n in ast.walk(user) if isinstance(n, ast.Name)}

@@ -1,0 +1,276 @@
+"The step checks itself: a loss that the first look misjudges is weighted right, or the user is told. Against plain fastai with the big batch"
+import warnings
+import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from fastai.basics import Callback, DataLoader, DataLoaders, Learner, SGD
+from fastai.losses import CrossEntropyLossFlat
+from fastaccum.all import GradientAccumulation
+
+class TellMeNot(Exception): pass
+
+def items(n=64, kind='classes', seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=g)
+    y = torch.randint(3, (n,), generator=g) if kind == 'classes' else torch.randn(n, 2, generator=g)
+    return x,y
+
+def fit(loss_func, x, y, bs, *cbs, n_epoch=2, lr=.5, out=3, dtype=torch.float32):
+    "Weights before and after, and the Learner"
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, out)).to(dtype)
+    dls = DataLoaders(DataLoader(list(zip(x, y)), bs=bs), DataLoader(list(zip(x, y)), bs=bs), device='cpu')
+    loss = loss_func() if isinstance(loss_func, type) else loss_func
+    learn = Learner(dls, net, loss_func=loss, opt_func=SGD, cbs=list(cbs), metrics=[])
+    before = [p.detach().clone() for p in net.parameters()]
+    with learn.no_bar(), learn.no_logging(): learn.fit(n_epoch, lr)
+    return before,[p.detach() for p in net.parameters()],learn
+
+def off(make, x, y, bs=32, micro=8, cbs=lambda: (), **kw):
+    "(how far the weights are off, in the distance moved; what was told; the Learner). `make()` gives the loss, anew for each run"
+    before,whole,_ = fit(make(), x, y, bs, *cbs(), **kw)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        _,ours,learn = fit(make(), x, y, micro, GradientAccumulation(bs), *cbs(), **kw)
+    norm = lambda a, b: sum((p-q).double().pow(2).sum() for p,q in zip(a, b)).sqrt()
+    return float(norm(ours, whole)/norm(whole, before)),[str(w.message) for w in told if 'fastaccum' in w.filename],learn
+
+def exact_or_told(*args, **kw):
+    d,told,learn = off(*args, **kw)
+    assert d < 1e-5 or told, f'{d:.2%} off, and nothing told'
+    assert all('%' in t or 'times' in t for t in told), told
+    return d,told,learn
+
+def clean_at_first(y, ignored, bs=8, step=32):
+    "The first micro-batch of a step has all its targets, the others not"
+    y = y.clone()
+    for i in range(0, len(y), step):
+        for k,j in enumerate(range(i+bs, i+step, bs)): y[j:j+2*k+1] = ignored
+    return y
+
+def test_first_micro_batch_is_clean():
+    x,y = items()
+    d,told,_ = exact_or_told(lambda: lambda p, t: F.cross_entropy(p, t, ignore_index=-1), x, clean_at_first(y, -1))
+    assert d < 1e-5 and not told
+
+def test_over_items_though_some_are_ignored():
+    def loss(p, t): return F.cross_entropy(p, t, ignore_index=-1, reduction='sum')/len(t)
+    x,y = items()
+    d,told,_ = exact_or_told(lambda: loss, x, clean_at_first(y, -1))
+    assert d < 1e-5 and not told
+
+def test_nan_targets():
+    def loss(p, t): return F.mse_loss(p[ok], t[ok]) if (ok := ~t.isnan()).any() else p.sum()*0
+    x,y = items(kind='numbers')
+    d,told,_ = exact_or_told(lambda: loss, x, clean_at_first(y, float('nan')), out=2)
+    assert d < 1e-5 and not told
+
+class Vae:
+    "A mean over elements; later also a divergence, a sum whose weight grows"
+    def __init__(self): self.calls,self.beta = 0,0.
+    def __call__(self, p, t):
+        return F.mse_loss(p, t) + self.beta*((p**2).sum(1)*t.abs().mean(1)).sum()
+
+class Anneal(Callback):
+    def before_batch(self): self.learn.loss_func.beta = max(0., self.learn.epoch - 1.)
+
+def test_annealed_term():
+    x,y = items(kind='numbers')
+    d,told,_ = exact_or_told(Vae, x, y, cbs=lambda: [Anneal()], n_epoch=4, out=2, lr=.05)
+    assert told and 'epoch' in told[-1]
+
+class Reweighted(nn.Module):
+    "Class weights from the second epoch on (deferred re-weighting)"
+    def __init__(self): super().__init__(); self.weight = None
+    def forward(self, p, t): return F.cross_entropy(p, t, weight=self.weight)
+
+class Reweigh(Callback):
+    def before_epoch(self):
+        if self.epoch == 1: self.learn.loss_func.weight = torch.tensor([.1, 1., 6.])
+
+def test_deferred_reweighting():
+    x,y = items()
+    d,told,_ = exact_or_told(Reweighted, x, y, cbs=lambda: [Reweigh()], n_epoch=3)
+    assert d < 1e-5
+
+def test_contrastive_from_second_epoch():
+    def make():
+        f = lambda p, t: F.cross_entropy(p, t) + (f.on and .5*F.cross_entropy(p@p.T, torch.arange(len(p))))
+        f.on = 0.
+        return f
+    class Switch(Callback):
+        def before_epoch(self): self.learn.loss_func.on = float(self.epoch >= 1)
+    x,y = items()
+    d,told,_ = exact_or_told(make, x, y, cbs=lambda: [Switch()])
+    assert len(told) == 1 and 'coupled=True' in told[0] and '%' in told[0]
+
+def test_gan_loss():
+    from fastai.vision.gan import GANLoss
+    def make():
+        gan = GANLoss(lambda fake, out, target: F.mse_loss(out, target, reduction='sum'), lambda real, fake: (real-fake).pow(2).sum(), nn.Identity())
+        gan.generator = False
+        return gan
+    from fastaccum.core.probe import is_known
+    assert not is_known(make())
+
+def test_forward_on_the_instance():
+    from fastaccum.core.probe import is_known
+    loss = nn.CrossEntropyLoss()
+    loss.forward = lambda p, t: F.cross_entropy(p, t, reduction='sum')
+    assert not is_known(loss)
+
+def test_divided_by_the_shown_batch():
+    "The loss reads the number of items from the Learner: a part has its own"
+    x,y = items()
+    class Read(Callback):
+        def before_fit(self): self.learn.loss_func = lambda p, t: F.cross_entropy(p, t, reduction='sum')/len(self.learn.xb[0])
+    d,told,_ = off(lambda: CrossEntropyLossFlat(), x, y, cbs=lambda: [Read()], lr=.1)
+    assert d < 1e-5 and not told
+
+@pytest.mark.parametrize('kind', ['loader', 'callback'])
+def test_constant_divisor(kind):
+    "It is a sum for us, and a mean for the big batch's loader"
+    x,y = items()
+    class Read(Callback):
+        n = 1
+        def before_batch(self): self.n = len(self.learn.xb[0])
+        def before_fit(self): self.learn.loss_func = lambda p, t: F.cross_entropy(p, t, reduction='sum')/(self.learn.dls.bs if kind == 'loader' else self.n)
+    d,told,_ = off(lambda: CrossEntropyLossFlat(), x, y, cbs=lambda: [Read()], lr=.02)
+    assert len(told) == 1 and 'sum' in told[0] and '4 times' in told[0]
+
+def test_declared_sum_is_silent():
+    class Sum(nn.Module):
+        reduction = 'sum'
+        def forward(self, p, t): return F.cross_entropy(p, t, reduction='sum')
+    x,y = items()
+    d,told,_ = off(Sum, x, y, lr=.01)
+    assert d < 1e-5 and not told
+
+def test_once_per_batch_beside_a_sum():
+    "A term of the weights, once in the big batch's loss, would count once a micro-batch"
+    x,y = items()
+    class Decayed(nn.Module):
+        reduction = 'sum'
+        def __init__(self): super().__init__(); self.params = None
+        def forward(self, p, t): return F.cross_entropy(p, t, reduction='sum') + 2*sum(w.pow(2).sum() for w in self.params)
+    class Give(Callback):
+        order = -9
+        def before_fit(self): self.learn.loss_func.params = [*self.learn.model.parameters()]
+    d,told,_ = exact_or_told(Decayed, x, y, cbs=lambda: [Give()], lr=.01)
+    assert len(told) == 1 and 'once' in told[0]
+
+def test_decay_in_a_mean_is_exact():
+    x,y = items()
+    class Decayed(nn.Module):
+        def __init__(self): super().__init__(); self.params = None
+        def forward(self, p, t): return F.cross_entropy(p, t) + .1*sum(w.pow(2).sum() for w in self.params)
+    class Give(Callback):
+        order = -9
+        def before_fit(self): self.learn.loss_func.params = [*self.learn.model.parameters()]
+    d,told,_ = off(Decayed, x, y, cbs=lambda: [Give()], lr=.1)
+    assert d < 1e-5 and not told
+
+class Adds(Callback):
+    "Adds a mean over items to the loss, as `RNNRegularizer` does"
+    order = 40
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.learn.loss_grad + .5*self.learn.pred.pow(2).mean()
+
+def test_callback_adds_a_mean():
+    x,y = items()
+    d,told,_ = off(lambda: CrossEntropyLossFlat(), x, y, cbs=lambda: [Adds()], lr=.1)
+    assert d < 1e-5 and not told
+    d,told,_ = exact_or_told(lambda: CrossEntropyLossFlat(weight=torch.tensor([.1, 1., 6.])), x, y, cbs=lambda: [Adds()], lr=.1)
+    assert len(told) == 1 and 'Adds' in told[0]
+
+def test_callback_replaces_the_loss():
+    class Replaces(Callback):
+        order = 40
+        def after_loss(self):
+            if self.training: self.learn.loss_grad = F.cross_entropy(self.pred@self.pred.T, torch.arange(len(self.pred)))
+    x,y = items()
+    d,told,_ = exact_or_told(lambda: CrossEntropyLossFlat(), x, y, cbs=lambda: [Replaces()], lr=.1)
+    assert len(told) == 1 and 'Replaces' in told[0]
+
+def test_no_trace():
+    "A loss's own counters, logs and generators are as training alone leaves them"
+    import numpy as np
+    for bs in (8, 32):
+        class Logs:
+            def __init__(self): self.n,self.log,self.rng,self.inner = 0,[],np.random.default_rng(0),{'calls': 0}
+            def __call__(self, p, t):
+                self.n += 1; self.inner['calls'] += 1; self.rng.random()
+                loss = F.cross_entropy(p, t)
+                self.log.append(loss.item())
+                return loss
+        count,seen = 0,[]
+        def closure(p, t):
+            nonlocal count
+            count += 1; seen.append(len(p))
+            return F.cross_entropy(p, t)
+        x,y = items()
+        _,_,learn = fit(Logs, x, y, bs, GradientAccumulation(32), n_epoch=1)
+        n = 2*len(x)//bs      # and the validation
+        loss = learn.loss_func
+        rng = np.random.default_rng(0); rng.random(n)
+        assert (loss.n, len(loss.log), loss.inner['calls']) == (n, n, n) and loss.rng.bit_generator.state == rng.bit_generator.state
+        fit(closure, x, y, bs, GradientAccumulation(32), n_epoch=1)
+        assert (count, len(seen)) == (n, n)
+
+def test_checks_are_rare():
+    "Of 1,000 micro-batches few are looked at; with 'always' all"
+    class Counts(nn.Module):
+        def forward(self, p, t): return F.cross_entropy(p, t)
+    from fastaccum.core.losses import LossRule
+    from fastaccum.core.probe import LossProbe
+    def looks(n, **kw):
+        rule = LossRule(LossProbe, **kw)
+        rule.look_up(Counts())
+        p,t,k = torch.randn(4, 3),torch.tensor([0, 1, 2, 1]),0
+        for i in range(n):
+            if rule.probed and rule.due(): k += 1; rule.measure(p, (t,), 4, before=i%4)
+        return k
+    assert 8 < looks(1000) < 20
+    assert looks(50, always=True) == 50
+
+def test_known_losses_are_not_looked_at():
+    from fastaccum.core.losses import LossRule
+    from fastaccum.core.probe import LossProbe
+    rule = LossRule(LossProbe)
+    rule.look_up(nn.CrossEntropyLoss())
+    assert not rule.probed
+
+class Centers(nn.Module):
+    "Pulls outputs towards their running mean, which it moves at each call"
+    def __init__(self): super().__init__(); self.register_buffer('mean', torch.zeros(3))
+    def forward(self, p, t):
+        if self.training: self.mean.mul_(.9).add_(p.detach().mean(0), alpha=.1)
+        return F.cross_entropy(p, t) + .1*(p - self.mean).pow(2).mean()
+
+class Warmup:
+    "A factor that grows with the calls"
+    def __init__(self): self.calls = 0
+    def __call__(self, p, t): self.calls += 1; return min(1, self.calls/20)*F.cross_entropy(p, t)
+
+class Logged(Warmup):
+    "Counts its calls only"
+    def __call__(self, p, t): self.calls += 1; return F.cross_entropy(p, t)
+
+@pytest.mark.parametrize('loss', [Centers, Warmup])
+def test_state_that_a_call_changes(loss):
+    d,told,_ = exact_or_told(loss, *items())
+    assert d > 1e-3 and len(told) == 1 and 'changes itself' in told[0]
+
+@pytest.mark.parametrize('loss,micro', [(Logged, 8), (Centers, 32), (Warmup, 32)])
+def test_state_that_does_not_matter(loss, micro):
+    d,told,_ = off(loss, *items(), micro=micro)
+    assert d < 1e-5 and not told
+
+@pytest.mark.parametrize('pad', [-100, 0])
+@pytest.mark.parametrize('form', [lambda p, t: (p[:,:-1].flatten(0, 1), t[:,1:].flatten()), lambda p, t: (p[:,:-1].transpose(1, 2), t[:,1:])])
+def test_shifted_language_model(pad, form):
+    "A position predicts the next token: the first column of padded targets is none"
+    g = torch.Generator().manual_seed(1)
+    x,y = torch.randn(64, 5, 6, generator=g),torch.randint(1, 3, (64, 5), generator=g)
+    for i in range(64): y[i,1+i%5:] = pad
+    def loss(p, t): return F.cross_entropy(*form(p, t), ignore_index=pad)
+    d,told,learn = exact_or_told(lambda: loss, x, y)
+    assert d < 1e-5 and not told and 'without its first column' in learn.gradient_accumulation.loss_rule

@@ -1,0 +1,153 @@
+"Which saved fit a fit continues; what may change between start and restart, and what not"
+import os, subprocess, sys, textwrap, warnings
+import pytest
+import torch.utils.data as torch_data
+from fastai.callback.progress import CSVLogger, ProgressCallback
+from fastai.callback.tracker import EarlyStoppingCallback
+from reference import *
+from fastaccum.checkpoint.callback import TrainingCheckpoint
+from fastaccum.checkpoint.folder import CheckpointFolder
+from fastaccum.logs.steps import StepLogger
+
+quick = 'test_loop_over_seeds','test_same_seeds','test_other_seed','test_changed[max_norm]','test_changed[activation]','test_same[comment]','test_same[workers]'
+
+torch.manual_seed(0)
+items = [(x, x.sum()[None].tanh()) for x in torch.randn(24, 4)]
+
+def script(seed=0, fits=1, stop=None, **kwargs):
+    learn = make(seed, **kwargs)
+    with learn.no_logging(), learn.no_bar():
+        for _ in range(fits): learn.fit(2, .1, cbs=[Stop(stop)] if stop else [])
+    return learn
+
+class Stop(Callback):
+    order,run_valid = 2000,False
+    def __init__(self, at): self.at = at
+    def after_batch(self):
+        if (self.learn.epoch,self.learn.iter) == self.at: raise RuntimeError('stopped')
+
+def dl_of_fastai(**kwargs): return DataLoader(items, **{**dict(bs=4, shuffle=True), **kwargs})
+def make(seed=0, cbs=(), act=nn.ReLU, dl=dl_of_fastai, loss=None, net=None, save={}, metrics=None, opt=SGD):
+    if seed is not None: set_seed(seed)
+    learn = Learner(DataLoaders(dl(), dl_of_fastai(shuffle=False)), (net or (lambda: nn.Sequential(nn.Linear(4, 4), act(), nn.Linear(4, 1))))(), loss or MSELossFlat(), opt_func=opt, metrics=metrics, path='.',
+                    cbs=[*cbs, TrainingCheckpoint(**{**dict(every_steps=1), **save})])
+    return learn
+
+@pytest.fixture(autouse=True)
+def new_process():
+    CheckpointFolder.in_use.clear()
+    yield
+    CheckpointFolder.in_use.clear()
+
+def test_loop_over_seeds(capsys):
+    "Finished seeds are left out by the script: each seed finds its own fit"
+    whole = [script(seed, save=dict(fname=f'w{seed}')) for seed in range(3)]
+    CheckpointFolder.in_use.clear()
+    script(0)
+    with pytest.raises(RuntimeError): script(1, stop=(1, 2))
+    CheckpointFolder.in_use.clear()
+    again = script(1), script(2)                      # seed 0 is finished
+    for a,b in zip(again, whole[1:]): assert torch.equal(weights(a.model), weights(b.model))
+    out = capsys.readouterr().out
+    assert 'fit 2 continues in epoch 1, after 3 of 6 batches' in out and 'another seed' not in out
+    CheckpointFolder.in_use.clear()
+    assert torch.equal(weights(script(2).model), weights(whole[2].model))     # the last one again
+    assert 'fit 3 was finished' in capsys.readouterr().out
+
+def test_same_seeds(capsys):
+    "Two fits that begin alike are told apart by their order, or by their settings"
+    def two(first=True):
+        CheckpointFolder.in_use.clear()
+        return [script(0, opt=opt) for opt in (SGD, partial(SGD, wd=.1))[0 if first else 1:]]
+    one = two()
+    assert all(torch.equal(weights(a.model), weights(b.model)) for a,b in zip(two(), one))
+    assert torch.equal(weights(two(first=False)[0].model), weights(one[1].model))
+    assert 'another seed' not in capsys.readouterr().out
+
+@pytest.mark.parametrize('seed', [1, None])
+def test_other_seed(seed, capsys):
+    whole = script(save=dict(fname='whole'))
+    with pytest.raises(RuntimeError): script(stop=(1, 2))
+    CheckpointFolder.in_use.clear()
+    capsys.readouterr()
+    torch.manual_seed(17)
+    again = script(seed)
+    out = capsys.readouterr().out
+    assert out.count('other initial weights than the saved run') == 1 and out.index('other initial') < out.index('continues in epoch')
+    assert torch.equal(weights(again.model), weights(whole.model))
+
+def test_no_seed(tmp_path):
+    "A script without any seed goes on, in processes of their own"
+    code = textwrap.dedent("""
+        import sys, random
+        sys.path += %r
+        from test_right_fit import *
+        torch.seed()
+        learn = script(None, fits=2, stop=(1, 2) if sys.argv[1] == 'stop' else None)
+    """ % sys.path)
+    runs = [subprocess.run([sys.executable, '-c', code, what], capture_output=True, text=True, cwd=tmp_path) for what in ('stop', 'go')]
+    assert 'stopped' in runs[0].stderr
+    out = runs[1].stdout
+    assert runs[1].returncode == 0 and 'fit 1 continues in epoch 1' in out and out.count('another seed, or none') == 1, runs[1].stderr
+
+def test_hash_seed():
+    "The order of a set is another one in each process"
+    code = "from fastaccum.checkpoint.fingerprint import setting; print(setting([set('abcdefgh'), frozenset(map(str, range(100)))]))"
+    one,other = (subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, env={**os.environ, 'PYTHONHASHSEED': seed}).stdout for seed in '12')
+    assert one == other != ''
+
+# --- what is another run
+def clip(n): return dict(cbs=[GradientClip(n)])
+class F1(nn.Module):
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(4, 4),nn.Linear(4, 1)
+    def forward(self, x): return self.b(F.relu(self.a(x)))
+class F2(F1):
+    def forward(self, x): return self.b(F.gelu(self.a(x)))
+class F3(F1):
+    "A comment, another name of a variable, a line that prints"
+    def forward(self, inputs):
+        assert isinstance(inputs, Tensor) and len(inputs.shape) == 2
+        hidden = F.relu(self.a(inputs))     # as ever
+        return self.b(hidden)
+F2.__name__ = F3.__name__ = 'F1'
+k1,k2,other_name = .5,.7,.5
+
+changed = dict(
+    max_norm=(clip(1.), clip(2.), 'GradientClip.max_norm: 1.0 in the file, 2.0 here'), alpha=(dict(cbs=[MixUp(.2)]), dict(cbs=[MixUp(.4)]), 'MixUp.distrib'),
+    activation=(dict(), dict(act=nn.GELU), "the model's 1: ReLU\\(\\) in the file, GELU"), in_forward=(dict(net=F1), dict(net=F2), "the model's forward: F1\\(relu\\) in the file, F1\\(gelu\\) here"),
+    dropout=(dict(act=partial(nn.Dropout, .1)), dict(act=partial(nn.Dropout, .2)), "Dropout\\(p=0.1"), shuffle=(dict(), dict(dl=partial(dl_of_fastai, shuffle=False)), 'shuffle: True in the file, False here'),
+    torch_shuffle=(dict(dl=lambda: torch_data.DataLoader(items, 4, shuffle=True)), dict(dl=lambda: torch_data.DataLoader(items, 4)), 'shuffle: RandomSampler in the file'),
+    lambda_=(dict(loss=lambda p, y: (p-y).square().mean()*k1), dict(loss=lambda p, y: (p-y).square().mean()*k2), 'loss'))
+
+@pytest.mark.parametrize('case', changed)
+def test_changed(case):
+    a,b,words = changed[case]
+    with pytest.raises(RuntimeError, match='stopped'): script(**a, stop=(0, 2))
+    CheckpointFolder.in_use.clear()
+    with pytest.raises(ValueError, match=words): script(**b)
+
+# --- what is the same run
+def lambda_a(p, y): return (p-y).square().mean()
+same = dict(
+    comment=(dict(net=F1), dict(net=F3)), workers=(dict(), dict(dl=partial(dl_of_fastai, num_workers=1))), logger=(dict(), dict(cbs=[CSVLogger()])), no_logger=(dict(cbs=[CSVLogger()]), dict()),
+    steps=(dict(cbs=[StepLogger()]), dict()), progress=(dict(cbs=[ProgressCallback()]), dict()), every=(dict(), dict(save=dict(every_steps=None, every_minutes=5))), keep=(dict(), dict(save=dict(keep=4))),
+    background=(dict(), dict(save=dict(background=True))), digest=(dict(), dict(save=dict(digest=True))), metric=(dict(), dict(metrics=mae)), patience=(dict(cbs=[EarlyStoppingCallback(patience=3)]), dict(cbs=[EarlyStoppingCallback(patience=5)])),
+    renamed=(dict(loss=lambda p, y: (p-y).square().mean()), dict(loss=lambda pred, targ: (pred-targ).square().mean())), constant=(dict(loss=lambda p, y: (p-y).square().mean()*k1), dict(loss=lambda p, y: (p-y).square().mean()*other_name)),
+    docs=(dict(cbs=[GradientClip(1.)]), dict(cbs=[GradientClip(max_norm=1.)])), pin=(dict(), dict(dl=partial(dl_of_fastai, pin_memory=False, timeout=0))), mixup=(dict(cbs=[MixUp(.4)]), dict(cbs=[MixUp(alpha=.4)])),
+    partial=(dict(opt=partial(SGD, mom=.9)), dict(opt=partial(SGD, mom=9/10))), accumulation=(dict(cbs=[GradientAccumulation(8)]), dict(cbs=[GradientAccumulation(accum_bs=8)])),
+    metric_renamed=(dict(metrics=[mae]), dict(metrics=[mae, mse])), positional=(dict(act=partial(nn.Dropout, .1)), dict(act=partial(nn.Dropout, p=.1))), in_place=(dict(net=F1), dict(net=F1, metrics=[mse])))
+
+@pytest.mark.parametrize('case', same)
+def test_same(case, capsys):
+    a,b = same[case]
+    with pytest.raises(RuntimeError, match='stopped'): script(**a, stop=(0, 2))
+    CheckpointFolder.in_use.clear()
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        warnings.filterwarnings('ignore', 'Since the checkpoint, callbacks have changed: Stop was removed')
+        warnings.filterwarnings('ignore', '.*torch.jit|.*pin_memory')
+        learn = make(**b)
+        with learn.no_bar(): learn.fit(2, .1)
+    out = capsys.readouterr().out
+    assert 'fit 1 continues in epoch 0, after' in out and 'another seed' not in out

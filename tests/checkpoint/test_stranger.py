@@ -1,0 +1,68 @@
+"A checkpoint from a stranger: data, and nothing else"
+import json
+import pytest
+from fastai.callback.progress import CSVLogger, ProgressCallback
+from fastai.callback.tracker import SaveModelCallback
+from reference import *
+from fastaccum.checkpoint.callback import TrainingCheckpoint
+from fastaccum.checkpoint.files import OwnFiles, read_checkpoint, write_checkpoint
+from fastaccum.checkpoint.folder import CheckpointFolder
+
+torch.manual_seed(0)
+items = [(x, x.sum()[None].tanh()) for x in torch.randn(24, 4)]
+
+class Stop(Callback):
+    order,run_valid = 2000,False
+    def after_batch(self):
+        if (self.learn.epoch,self.learn.iter) == (0, 3): raise RuntimeError('stopped')
+
+def fit(*cbs):
+    CheckpointFolder.in_use.clear()
+    Path('run').mkdir(exist_ok=True)
+    set_seed(0)
+    learn = Learner(DataLoaders(*[DataLoader(items, bs=4) for _ in range(2)]), nn.Linear(4, 1), MSELossFlat(), opt_func=SGD, path='run',
+                    cbs=[CSVLogger(), SaveModelCallback(), TrainingCheckpoint(every_steps=1), *cbs])
+    learn.remove_cb(ProgressCallback)
+    with learn.no_bar(): learn.fit(2, .1)
+    return learn
+
+def test_paths_are_the_scripts():
+    "What a file says of names of files, of `learn.path` or of a `CSVLogger` is not read"
+    with pytest.raises(RuntimeError, match='stopped'): fit(Stop())
+    victim = Path('victim.csv')
+    victim.write_text('mine')
+    for file in Path('run/models/checkpoint').glob('*.pt'):
+        state = read_checkpoint(file)
+        away = str(victim.resolve())
+        state['more'].update(path=('path', 'PosixPath', [away]), model_dir=away, dls=7)
+        state['learner']['path'] = away
+        for i,(name,s) in enumerate(state['callbacks']):
+            if name == 'csv_logger': state['callbacks'][i] = name,{**s, 'attrs': dict(fname=away, append=True, path=('path', 'PosixPath', [away])), 'state': {}}
+            if name == 'save_model': s['attrs'].update(fname=away, learn=3)
+        if not any(name == 'save_model' and 'fname' in s['attrs'] for name,s in state['callbacks']): raise AssertionError
+        write_checkpoint(state, file)
+    learn = fit()
+    assert learn.path == Path('run') and str(learn.csv_logger.fname) == 'history.csv' and learn.save_model.fname == 'model' and victim.read_text() == 'mine'
+    assert [str(f) for f in Path('.').iterdir() if f.name.startswith('victim')] == ['victim.csv']
+
+def test_manifest():
+    "Names that lead out of the folder are not its files"
+    folder = Path('run')
+    folder.mkdir()
+    for name in ('other.pt', 'other.jsonl'): Path(name).write_text('{"training_checkpoint": 1, "mine": 1}')
+    names = ['../other.pt', '../other.jsonl', str(Path('other.jsonl').resolve()), '..', '', 7, None, ['x'], 'C:\\other.jsonl']
+    for wrong in (dict(files=names, finished=names), dict(files='../other.pt'), dict(run='../..', files=7), dict(run=[1], made='yes', finished=3)):
+        (folder/OwnFiles.manifest).write_text(json.dumps(dict(training_checkpoint=1, **{**dict(run='abc'), **wrong})))
+        own = OwnFiles(folder)
+        assert own.listed == set() and not own.finished and own.run.isalnum() and own.made is False
+        own.remove(); own.finish()
+    assert Path('other.pt').exists() and Path('other.jsonl').exists()
+
+def test_links():
+    "A `.tmp` that is a link is replaced, not followed"
+    folder,mine = Path('run'),Path('mine')
+    folder.mkdir(); mine.write_text('{"training_checkpoint": 1, "mine": 1}')
+    own = OwnFiles(folder)
+    for name in (f'1-end.pt.{own.run}.tmp', own._manifests[0]): (folder/name).symlink_to(mine.resolve())
+    own.write(dict(step=1), '1-end.pt')
+    assert mine.read_text() == '{"training_checkpoint": 1, "mine": 1}' and read_checkpoint(folder/'1-end.pt')['step'] == 1

@@ -1,0 +1,129 @@
+"""A rank that fails tells the others, also where its process lives on; and what FullyShard does at its ends"""
+import time
+import pytest, torch, torch.distributed as dist
+from fastai.basics import Callback, CancelFitException, Datasets, Learner, nn
+from fastai.learner import load_learner
+from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, LocalSGD, launch
+from test_joint_validation import data, learner, mlp, quiet, started
+
+quick = []      # all start processes of two ranks
+class At(Callback):
+    order,run_valid = 30,False
+    def __init__(self, ranks, event, f): self.ranks,self.f,self.since = ranks,f,2*(event != 'before_fit'); setattr(self, event, self.do)
+    def do(self):
+        if dist.get_rank() in self.ranks and self.learn.train_iter >= self.since: self.f()
+
+def boom(): raise ValueError('boom')
+def stop(): raise CancelFitException
+
+def fit(dp, *cbs, model=None, n_epoch=2):
+    "The error of a fit, if there is one, and after how many seconds"
+    start = time.time()
+    try:
+        learn = learner(*data(), nn.CrossEntropyLoss(), model, bs=8, dp=dp, cbs=cbs)
+        with quiet(learn): learn.fit(n_epoch)
+    except Exception as e: return f'{type(e).__name__}: {e}',time.time()-start
+    return learn
+
+def living_on(ranks, event='after_loss', dp=DataParallel):
+    "The processes catch the error, and go on for longer than the others should wait"
+    first = fit(dp, At(ranks, event, boom))
+    again = fit(dp)
+    if len(ranks) == 1: time.sleep(5)
+    return first,again if isinstance(again, tuple) else 'trains'
+
+class Normed(nn.Sequential):
+    def __init__(self): torch.manual_seed(1); super().__init__(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+def buffers(dp):
+    "After a fit that one rank ends in its first epoch"
+    return [b.clone() for b in fit(dp, At([1], 'after_batch', stop), model=Normed()).model.buffers()]
+
+class OneOfTwo(nn.Module):
+    "Each rank calls another layer: of equal sizes, or of others; from the start, or later"
+    def __init__(self, sizes, since):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers,self.since,self.n = nn.ModuleList([nn.Sequential(nn.Linear(5, n), nn.Linear(n, 3)) for n in sizes]),since,0
+    def forward(self, x):
+        self.n += 1
+        return self.layers[dist.get_rank() if self.n > self.since else 0](x)
+
+def exported():
+    x,y = data()
+    dsets = Datasets(range(len(x)), [[x.__getitem__], [y.__getitem__]], splits=(range(64), range(64, len(x))))
+    learn = Learner(dsets.dataloaders(bs=8, device='cpu'), Normed(), nn.CrossEntropyLoss(), cbs=[GradientAccumulation(16), FullyShard()], path='.')
+    with quiet(learn): learn.fit(1)
+    before = learn.validate()
+    learn.export('sharded.pkl')
+    dist.barrier()
+    again = load_learner('sharded.pkl')
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    learn.model.eval()
+    same = torch.allclose(again.model.eval()(x), learn.model(x), atol=1e-6)
+    kinds = {type(o).__name__ for o in (again.model, *again.model.parameters())}
+    after = learn.validate()
+    with quiet(learn): learn.fit(1)
+    return same,kinds,list(before) == list(after)
+
+def all_two():
+    res = dict(all=living_on([0, 1]), buffers={dp.__name__: buffers(dp) for dp in (DataParallel, FullyShard, LocalSGD)}, exported=exported())
+    for sizes in ((4, 4), (4, 6)): res[f'layers {sizes}'] = fit(FullyShard, model=OneOfTwo(sizes, 0))
+    res['layers later'] = fit(FullyShard, model=OneOfTwo((4, 4), 6))
+    return res
+
+def one(): return living_on([1])
+def early(): return living_on([0], 'before_fit')
+def sharded(): return launch(living_on, 2, [1], 'after_loss', FullyShard, timeout=6)
+
+def message(f, n):
+    try: launch(f, n)
+    except RuntimeError as e: return str(e)
+
+def fails_first():
+    "Rank 1 fails, and rank 0 as its connection is lost"
+    if dist.get_rank() == 1: boom()
+    time.sleep(.2)
+    dist.barrier()
+def cannot_be_pickled(): return (lambda: 0) if dist.get_rank() else 0
+def messages(): return message(fails_first, 2),message(cannot_be_pickled, 2)
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory): return started(all_two, 2, tmp_path_factory.mktemp('ranks'), __file__)()
+
+@pytest.mark.parametrize('f,n,failing', [(one, 2, 1), (one, 3, 1), (early, 2, 0)], ids=['one', 'one of three', 'early'])
+def test_a_rank_that_fails_tells_the_others(tmp_path, f, n, failing):
+    for r,((error,seconds),again) in enumerate(started(f, n, tmp_path, __file__)()):
+        assert 'boom' in error and seconds < 10
+        assert error.startswith('ValueError') if r == failing else f'Stopped, as rank {failing} failed: ValueError' in error
+        assert 'start all ranks anew' in again[0]
+
+def test_a_sharded_rank_that_fails_is_named(tmp_path):
+    "gloo waits for the time limit, 6 s here"
+    (((error,_),_),_), = started(sharded, 1, tmp_path, __file__)()
+    assert 'Stopped, as rank 1 failed: ValueError' in error
+
+def test_an_error_on_all_ranks_leaves_the_group_as_it_is(results):
+    for r in results: assert 'boom' in r['all'][0][0] and r['all'][0][1] < 2 and r['all'][1] == 'trains'
+
+@pytest.mark.parametrize('dp', ['DataParallel', 'FullyShard', 'LocalSGD'])
+def test_statistics_are_equal_after_a_cancelled_fit(results, dp):
+    a,b = [r['buffers'][dp] for r in results]
+    assert len(a) == 3 and all(torch.equal(x, y) for x,y in zip(a, b))
+
+def test_a_sharded_model_is_exported_whole(results):
+    for r in results: assert r['exported'] == (True, {'Normed', 'Parameter'}, True)
+
+@pytest.mark.parametrize('case', ['layers (4, 4)', 'layers (4, 6)', 'layers later'])
+def test_other_layers_on_another_rank_are_an_error(results, case):
+    for r in results: assert 'go through different layers' in r[case][0] and r[case][1] < 10
+
+def test_the_first_error_is_shown(tmp_path):
+    (first,result), = started(messages, 1, tmp_path, __file__)()
+    assert first.startswith('Rank 1 failed: ValueError: boom')
+    assert result.startswith('Rank 1 failed: TypeError: What the function returned, a function, cannot be pickled')
+
+if __name__ == '__main__':
+    import sys
+    f,n,out = globals()[sys.argv[1]],int(sys.argv[2]),sys.argv[3]
+    torch.save([f()] if n == 1 else launch(f, n), out)

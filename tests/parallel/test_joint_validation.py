@@ -1,0 +1,207 @@
+"""A validation over several ranks is that of one process: losses, what callbacks decide by them, and ranks that end it early"""
+import os, subprocess, sys, time
+from pathlib import Path
+import pytest, torch, torch.nn.functional as F
+from fastai.basics import Callback, CancelValidException, CrossEntropyLossFlat, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor
+from fastai.callback.all import EarlyStoppingCallback, ProgressCallback, ReduceLROnPlateau, SaveModelCallback
+from fastai.losses import LabelSmoothingCrossEntropyFlat
+from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, launch
+import torch.distributed as dist
+
+quick = []      # all start processes of two ranks or three
+
+def data(n=64, n_valid=23, n_out=3, seq=None):
+    g = torch.Generator().manual_seed(n)
+    x = torch.randn(n+n_valid, *([] if seq is None else [seq]), 5, generator=g)
+    return x,torch.randint(n_out, x.shape[:-1], generator=g)
+
+def mlp(n_out=3, norm=False):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), *[nn.BatchNorm1d(8)]*norm, nn.Tanh(), nn.Linear(8, n_out))
+
+def learner(x, y, loss, model=None, n_valid=23, bs=16, accum=32, cbs=(), dp=None, path='.', **kwargs):
+    set_seed(3)
+    n = len(x)-n_valid
+    dls = DataLoaders.from_dsets([*zip(x[:n], y[:n])], [*zip(x[n:], y[n:])], bs=bs, drop_last=False, num_workers=0, device='cpu')
+    return Learner(dls, ifnone(model, mlp()), loss, opt_func=SGD, lr=.1, path=path,
+                   cbs=[GradientAccumulation(accum, **kwargs), ifnone(dp, DataParallel)(), *cbs])
+
+def quiet(learn): learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, ProgressCallback)]); return learn.no_logging()
+
+def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+
+def fitted(make, n_epoch=1):
+    "Validation losses before, in and after a fit, and the weights"
+    learn = make()
+    with quiet(learn):
+        before = learn.validate()[0]
+        learn.fit(n_epoch)
+        values = [v[1] for v in learn.recorder.values]
+        after = learn.validate()[0]
+    return [before, *values, after],weights(learn)
+
+# --- losses
+class_weights = tensor([.1, 1, 5])
+def token_loss(p, y): return F.cross_entropy(p.flatten(0, 1), y.flatten(), ignore_index=0)
+def own_weights(p, y):
+    w = class_weights[y]
+    return (F.cross_entropy(p, y, reduction='none')*w).sum()/w.sum()
+class Contrast(nn.Module):
+    def forward(self, p, y): return F.cross_entropy(p@p.T + y.float()[None]*.1, torch.arange(len(p)))
+def detection(p, y): return F.cross_entropy(p, y, reduction='sum')/max(1, int((y > 0).sum()))
+def count(learn): return (learn.y > 0).sum(),1
+def rare(y): return y*(torch.arange(len(y))%17 == 0)       # in some loader batches no target is positive, and none on most ranks
+def ignored(y, share=.6):
+    y = y.clone()
+    y[torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < share] = -100
+    y[-3:] = -100                                  # a rank without a target
+    return y
+
+def cases():
+    x,y = data()
+    xs,ys = data(seq=7)
+    return dict(
+        class_weights=lambda: learner(x, y, nn.CrossEntropyLoss(weight=class_weights)),
+        ignored=lambda: learner(x, ignored(y), nn.CrossEntropyLoss()),
+        ignored_and_weighted=lambda: learner(x, ignored(y), CrossEntropyLossFlat(weight=class_weights)),
+        own=lambda: learner(x, y, own_weights),
+        tokens=lambda: learner(xs, ys, token_loss),
+        detection=lambda: learner(x, rare(y), detection),
+        counted=lambda: learner(x, rare(y), detection, weight=count),
+        given=lambda: learner(xs, ys, token_loss, weight=lambda learn: (learn.y != 0).sum()),
+        smoothed=lambda: learner(x, y, LabelSmoothingCrossEntropyFlat(weight=class_weights)),
+        sums=lambda: learner(x, y, nn.CrossEntropyLoss(reduction='sum')),
+        coupled=lambda: learner(x, y, Contrast(), coupled=True, micro_batch_size=4),
+        regression=lambda: learner(x, x.sum(1, keepdim=True), nn.L1Loss(), mlp(1)))
+
+# --- callbacks that decide by the loss
+def decisions():
+    x,y = data()
+    cbs = [EarlyStoppingCallback(min_delta=.02, patience=2), ReduceLROnPlateau(min_delta=.05, factor=3.), SaveModelCallback()]
+    learn = learner(x, y, nn.CrossEntropyLoss(weight=class_weights), cbs=cbs)
+    with quiet(learn): learn.fit(20, .3)
+    return dict(weights=weights(learn), lrs=learn.recorder.lrs, epochs=len(learn.recorder.values))
+
+# --- training
+def batchnorm():
+    "The last loader batch has 3 items"
+    x,y = data(67)
+    learn = learner(x, y, nn.CrossEntropyLoss(), mlp(norm=True))
+    with quiet(learn): learn.fit(1)
+    return weights(learn)
+
+def in_order(*args, **kwargs):
+    learn = learner(*args, **kwargs)
+    learn.dls.train.shuffle = False
+    with quiet(learn): learn.fit(1)
+    return dict(weights=weights(learn), losses=tensor([float(o) for o in learn.recorder.losses]))
+
+def all_ignored():
+    "The last rank has no target in the first two loader batches, of which each is a step"
+    x,y = data(seq=7)
+    for a in (0, 16): y[a+11:a+16] = 0
+    y[11-3:16] = 0
+    return in_order(x, y, token_loss, accum=16)
+
+def all_cases(): return dict({k: fitted(make) for k,make in cases().items()}, **{f.__name__: f() for f in (decisions, batchnorm, all_ignored)})
+
+# --- ranks that end a validation early
+class Cancel(Callback):
+    "End a validation of three loader batches, of which rank 1 has two, on some ranks"
+    order,run_train = 20,False
+    def __init__(self, ranks, event, at): self.ranks,self.at = ranks,at; setattr(self, event, self.cancel)
+    def cancel(self):
+        if dist.get_rank() in self.ranks and self.learn.iter >= self.at: raise CancelValidException
+
+def outcome(dp, do, *cbs):
+    "What it comes to, and after how many seconds"
+    x,y = data(n_valid=17)
+    learn,start = learner(x, y, nn.CrossEntropyLoss(), n_valid=17, bs=8, dp=dp, cbs=cbs),time.time()
+    try:
+        with quiet(learn): res = do(learn)
+    except RuntimeError as e: res = str(e)
+    return res,time.time()-start
+
+places = [(ranks, event, at) for ranks in ([0, 1], [0], [1]) for event in ('before_batch','after_pred','after_batch') for at in (0, 1, 2)]
+def found(learn): return learn.lr_find(num_it=10, show_plot=False).valley,learn.validate()[0]
+def hears(rank, at): return at < (3, 2)[rank]
+def cancelled():
+    res = {}
+    for dp in (FullyShard, DataParallel):
+        res[dp.__name__,'lr_find'] = outcome(dp, found)
+        for place in places:
+            for do in (lambda l: l.fit(1), lambda l: l.validate()): res.setdefault((dp.__name__, str(place)), []).append(outcome(dp, do, Cancel(*place)))
+    return res
+
+def started(f, n, folder, script=__file__):
+    "Starts `f` of a script in a process with `n` ranks; returns a function that waits for what it returns"
+    out = folder/f'{f.__name__}_{n}.pt'
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, script, f.__name__, str(n), out], env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    def result():
+        said = process.communicate(timeout=200)[0]
+        assert process.returncode == 0, said[-6000:]
+        return torch.load(out, weights_only=False)
+    return result
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    "By number of ranks: of each rank"
+    waits = {n: started(all_cases, n, tmp_path_factory.mktemp('ranks')) for n in (1, 2, 3)[:2 if 'QUICK' in os.environ else 3]}
+    return {n: wait() for n,wait in waits.items()}
+
+over = pytest.mark.parametrize('n', [2, 3])
+
+@over
+@pytest.mark.parametrize('name', cases())
+def test_losses_are_those_of_one_process(results, name, n):
+    (one,),many = ([r[name] for r in results[k]] for k in (1, n))
+    for r in many:
+        assert r[0] == many[0][0]
+        k = 1 if name == 'smoothed' else None      # no weight makes its training exact, as a warning says
+        torch.testing.assert_close(tensor(r[0][:k]), tensor(one[0][:k]), rtol=2e-6, atol=2e-6)
+        if k is None: torch.testing.assert_close(r[1], one[1], rtol=1e-5, atol=1e-6)
+
+@over
+def test_callbacks_decide_as_in_one_process(results, n):
+    (one,),many = ([r['decisions'] for r in results[k]] for k in (1, n))
+    assert 3 < one['epochs'] < 20 and len(set(one['lrs'])) > 1
+    for r in many:
+        assert r['epochs'] == one['epochs'] and r['lrs'] == one['lrs']
+        torch.testing.assert_close(r['weights'], one['weights'], rtol=1e-4, atol=1e-5)
+
+@over
+def test_a_small_last_batch_does_not_leave_a_rank_with_one_item(results, n):
+    first,*others = [r['batchnorm'] for r in results[n]]
+    assert first.isfinite().all() and all(torch.equal(first, w) for w in others)
+
+@over
+def test_a_rank_without_a_target_takes_over_the_rule(results, n):
+    (one,),many = ([r['all_ignored'] for r in results[k]] for k in (1, n))
+    for r in many:
+        for k in one: torch.testing.assert_close(r[k], one[k], rtol=1e-5, atol=1e-6)
+
+@pytest.fixture(scope='module')
+def ended_early(tmp_path_factory): return started(cancelled, 2, tmp_path_factory.mktemp('cancelled'))()
+
+@pytest.mark.parametrize('dp', ['FullyShard', 'DataParallel'])
+def test_lr_find_ends(ended_early, dp):
+    (a,_),(b,_) = [r[dp,'lr_find'] for r in ended_early]
+    assert a == b and len(a) == 2
+
+@pytest.mark.parametrize('dp', ['FullyShard', 'DataParallel'])
+@pytest.mark.parametrize('place', places, ids=str)
+def test_a_validation_that_is_ended_early_leaves_no_message_behind(ended_early, dp, place):
+    "On all ranks that have the batch: all go on. On some: an error on all, within seconds"
+    ranks,_,at = place
+    heard = [r for r in ranks if hears(r, at)]
+    for outcomes in zip(*[r[dp,str(place)] for r in ended_early]):
+        assert all(seconds < 10 for _,seconds in outcomes)
+        parted = ['The ranks have parted' in str(res) for res,_ in outcomes]
+        assert parted[0] == parted[1]
+        if not heard or heard == [r for r in (0, 1) if hears(r, at)]: assert not any(parted)
+        elif heard == [1]: assert all(parted)      # rank 0 has more loader batches; the other way round, rank 1 may be at its end
+
+if __name__ == '__main__':
+    f,n,out = globals()[sys.argv[1]],int(sys.argv[2]),sys.argv[3]
+    torch.save([f()] if n == 1 else launch(f, n), out)

@@ -1,0 +1,191 @@
+"""The plan of the house, as far as a program can see it: who may import and name whom, who writes what, and what is public
+
+Each check returns the module and what is wrong there. `debts` lists modules that do not pass yet; one that passes must leave the list."""
+import ast, importlib, inspect, re, subprocess, sys
+from pathlib import Path
+import fastai, pytest
+from fastcore.nbio import read_nb
+
+root = Path(__file__).resolve().parents[2]
+# From the ground up. A folder imports from floors below its own, and from no other folder of its floor
+floors = [{'core'}, {'loop'}, {'accumulation','precision','logs','checkpoint'}, {'parallel','memory','batch_size'}]
+folders = [f for floor in floors for f in sorted(floor)]
+# An import that the floors forbid, and why it is there
+allowed = {}
+# Objects of others, which a function may write to: fastai's and PyTorch's
+foreign = set('learn dl opt rec model module head p param t res'.split())
+learners_own = set('opt recorder dls model logger'.split())      # `learn.opt.x = ...` too; what stands behind other attributes is a callback
+as_fastai_calls_them = {'GradientAccumulation','MixedPrecision','WandbCallback'}      # to know fastai's of these names
+
+# Modules that a check still complains about
+debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(), too_deep=set(), below_internals=set())
+
+def read(path=root/'fastaccum'):
+    "Module -> its syntax, for the modules that notebooks make: 'core/accumulator', 'core/__init__', 'all'"
+    names = {f: f.relative_to(path).with_suffix('').as_posix() for f in sorted(path.rglob('*.py'))}
+    return {m: ast.parse(f.read_text(encoding='utf-8')) for f,m in names.items() if m not in ('__init__','_modidx')}
+
+def folder(mod): return mod.partition('/')[0] if '/' in mod else ''
+def floor(mod): return next((i for i,fs in enumerate(floors) if folder(mod) in fs), len(floors))    # single modules stand on the roof
+def names_of(node): return getattr(node, 'id', None) or getattr(node, 'attr', None)
+
+# -- Who knows whom ----------------------------------------------------------------------------------------------
+def imported(mod, tree):
+    "What a module of the package imports, also within functions: modules of the package as 'core/accumulator', others by name"
+    for n in ast.walk(tree):
+        if isinstance(n, ast.Import): yield from (a.name.replace('fastaccum.', '').replace('.', '/') for a in n.names)
+        if not isinstance(n, ast.ImportFrom): continue
+        up = mod.split('/')[:-n.level] if n.level else []
+        name = '/'.join(up + (n.module or '').split('.')).strip('/').removeprefix('fastaccum/')
+        yield from (f'{name}/{a.name}'.strip('/') for a in n.names) if not n.module else [name]
+
+def imports(trees):
+    "Imports that do not lead down, and fastai in the core"
+    for mod,tree in trees.items():
+        for to in imported(mod, tree):
+            if folder(mod) == 'core' and re.match('fastai|wandb', to): yield mod,f'imports {to}'
+            if (f := to.partition('/')[0]) not in folders or f == folder(mod) or (folder(mod), f) in allowed: continue
+            if floor(f'{f}/') >= floor(mod): yield mod,f'imports {to}'
+
+def named_above(trees):
+    "Classes of upper floors that a lower one names: in code, or in a string of names. A message may name them"
+    where = {}
+    for mod,tree in trees.items():
+        for n in ast.walk(tree):
+            if isinstance(n, ast.ClassDef): where.setdefault(n.name, []).append(mod)
+    for mod,tree in trees.items():
+        for n in ast.walk(tree):
+            text = isinstance(n, ast.Constant) and isinstance(n.value, str)
+            words = n.value.replace(',', ' ').split() if text else [names_of(n)] if isinstance(n, (ast.Name,ast.Attribute)) else []
+            if text and not all(w.isidentifier() for w in words): continue
+            for w in words:
+                if not where.get(w) or text and w in as_fastai_calls_them: continue
+                if all(floor(o) > floor(mod) for o in where[w]): yield mod,f'names {w}, line {n.lineno}'
+
+# -- Who writes what ---------------------------------------------------------------------------------------------
+def namespaces(trees):
+    "State without a class. Values may name the type, as one that checkpoints can save"
+    for mod,tree in trees.items():
+        if mod == 'checkpoint/values': continue
+        yield from ((mod, f'SimpleNamespace, line {n.lineno}') for n in ast.walk(tree) if names_of(n) == 'SimpleNamespace')
+
+def patches(trees):
+    "(module, class, name) of what `@patch` and `@patch_to` add"
+    for mod,tree in trees.items():
+        for n in ast.walk(tree):
+            if not isinstance(n, ast.FunctionDef): continue
+            for d in n.decorator_list:
+                if names_of(d.func if isinstance(d, ast.Call) else d) == 'patch' and n.args.args: yield mod,ast.unparse(n.args.args[0].annotation),n.name
+                if isinstance(d, ast.Call) and names_of(d.func) == 'patch_to': yield mod,ast.unparse(d.args[0]),n.name
+
+def patched(trees):
+    "Methods that an own class gets from outside, but plots"
+    own = {n.name for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+    yield from ((mod, f'{cls}.{name}') for mod,cls,name in patches(trees) if set(re.findall(r'\w+', cls)) & own and not name.startswith('plot'))
+
+def methods_of_learner():
+    "Those that fastai.learner itself gives a `Learner`"
+    tree = ast.parse((Path(fastai.__file__).parent/'learner.py').read_text(encoding='utf-8'))
+    cls, = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == 'Learner']
+    return {n.name for n in cls.body if isinstance(n, ast.FunctionDef)} | {name for _,c,name in patches({'': tree}) if c == 'Learner'}
+
+def replaced(trees, own=methods_of_learner()):
+    "Methods of fastai's `Learner` that are replaced elsewhere than in loop/learner"
+    set_to = {mod: [t.attr for n in ast.walk(tree) if isinstance(n, ast.Assign) for t in n.targets
+                    if isinstance(t, ast.Attribute) and names_of(t.value) == 'Learner'] for mod,tree in trees.items()}
+    found = [(mod, name) for mod,cls,name in patches(trees) if cls == 'Learner'] + [(mod, name) for mod,names in set_to.items() for name in names]
+    found += [(mod, n.name) for mod,tree in trees.items() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and 'replaces' in map(names_of, n.decorator_list)]
+    yield from ((mod, f'Learner.{name}') for mod,name in found if name in own and mod != 'loop/learner')
+
+def assigned(fn):
+    "The attributes that a function assigns or deletes"
+    for n in ast.walk(fn):
+        if isinstance(n, (ast.Assign,ast.Delete)): targets = n.targets
+        elif isinstance(n, (ast.AugAssign,ast.AnnAssign)): targets = [n.target]
+        elif isinstance(n, ast.Call) and names_of(n.func) in ('setattr','delattr') and n.args: targets = [ast.Attribute(n.args[0], '?')]
+        else: continue
+        for t in targets: yield from (o for o in (t.elts if isinstance(t, (ast.Tuple,ast.List)) else [t]) if isinstance(o, ast.Attribute))
+
+def written(trees):
+    "Functions, not methods, that write the attributes of an object of ours that they were given"
+    for mod,tree in trees.items():
+        for fn in tree.body:
+            if not isinstance(fn, ast.FunctionDef) or any(names_of(getattr(d, 'func', d)) in ('patch','patch_to') for d in fn.decorator_list): continue
+            params = {a.arg for a in [*fn.args.posonlyargs, *fn.args.args, *fn.args.kwonlyargs]}
+            for o in assigned(fn):
+                path = re.findall(r'\w+', ast.unparse(o.value).split('(')[0])
+                if not path or path[0] not in params: continue
+                if path[0] not in foreign or path[0] == 'learn' and path[1:] and path[1] not in learners_own: yield mod,f'{fn.name} writes {ast.unparse(o)}'
+
+# -- The tests ---------------------------------------------------------------------------------------------------
+checks = [imports, named_above, namespaces, patched, replaced, written]
+
+# Since imports lead down only, faces too, no import of a face can run in a circle
+@pytest.mark.parametrize('check', checks, ids=lambda c: c.__name__)
+def test_the_house(check):
+    found,owed = list(check(read())),debts[check.__name__]
+    assert [f'{mod}: {what}' for mod,what in found if mod not in owed] == []
+    assert owed - {mod for mod,_ in found} == set(), 'no longer a debt: take it from the list'
+
+def test_core_without_fastai():
+    "Also in a fresh process, whose modules anything may have imported"
+    mods = [m.replace('/', '.').removesuffix('.__init__') for m in read() if folder(m) == 'core']
+    code = f'import sys, {", ".join(f"fastaccum.{m}" for m in mods)}; print([m for m in sys.modules if m.partition(".")[0] in ("fastai","wandb")])'
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=root, capture_output=True, text=True)
+    assert res.stdout.strip() == '[]', res.stdout + res.stderr
+
+def own_levels(cls): return [c.__name__ for c in cls.__mro__ if c.__module__.startswith('fastaccum.')]
+
+def test_levels_of_inheritance():
+    mods = [importlib.import_module('fastaccum.' + m.replace('/', '.').removesuffix('.__init__')) for m in read()]
+    classes = {c for mod in mods for _,c in inspect.getmembers(mod, inspect.isclass) if c.__module__.startswith('fastaccum.')}
+    assert {c.__name__ for c in classes if len(own_levels(c)) > 3} == debts['too_deep']
+
+# -- What is public ----------------------------------------------------------------------------------------------
+def public_names(trees):
+    "What the faces give, `fastaccum.all` and `fastaccum.wandb`"
+    lists = [n.value for m in ('all', 'wandb', *(f'{f}/__init__' for f in folders)) for n in trees[m].body
+             if isinstance(n, ast.Assign) and names_of(n.targets[0]) == '__all__']
+    return {n for names in lists for n in ast.literal_eval(names)}
+
+def test_few_public_names(): assert len(names := public_names(read())) <= 60, sorted(names)
+
+def test_public_names_have_a_page():
+    "Each is exported on a page, before that page's Internals, with a docstring: this gives it a heading there"
+    fronts,told = [],set()
+    for nb in map(read_nb, (root/'nbs'/'api').rglob('*.ipynb')):
+        stop = next((i for i,c in enumerate(nb.cells) if re.match('#+ *Internals', c.source)), len(nb.cells))
+        fronts += [ast.parse(c.source) for c in nb.cells[:stop] if re.match(r'#\| *export\b(?!i)', c.source)]
+    told = {n.name for tree in fronts for n in tree.body if isinstance(n, (ast.ClassDef,ast.FunctionDef)) and ast.get_docstring(n)}
+    assert public_names(read()) - told == debts['below_internals']
+
+def test_map():
+    "The map in CONTRIBUTING.md has a row for every folder, upper floors first, and the objects that it names are there"
+    rows = re.findall(r'(?m)^\|.*\]\(nbs/api/(\w+)/index\.ipynb\) \|.*\| (.*) \|$', (root/'CONTRIBUTING.md').read_text(encoding='utf-8'))
+    order = [floor(f'{f}/') for f,_ in rows]
+    assert {f for f,_ in rows} == set(folders) and order == sorted(order, reverse=True)
+    classes = {(folder(m), n.name) for m,tree in read().items() for n in tree.body if isinstance(n, ast.ClassDef)}
+    assert {(f, n) for f,objects in rows for n in re.findall(r'`(\w+)`', objects)} - {('loop', 'Learner')} <= classes
+
+# -- The checks can fail -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize('check,mod,src,wrong', [
+    (imports, 'core/a', 'from fastai.basics import *', 1), (imports, 'core/a', 'import torch\nfrom .b import c', 0), (imports, 'loop/a', 'from ..core.b import c', 0),
+    (imports, 'core/a', 'from ..loop.b import c', 1), (imports, 'precision/a', 'def f():\n    from ..logs import c', 1), (imports, 'memory/__init__', 'from ..core import c', 0),
+    (imports, 'logs/a', 'from fastaccum.memory.b import c', 1), (imports, 'memory/a', 'from .. import batch_size', 1), (imports, 'demo', 'from .memory import c', 0),
+    (named_above, 'loop/a', 'x = "Upper"', 1), (named_above, 'loop/a', 'names = "Other Upper".split()', 1), (named_above, 'loop/a', 'raise ValueError("Use Upper instead.")', 0),
+    (named_above, 'loop/a', 'f(learn.Upper)', 1), (named_above, 'memory/a', 'Upper()', 0),
+    (namespaces, 'loop/a', 'x = SimpleNamespace(a=1)', 1), (namespaces, 'checkpoint/values', 'kinds = (SimpleNamespace,)', 0),
+    (patched, 'memory/a', '@patch\ndef f(self:Upper): pass', 1), (patched, 'memory/a', '@patch(as_prop=True)\ndef f(self:Upper): pass', 1),
+    (patched, 'memory/a', '@patch\ndef plot(self:Upper): pass', 0), (patched, 'memory/a', '@patch\ndef f(self:Learner): pass', 0),
+    (replaced, 'memory/a', '@patch\ndef fit(self:Learner): pass', 1), (replaced, 'memory/a', '@patch\ndef save(self:Learner): pass', 1),
+    (replaced, 'loop/learner', '@patch\ndef fit(self:Learner): pass', 0), (replaced, 'memory/a', 'Learner.fit = f', 1), (replaced, 'memory/a', '@replaces\ndef fit(theirs, self): pass', 1), (replaced, 'memory/a', '@patch\ndef own(self:Learner): pass', 0),
+    (written, 'loop/a', 'def f(acc): acc.n = 1', 1), (written, 'loop/a', 'def f(cb): cb.state.n += 1', 1), (written, 'loop/a', 'def f(cb): setattr(cb, "n", 1)', 1),
+    (written, 'loop/a', 'def f(learn): learn.xb,learn.yb = 1,2', 0), (written, 'loop/a', 'def f(learn): learn.mixed_precision.on = 1', 1),
+    (written, 'loop/a', 'def f(learn): learn.opt.n = 1', 0), (written, 'loop/a', 'class A:\n    def f(self): self.n = 1', 0), (written, 'loop/a', 'def f(p): p.grad = None', 0)])
+def test_the_checks_can_fail(check, mod, src, wrong):
+    trees = {'memory/upper': ast.parse('class Upper: pass'), mod: ast.parse(src)}
+    assert len(list(check(trees))) == wrong
+
+def test_levels_are_counted():
+    mod = dict(__module__='fastaccum.core.a')
+    assert len(own_levels(type('B', (type('A', (dict,), mod),), mod))) == 2

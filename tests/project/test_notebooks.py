@@ -1,0 +1,75 @@
+"""The notebooks of the package read top-down: a promise, what is public and how it works, and only then what it is made of
+
+`debts` lists the pages that do not pass yet; one that passes must leave the list."""
+import ast, re
+from pathlib import Path
+import pytest
+from fastcore.nbio import mk_cell, read_nb
+from test_house import public_names, read
+
+api = Path(__file__).resolve().parents[2]/'nbs'/'api'
+pages = {f.relative_to(api).with_suffix('').as_posix(): read_nb(f) for f in sorted(api.rglob('*.ipynb'))}
+most = 5    # cells in a row that define something, with nothing to see in between
+
+debts = dict(promise=set(), long_lines=set(), in_a_row=set(), public_first=set(), not_shown=set(), mocked=set())
+
+def is_exported(cell): return bool(re.match(r'#\| *exporti?\b', cell.source))
+def is_visible(cell): return cell.cell_type == 'code' and not re.search(r'^#\| *(hide|export|exporti|default_exp|eval: *false|include: *false)\b', cell.source, re.M)
+def parsed(cell): return ast.parse(re.sub(r'(?m)^\s*[%!].*', '', cell.source)).body
+def definitions(cell): return [o for o in parsed(cell) if isinstance(o, (ast.FunctionDef,ast.ClassDef))] if is_exported(cell) else []
+
+# -- The checks: what is wrong with the cells of a page ----------------------------------------------------------
+def promise(cells, public):
+    "A page begins with its title and one sentence of promise"
+    return [] if cells and re.match(r'# \S.*\n\n> \S.*$', cells[0].source.rstrip()) else ['no promise']
+
+def long_lines(cells, public): return [l for c in cells if is_exported(c) for l in c.source.splitlines() if len(l) > 140]
+
+def in_a_row(cells, public):
+    "Names of cells that follow each other, with nothing to see in between"
+    runs = [[]]
+    for c in cells:
+        if definitions(c): runs[-1].append(definitions(c)[0].name)
+        elif is_visible(c): runs.append([])
+    return [run for run in runs if len(run) > most]
+
+def needed_by(o):
+    "Names that Python needs when it defines `o`: of its base classes and decorators"
+    return {n.id for part in [*getattr(o, 'bases', []), *o.decorator_list] for n in ast.walk(part) if isinstance(n, ast.Name)}
+
+def is_for_learner(o): return isinstance(o, ast.FunctionDef) and bool(o.args.args) and ast.unparse(o).count('self: Learner') > 0
+
+def public_first(cells, public):
+    "Helpers that come before the first public name of their page, which does not need them to be defined"
+    found = [o for c in cells for o in definitions(c)]
+    first = next((o for o in found if o.name in public or is_for_learner(o)), None)
+    return [o.name for o in found[:found.index(first)] if o.name not in needed_by(first)] if first else []
+
+def not_shown(cells, public):
+    "Public names that no visible cell of their page uses"
+    shown = '\n'.join(c.source for c in cells if is_visible(c))
+    return [o.name for c in cells for o in definitions(c) if o.name in public and not re.search(rf'\b{o.name}\b', shown)]
+
+def mocked(cells, public):
+    "Examples with a namespace or a mock where a real `Learner` belongs"
+    return [o for c in cells if not is_exported(c) and c.cell_type == 'code' for o in re.findall(r'learn\w* *= *(SimpleNamespace|Mock|MagicMock)\(', c.source)]
+
+checks = [promise, long_lines, in_a_row, public_first, not_shown, mocked]
+
+@pytest.mark.parametrize('check', checks, ids=lambda c: c.__name__)
+def test_pages(check):
+    names = public_names(read())
+    found = {page: wrong for page,nb in pages.items() if (wrong := check(nb.cells, names))}
+    assert {page: wrong for page,wrong in found.items() if page not in debts[check.__name__]} == {}
+    assert debts[check.__name__] <= found.keys(), 'no longer a debt: take it from the list'
+
+@pytest.mark.parametrize('check,src,wrong', [
+    (promise, ['# A\n\n> What for'], 0), (promise, ['# A'], 1),
+    (long_lines, ['#| export\na = ' + '1'*136], 0), (long_lines, ['#| exporti\na = ' + '1'*137], 1),
+    (in_a_row, ['#| export\ndef f(): pass']*5, 0), (in_a_row, ['#| exporti\ndef f(): pass']*6, 1), (in_a_row, ['#| export\ndef f(): pass', 'f()']*6, 0),
+    (in_a_row, ['#| export\ndef f(): pass', '#| hide\nf()']*6, 1), (in_a_row, ['#| export\nimport a']*6, 0),
+    (public_first, ['#| export\nclass A: pass', '#| exporti\ndef f(): pass'], 0), (public_first, ['#| exporti\ndef f(): pass', '#| export\nclass A: pass'], 1),
+    (public_first, ['#| exporti\ndef f(): pass'], 0), (public_first, ['#| exporti\nclass B: pass', '#| export\nclass A(B): pass'], 0),
+    (not_shown, ['#| export\nclass A: pass', 'A()'], 0), (not_shown, ['#| export\nclass A: pass', '#| hide\nA()'], 1), (not_shown, ['#| exporti\ndef f(): pass'], 0),
+    (mocked, ['learn = SimpleNamespace(opt=1)'], 1), (mocked, ['learn = synth_learner()'], 0)])
+def test_the_checks_can_fail(check, src, wrong): assert len(check([mk_cell(s, 'markdown' if s[:2] == '# ' else 'code') for s in src], {'A'})) == wrong
