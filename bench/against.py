@@ -4,7 +4,7 @@ Two processes, one with the fastaccum of `PATH` ("old"), one with this one ("new
 fit of the one is followed by the same fit of the other, in another order each round, so that what else the machine does meets both. Both
 keep the memory that they have freed: whether glibc returns it to the system after each use depends on what a process did before, and
 costs a convolution up to a third of its time."""
-import gc, multiprocessing, os, random, sys, warnings
+import gc, importlib.util, multiprocessing, os, random, sys, warnings
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +21,10 @@ def use(path):
     torch.set_num_threads(1)
     import fastaccum
     assert Path(fastaccum.__file__).resolve().is_relative_to(path)
-    fastaccum.__path__.append(str(HERE/'fastaccum'))   # for `conformance`, which the jobs are made with: older code lacks it
+    # The jobs are made with this checkout's `conformance`
+    spec = importlib.util.spec_from_file_location('fastaccum.conformance', HERE/'fastaccum/conformance.py')
+    sys.modules[spec.name] = fastaccum.conformance = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fastaccum.conformance)
 
 @lru_cache(1)
 def job_of(case):

@@ -39,6 +39,11 @@ class LossRule:
         check = check and self.new_probe is not None
         known = info is not None and info.options is not None and (not check if self.probe is None else check and self.probe.known)
         if known and loss_func is info.loss_func and f is info.func and _options(f) == info.options: return
+        same = check and self.probed and loss_func is self.probe.info.loss_func and unwrapped(loss_func)[0] is self.probe.info.func
+        if same and mixer_of(loss_func) is None:
+            self.probe.notice_change()
+            self.info,self.measuring = self.probe.rule,self.probe.open
+            return
         mixer = mixer_of(loss_func)
         self.info = LossInfo(loss_func if mixer is None else mixer.old_lf)
         if mixer is not None: self.info = self.info.plain_mean()     # it takes the mean of its items' losses
@@ -228,6 +233,14 @@ def _options(f):
     d = vars(f)
     return d.get('reduction'),d.get('ignore_index'),d.get('label_smoothing'),id(d['_buffers'].get('weight')),id(d.get('weight'))
 
+# What `partial`s and fastai's `BaseLoss`es call in the end, and the keywords that it gets
+def unwrapped(f):
+    kw = {}
+    while isinstance(f, partial) or not isinstance(f, nn.Module) and callable(getattr(f, 'func', None)):
+        if isinstance(f, partial): kw = {**f.keywords, **kw}
+        f = f.func
+    return f,kw
+
 # What is known about a loss (a module or function of PyTorch, `partial` of one, fastai's `BaseLoss` of one, or any other callable): what it
 # averages `over`, and its options
 class LossInfo:
@@ -237,10 +250,7 @@ class LossInfo:
     # predicts nothing, as in a causal language model
     target,channel,test,floor,shifted,measured = None,None,None,None,False,False
     def __init__(self, loss_func):
-        self.loss_func,self.func,kw = loss_func,loss_func,{}
-        while isinstance(self.func, partial) or not isinstance(self.func, nn.Module) and callable(getattr(self.func, 'func', None)):
-            if isinstance(self.func, partial): kw = {**self.func.keywords, **kw}
-            self.func = self.func.func
+        self.loss_func,(self.func,kw) = loss_func,unwrapped(loss_func)
         get = lambda k, default=None: kw.get(k, getattr(self.func, k, default))
         self.reduction,self.class_weight,self.ignore_index = get('reduction', 'mean'),get('weight'),get('ignore_index', -100)
         inner = loss_func if isinstance(loss_func, (nn.Module, partial)) else getattr(loss_func, 'func', loss_func)   # of a `BaseLoss`
