@@ -169,7 +169,7 @@ class GradientAccumulation(LoopCallback):
         self.acc = GradientAccumulator(self.params, self._accum_bs, self.normalize, self.ranks.reduce)
         self.clear()                                     # start with zero gradients, however the last fit ended
         self.running,self.rule,self.batch,self.n_opened = True,LossRule(LossProbe, self.check_loss == 'always'),None,0
-        self.batch_lists,self.loss_values = Lists(),LossValues()
+        self.batch_lists,self.loss_values,self.replaced = Lists(),LossValues(),None
         rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2
         self.coupled_watch,self.terms = CoupledWatch(rounding),TermWatch(5*rounding)
         if available_bytes(device_of(learn.model)) is not None: self.fitting.forget()
@@ -268,7 +268,7 @@ class GradientAccumulation(LoopCallback):
         measured = not self.coupled or rule.probe is not None or not (batch.opens and batch.closes or self.ranks.world > 1)
         f,old = learn.loss_func,self.loss_values.loss_func
         if f is not old and f != old: self.loss_values = LossValues(f)
-        rule.look_up(learn.loss_func, self.check_loss and self.normalize and self.weight is None and measured)
+        rule.look_up(ifnone(self.replaced, learn.loss_func), self.check_loss and self.normalize and self.weight is None and measured)
         mean = self.normalize and (self.weight is not None or rule.info.reduction != 'sum')
         floor = rule.info.floor if self.weight is None else acc.floor
         if batch.opens and (mean != acc.normalize or floor != acc.floor): acc.open(normalize=mean, floor=floor)
