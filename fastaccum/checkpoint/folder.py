@@ -129,8 +129,8 @@ class CheckpointFolder:
 
     def _tell_of_one(self):
         if not self.cramped:
-            self.news.append(f"The disk of {self.path} has room for one checkpoint only, so the last one is removed before the next is written. "
-                             "A run that is killed meanwhile begins its fit anew: make room for two.")
+            self.news.append(f"The disk of {self.path} has room for one checkpoint only, so the last one is removed before the next is "
+                             "written. A run that is killed meanwhile begins its fit anew: make room for two.")
         self.cramped = True
 
     # Wait until the last checkpoint is written
@@ -239,8 +239,8 @@ def _process(pid): return f'process {pid} on {socket.gethostname()}'
 # A process that trains and then starts others, as a notebook does with `launch`, is of the same run
 def _check_holder(path, who):
     if who == _process(os.getppid()): return
-    raise RuntimeError(f"{who or 'Another process'} trains with the checkpoints in {path}, and two runs cannot share them: wait until it has ended, "
-                       "or use another name: TrainingCheckpoint('other').")
+    raise RuntimeError(f"{who or 'Another process'} trains with the checkpoints in {path}, and two runs cannot share them: wait until it "
+                       "has ended, or use another name: TrainingCheckpoint('other').")
 
 def _tell_of_no_lock(path, e):
     if path in _unlockable: return
