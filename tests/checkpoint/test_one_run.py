@@ -162,19 +162,26 @@ def test_a_lock_that_was_lost_is_taken_again():
     assert [f.name for f in folder.files] == ['1-000000004.pt']
 
 # --- a disk that is nearly full
+class Writer:
+    "As that of `torch.save`: its file takes room, removed or not, until the traceback lets it go"
+    def __init__(self, disk, size): self.disk,self.size = disk,size; disk.open += size
+    def __del__(self): self.disk.open -= self.size
+
 class SmallDisk:
     "Room for so many bytes in a folder. `torch.save` fails as on a full disk, also in the middle of the file"
     def __init__(self, monkeypatch, path, size):
-        self.path,self.size,self.most,real = path,size,0,torch.save
+        self.path,self.size,self.open,real = path,size,0,torch.save
         def save(state, file, *args, **kwargs):
             if not isinstance(file, Path): return real(state, file, *args, **kwargs)
             real(state, buffer := io.BytesIO(), *args, **kwargs)
             data,free = buffer.getvalue(),self.free()
             file.write_bytes(data[:free])
-            if len(data) > free: raise RuntimeError('[enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534')
+            if len(data) <= free: return
+            writer = Writer(self, free)
+            raise RuntimeError('[enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534')
         monkeypatch.setattr(torch, 'save', save)
         monkeypatch.setattr(shutil, 'disk_usage', lambda p: SimpleNamespace(free=self.free(), total=size, used=0))
-    def free(self): return max(0, self.size-sum(f.stat().st_size for f in self.path.glob('*.pt*')))
+    def free(self): return max(0, self.size-self.open-sum(f.stat().st_size for f in self.path.glob('*.pt*')))
 
 def state(i): return dict(done=i, w=torch.full((100_000,), float(i)))       # 400 kB
 def on_disk(folder): return sorted(f.name for f in folder.path.glob('*.pt*'))
