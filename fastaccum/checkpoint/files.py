@@ -98,6 +98,8 @@ def run_of(path):
     return run if path.name in (f'{stem}.pt', f'{stem}-{run}.pt') else None      # the second if the first was taken
 
 # %% ../../nbs/api/checkpoint/06_files.ipynb #c1efcf0b
+lock_name = 'training_checkpoint.lock'
+
 # The files of a run in a folder that may hold others; the folder need not exist
 class OwnFiles:
     manifest = 'training_checkpoint.json'
@@ -149,7 +151,7 @@ class OwnFiles:
     # Make sure that the folder exists
     def begin(self):
         # ours if nothing else is in it
-        self.made = self.made or not self.path.exists() or {f.name for f in self.path.iterdir()} <= {*self._manifests}
+        self.made = self.made or not self.path.exists() or {f.name for f in self.path.iterdir()} <= {*self._manifests, lock_name}
         self.path.mkdir(parents=True, exist_ok=True)
 
     # Write a checkpoint; returns its file

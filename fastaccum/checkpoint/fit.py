@@ -86,7 +86,11 @@ class CheckpointedFit:
 
     def _digests(self):
         if not self.cb.digest or self.lr_find or self.ranks.rank: return []
-        return [StepDigests(self.folder.own.log('digests.jsonl'), self.number)]
+        try: return [StepDigests(self.folder.own.log('digests.jsonl'), self.number)]
+        except OSError as e:
+            warn(f"TrainingCheckpoint(digest=True) cannot write in {self.folder.path} ({e}), so there will be no digests of this fit. "
+                 "Training continues.")
+            return []
 
     # -- resume
     # A context in which the fit continues from the checkpoint, if there is one
