@@ -282,8 +282,8 @@ class LossInfo:
 
     @property
     def key(self):
-        return (self.over, self.reduction, repr(self.ignore_index), self.target, self.channel, id(self.class_weight), self.test, self.shifted,
-                self.floor)
+        return (self.over, self.reduction, repr(self.ignore_index), self.target, self.channel, id(self.class_weight), self.test,
+                self.shifted, self.floor)
 
     def __str__(self):
         if self.reduction == 'sum': return 'nothing: it is a sum'

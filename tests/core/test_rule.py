@@ -157,8 +157,8 @@ def test_adopts():
     pred,holes = torch.randn(8, 3),tensor([0, -1, 2, 0, -1, 2, 1, 1])
     other,rule = rule_of(valid, LossProbe),rule_of(valid, LossProbe)
     other.due(); other.measure(pred, (holes,), 8)
-    rule.due(); rule.measure(pred[:1], (holes[:1],), 1)
-    assert [float(w) for w in rule.adopt(other.info.as_dict())] == [1] and rule.info is rule.probe.rule
+    rule.due(); rule.measure(pred[1:2], (holes[1:2],), 1)
+    assert [float(w) for w in rule.adopt(other.info.as_dict())] == [0] and rule.info is rule.probe.rule
     assert rule.info.key == other.info.key and rule.info.ignore_index == -1 and 'measured by another process' in str(rule)
 
 class Mix:
@@ -331,6 +331,7 @@ def test_uneven():
     rule = rule_of(own)
     assert rule.uneven((None,), 2) == 0 and rule.uneven((None,), 3) == 0
     rule = rule_of(nn.CrossEntropyLoss())
+    assert rule.uneven((torch.ones(2, 3).long(),), 2) == 0 and rule.uneven((torch.ones(3, 2).long(),), 3) == 0
     assert rule.uneven((tensor([1, 1]), torch.ones(0)), 2) == 0 and rule.uneven((tensor([1, 1, -100, -100]),), 4) == .5
     rule = rule_of(nn.CrossEntropyLoss(weight=cw))
     assert rule.uneven((tensor([0, 0]),), 2) == 0 and rule.uneven((tensor([0, 0, 0]),), 3) == 0
@@ -457,7 +458,7 @@ rows = lambda *ns: [torch.ones(n, 2) for n in ns]
 @pytest.mark.parametrize('xb,yb,expected', [
     ((rows(5, 5, 5),), rows(3), (3, True)), ((rows(5, 5, 5),), rows(5), (5, True)), ((rows(5, 5, 5),), rows(7), (5, False)),   # columns, or items
     ((rows(5, 4),), rows(7), (2, False)), ((rows(2, 4, 6),), rows(2), (3, False)), ((['a', 1],), (), (2, True)),
-    ((rows(2, 3),), rows(2), (2, True)), (({'a': 1, 'b': rows(3, 3)},), rows(2), (2, True)), (({'a': rows(3, 4)},), rows(3), (2, False)),
+    ((rows(2, 3),), rows(2), (2, True)), (({'a': 1, 'b': rows(3, 3)},), rows(2), (2, True)), (({'a': rows(3, 4)},), rows(3), (2, False)), (({'a': torch.ones(5)},), rows(1), (5, False)),
     ((pack_sequence([torch.ones(3), torch.ones(2), torch.ones(2), torch.ones(1)]),), (), (4, True)), ((np.ones((3, 2)),), rows(3), (3, True)),
     ((np.array(1.), np.ones(2)), (), (2, True)), (([rows(3, 3), rows(3, 4)],), rows(3), (2, False)), (([rows(3, 3), rows(3, 3)],), rows(3), (3, True))])
 def test_counts_lists(xb, yb, expected): assert count_items(xb, tuple(yb)) == expected
