@@ -19,7 +19,7 @@ def rule_of(loss, *args, **kw):
 
 # --- all weights at once
 
-sizes = [8], [4, 4], [3, 3, 2], [2, 2, 2, 2], [1]*8, [5, 3]
+sizes = [8], [4, 4], [3, 3, 2], [2, 2, 2, 1, 1], [2, 2, 2, 2], [1]*8, [5, 3]
 @pytest.mark.parametrize('sizes', sizes)
 @pytest.mark.parametrize('loss,yb', [
     (nn.CrossEntropyLoss(), y), (nn.CrossEntropyLoss(weight=cw), y), (nn.CrossEntropyLoss(ignore_index=1), y.clamp(min=0)), (nn.CrossEntropyLoss(), y[:,None].expand(8, 5)),
@@ -99,6 +99,10 @@ def test_looks_inside():
     rule.look_up(flat); assert rule.info is info
     flat.func = nn.CrossEntropyLoss(ignore_index=1)
     rule.look_up(flat); assert rule.info.ignore_index == 1
+    mse = nn.MSELoss()
+    mse.func = own                                                                # a module's attribute is no loss inside
+    rule.look_up(mse); info = rule.info
+    rule.look_up(mse); assert rule.info is info and info.func is mse
     other = partial(F.cross_entropy, ignore_index=2)
     rule.look_up(other); assert rule.info.ignore_index == 2 and rule.info.func is F.cross_entropy and rule.info.options is None
 
