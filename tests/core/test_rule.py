@@ -99,6 +99,8 @@ def test_looks_inside():
     rule.look_up(flat); assert rule.info is info
     flat.func = nn.CrossEntropyLoss(ignore_index=1)
     rule.look_up(flat); assert rule.info.ignore_index == 1
+    rule.look_up(F.mse_loss); info = rule.info
+    rule.look_up(F.mse_loss); assert rule.info is info
     mse = nn.MSELoss()
     mse.func = own                                                                # a module's attribute is no loss inside
     rule.look_up(mse); info = rule.info
