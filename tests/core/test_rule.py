@@ -216,6 +216,9 @@ class Script:
     def moves_message(self): return self.moves
     def changed_message(self, *args): return args
 
+info = LossInfo(own)
+other = info.measure('elements')
+
 def scripted(*rules):
     rule = LossRule()
     rule.probe,rule.info,rule.probed = Script(*rules),rules[0],True
@@ -230,7 +233,7 @@ def randoms(rule, at):
 
 def test_first_looks():
     "At the first 8 micro-batches, later ever more rarely"
-    rule,_ = scripted(LossInfo(own))
+    rule,_ = scripted(info)
     rule._next = 11
     assert [rule.due() for _ in range(12)] == [True]*8 + [False]*2 + [True]*2
     rule.always = True;                        rule._next = 99; assert rule.due()
@@ -239,13 +242,13 @@ def test_first_looks():
 
 @pytest.mark.parametrize('at,n,next', [(0, 1, 2), (0, 3, 5), (1, 10, 25), (0, 100, 150), (1, 100, 250)])
 def test_next_look(at, n, next):
-    rule,_ = scripted(*[LossInfo(own)]*2)
+    rule,_ = scripted(info, info)
     ranges,rule._n = randoms(rule, at),n
     rule.measure(None, None, 4)
     assert ranges == [(.5, 1.5)] and rule._next == next
 
 def test_looks_in_each_epoch():
-    rule,_ = scripted(LossInfo(own))
+    rule,_ = scripted(info)
     ranges,rule._next = randoms(rule, 1),99
     rule.begin_epoch(); assert rule._next == 1 and ranges == [(1, 1)]                # no epoch before it
     rule._next = 99
@@ -253,9 +256,12 @@ def test_looks_in_each_epoch():
     rule.begin_epoch(); assert rule._next == 10 and ranges[1:] == [(1, 5)]
     for _ in range(3): rule.due()
     rule.begin_epoch(); assert rule._next == 10 and ranges[2:] == [(1, 3)]           # 11 would be later
+    rule,_ = scripted(info)
+    ranges = randoms(rule, 1)
+    for _ in range(5): rule.due()
+    rule.begin_epoch(); assert ranges == [(1, 5)]                                    # what went before the first epoch counts, too
+    assert LossRule()._random.random() == LossRule()._random.random()                # at the same places in each run
 
-info = LossInfo(own)
-other = info.measure('elements')
 @pytest.mark.parametrize('change,gap,before,seen,was_sure,says', [
     (None, False, 0, 0, False, False), (None, True, 0, 0, False, False), (None, False, 1, 1, False, False), (None, False, 1, 0, False, False),
     (.5, False, 0, 0, False, False), (.5, True, 0, 0, False, True), (.5, False, 1, 1, False, True), (.5, True, 1, 1, True, True),
@@ -264,12 +270,12 @@ other = info.measure('elements')
 def test_says_what_could_not_be_corrected(change, gap, before, seen, was_sure, says):
     "A change is told if micro-batches that were not looked at may have been weighted wrongly; a rule that was measured, if it goes"
     rule,probe = scripted(*[info]*seen, other)
-    rule.info,rule._since = info,'earlier'
+    rule.info = info
     for i in range(seen): rule._n += 1; rule.measure(None, (torch.ones(4, 3),), 4, before=i, where='earlier')
     rule._n += 1 + gap
     probe.change,probe.was_sure = change,was_sure
     late = rule.measure(None, (torch.ones(2, 3),), 2, before=before, where='now')
-    assert late == ([12] if before and seen else None) and rule.news == [(info, change, 'earlier', 'now')]*says
+    assert late == ([12] if before and seen else None) and rule.news == [(info, change, 'earlier' if seen else '', 'now')]*says
 
 def test_measures_what_it_is_given():
     rule,probe = scripted(*[info]*4)
