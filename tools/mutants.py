@@ -38,6 +38,8 @@ EQUIVALENT = (
     ('losses', 'w.sum(None, keepdim=True)', 'it has one dimension'),
     ('losses', '[],[],random.Random(1)', 'any places do, if they are the same in each run'),
     ('losses', "= 0,1,0,0,'',None", 'the first 8 are looked at anyway'),
+    ('losses', 'w = y if (info.channel is None) and False', 'a view with the same sum'),
+    *(('losses', f'(cw.float() if cw.itemsize {less} else cw)', '`float` gives the tensor itself') for less in ('<= 4', '< 5')),
     *(('microbatch', f'if {never} else b.tensor_split(m)', '`tensor_split` gives the same, and is slower')
       for never in ('(n%m == 0) and False', 'n / m == 0')),
     ('scaler', 'at_min = scale < self.min_scale*(1+1e-6)', 'no float32 scale lies there exactly'),

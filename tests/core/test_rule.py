@@ -115,6 +115,9 @@ def test_options():
     assert _options(f) is None
     assert _options(nn.CrossEntropyLoss(weight=cw)) != _options(nn.CrossEntropyLoss(weight=cw.clone())) != _options(nn.CrossEntropyLoss())
     assert _options(nn.CrossEntropyLoss()) == _options(nn.CrossEntropyLoss())
+    smooth = LabelSmoothingCrossEntropy(weight=cw)                                 # it is no buffer there
+    before,smooth.weight = _options(smooth),cw.clone()
+    assert _options(smooth) != before
 
 def own(pred, t): return ((pred-t)**2).sum(1).mean()
 
