@@ -3,7 +3,7 @@ from functools import partial
 from types import SimpleNamespace
 import numpy as np, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from torch import tensor
-from fastai.losses import BaseLoss, CrossEntropyLossFlat, LabelSmoothingCrossEntropy
+from fastai.losses import BaseLoss, CrossEntropyLossFlat, FocalLoss, LabelSmoothingCrossEntropy
 from torch.nn.utils.rnn import pack_sequence
 from fastaccum.core.losses import (LossInfo, LossRule, _item_weights, _options, _passing, _targets, _valid, at_least, count_items, ignore_empty,
                                    is_known, loss_weight, mixer_of, n_items, unwrapped)
@@ -394,6 +394,7 @@ def test_measured(over, may):
 def test_defaults():
     assert (LossInfo(own).reduction, LossInfo(own).ignore_index, LossInfo(own).class_weight, LossInfo(own).over) == ('mean', -100, None, 'items')
     assert LossInfo(partial(partial(F.nll_loss, ignore_index=1), ignore_index=2)).ignore_index == 2
+    assert LossInfo(LabelSmoothingCrossEntropy()).over == LossInfo(FocalLoss()).over == 'elements'
     assert LossInfo(nn.CrossEntropyLoss(label_smoothing=.1)).nan_if_empty is True and LossInfo(nn.CrossEntropyLoss()).nan_if_empty is False
 
 def test_unwrapped():
