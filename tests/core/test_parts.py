@@ -95,9 +95,8 @@ def test_lists_stay():
     assert looks(lists, (tensors(3, 4),))==(4, [False]) and lists.look((torch.ones(2),), ()) is None
     lists = Lists()
     looks(lists, (tensors(3, 5),)), looks(lists, (tensors(3, 5),), (), 5)                        # the first was not sure
-    assert looks(lists, (tensors(3, 7),))==(7, [False])
-    other = tensors(3, 5)
-    assert not lists.knows(other)
+    last = tensors(3, 7)
+    assert looks(lists, (last,))==(7, [False]) and lists.knows(last) and not lists.knows(tensors(3, 7))
 
 clear = " To be clear: return columns in a dict or as inputs of their own; if the list has one object for each item, load other than {n} at a time."
 @pytest.mark.parametrize('make,n,form', [(list, 3, 'one object for each item'), (tuple, 4, 'columns with all items each')])
