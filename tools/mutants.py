@@ -40,6 +40,7 @@ EQUIVALENT = (
     ('losses', "= 0,1,0,0,'',None", 'the first 8 are looked at anyway'),
     ('losses', 'w = y if (info.channel is None) and False', 'a view with the same sum'),
     *(('losses', f'(cw.float() if cw.itemsize {less} else cw)', '`float` gives the tensor itself') for less in ('<= 4', '< 5')),
+    ('microbatch', 'if n < size: return [n]', 'what follows makes one part of `n`, slower'),
     *(('microbatch', f'if {never} else b.tensor_split(m)', '`tensor_split` gives the same, and is slower')
       for never in ('(n%m == 0) and False', 'n / m == 0')),
     ('scaler', 'at_min = scale < self.min_scale*(1+1e-6)', 'no float32 scale lies there exactly'),
