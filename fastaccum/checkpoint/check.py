@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from fastai.basics import *
-from .values import Values, has_state_dict, is_users, kind_of, kinds, scalars
+from .values import Values, is_users, kind_of, kinds, scalars
 
 # %% auto #0
 __all__ = []

@@ -10,8 +10,8 @@ import inspect, types
 from contextlib import suppress
 from fastai.basics import *
 from fastai.callback.progress import CSVLogger
-from .check import (WrongEntry, check_attrs, check_form, check_module_attrs, check_module_rest, check_optimizer, check_state,
-    check_takes, check_tensors, check_value, present, refuse)
+from .check import (WrongEntry, check_attrs, check_form, check_module_attrs, check_module_rest, check_optimizer,
+    check_state, check_takes, check_tensors, check_value, present, refuse)
 from .fingerprint import own_loss
 from .generators import check_notes, put_notes, rng_state, set_rng_state, take_notes, users_methods
 from .loaders import make_persistent, persistent, sampler_weights
@@ -148,7 +148,7 @@ class LearnerState:
             elif has_state_dict(cb):
                 check_form(state, dict(state=object), name)
                 check_state(vs, state['state'], cb, f'{name}.state_dict()')
-            elif isinstance(cb, CSVLogger): check_form(state, dict(csv=(str,type(None))), name)
+            elif isinstance(cb, CSVLogger): check_form(state, {'csv': (str,_none), str: object}, name)
             elif not isinstance(cb, LoopCallback):
                 check_form(state, dict(attrs={str: object}), name)
                 check_attrs(vs, _settable(cb, state['attrs'], {'learn'}), cb, name)
@@ -256,7 +256,7 @@ weights_form = dict(model=(dict,OrderedDict), model_more=list, opt=tuple, has_gr
 rng_form = dict(python=tuple, numpy=tuple, torch=Tensor, loaders=[(tuple,_none)], generators={str: object})
 _loss = Tensor,*_number,_none
 learner_form = {**{f'{k}?': int for k in ('epoch','n_epoch','iter','n_iter','train_iter')}, 'pct_train?': _number, 'training?': bool,
-                'smooth_loss?': _loss, 'loss?': _loss, 'final_record?': [(*_loss,str,list)]}
+                'smooth_loss?': _loss, 'loss?': _loss, 'final_record?': [(*_loss,str,list)], str: object}
 state_form = {'learner': learner_form, 'model_attrs': {str: dict}, 'has_grad': list, 'callbacks': list, 'more': {str: object},
               'metrics': list, 'samplers': [{str: object}], 'notes': {str: {str: object}}, 'persistent': [bool], 'rng': (dict,_none),
               'file?': str, 'ranks?': list}
