@@ -65,7 +65,9 @@ class CheckpointFolder:
     # The number of the saved fit that began so (weights, random numbers, seed, settings), or None. If several began with the same weights
     # and random numbers: the first with the same settings, too
     def fit_that_began(self, words):
-        began = {fit_of(f): beginning_of(f) for f in self.files if fit_of(f) > self.n_fits}
+        began = {}
+        for f in self.files:                             # the newest may be damaged
+            if fit_of(f) > self.n_fits: began[fit_of(f)] = beginning_of(f) or began.get(fit_of(f))
         return first(n for n,b in began.items() if b == words) or first(n for n,b in began.items() if b and b[:2] == words[:2])
 
     def fit_begins(self): self.unfinished = True
