@@ -333,7 +333,8 @@ class GradientAccumulation(LoopCallback):
 
     def after_train(self):
         self._end_epoch()
-        if self.remainder == 'step' and self.n_opened - self.n_before == 1 and 0 < self.items < self.accum_bs:
+        whole = self.batch is not None and self.batch.last                      # nobody cut the epoch short
+        if whole and self.remainder == 'step' and self.n_opened - self.n_before == 1 and 0 < self.items < self.accum_bs:
             self.warn_once(f"accum_bs={self.accum_bs} is more than the {self.items} items of an epoch: each epoch is one step.")
 
     def after_cancel_epoch(self): self._end_epoch()

@@ -354,7 +354,9 @@ def _walk(o, depth=6, seen=None):
     if depth == 0 or isinstance(o, Tensor): return
     if isinstance(o, partial): kids = o.func,o.args,o.keywords
     elif inspect.ismethod(o): kids = o.__func__,o.__self__
-    elif inspect.isfunction(o): kids = *o.__code__.co_names,*inspect.getclosurevars(o).nonlocals.values(),o.__defaults__,o.__kwdefaults__
+    elif inspect.isfunction(o):
+        inner = inspect.getclosurevars(o).nonlocals.values()
+        kids = *o.__code__.co_names,*inner,o.__defaults__,o.__kwdefaults__,vars(o)
     elif isinstance(o, dict): kids = list(o.values())
     elif isinstance(o, (list,tuple)): kids = o
     else: kids = [*getattr(o, '__dict__', {}).values(), *(vars(type(o)).get(k) for k in ('forward', '__call__'))]

@@ -1,6 +1,7 @@
 "Arguments of other libraries get an error that names fastaccum's"
 import warnings
 import pytest, torch, torch.nn as nn
+from fastai.callback.training import ShortEpochCallback
 from fastai.basics import DataLoader, DataLoaders, Learner, SGD
 from fastaccum.all import GradientAccumulation, GradientAccumulationSchedule
 
@@ -13,10 +14,10 @@ def test_arguments_of_others(name, value, says):
         with pytest.raises(TypeError) as e: make(**{name: value})
         assert says in str(e.value)
 
-def told(n, bs, *args, **kwargs):
+def told(n, bs, *args, cbs=(), **kwargs):
     items = [(x, x.sum()[None]) for x in torch.randn(n, 3)]
     dls = DataLoaders(DataLoader(items, bs=bs), DataLoader(items, bs=bs), device='cpu')
-    learn = Learner(dls, nn.Linear(3, 1), loss_func=nn.MSELoss(), opt_func=SGD, cbs=GradientAccumulation(*args, **kwargs))
+    learn = Learner(dls, nn.Linear(3, 1), loss_func=nn.MSELoss(), opt_func=SGD, cbs=[GradientAccumulation(*args, **kwargs), *cbs])
     with warnings.catch_warnings(record=True) as found, learn.no_bar(), learn.no_logging():
         warnings.simplefilter('always')
         learn.fit(3, .01)
@@ -29,3 +30,5 @@ def test_an_epoch_is_one_step(n, bs):
 
 @pytest.mark.parametrize('n,bs,args,kwargs', [(32, 8, (32,), {}), (33, 8, (32,), {}), (31, 8, (32,), dict(remainder='carry')), (20, 20, (), dict(micro_batch_size=4))])
 def test_an_epoch_has_a_full_step(n, bs, args, kwargs): assert not told(n, bs, *args, **kwargs)
+
+def test_an_epoch_cut_short(): assert not told(64, 8, 32, cbs=[ShortEpochCallback(.3)])
