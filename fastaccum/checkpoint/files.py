@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/files.html.md"""
 
 # %% ../../nbs/api/checkpoint/06_files.ipynb #a1f27d36
 from __future__ import annotations
-import json, re, secrets, zipfile, zlib
+import io, json, re, secrets, zipfile, zlib
 from contextlib import suppress
 from fastai.basics import *
 
@@ -32,7 +32,7 @@ def write_checkpoint(state, path, tmp=None):
         _no_link(tmp)
         with open(tmp, 'wb') as f:
             out = _Digesting(f)
-            torch.save(state, out)
+            with io.BufferedWriter(out, 1 << 16) as buffer: torch.save(state, buffer)
             f.write(out.digest())
         _force_to_disk(tmp)
         os.replace(tmp, path)
@@ -43,13 +43,14 @@ def write_checkpoint(state, path, tmp=None):
 
 # %% ../../nbs/api/checkpoint/06_files.ipynb #9c785d2a
 # What the file ends with: how many bytes are before it, and their CRC-32
-class _Digesting:
+class _Digesting(io.RawIOBase):
     def __init__(self, file=None): self.file,self.n,self.crc = file,0,0
     def add(self, b): self.n,self.crc = self.n+len(b),zlib.crc32(b, self.crc)
+    def writable(self): return True
     def write(self, b):
+        self.file.write(b)
         self.add(b)
-        return self.file.write(b)
-    def flush(self): self.file.flush()
+        return len(b)
     def digest(self): return b'\nfastaccum bytes=%016x crc32=%08x\n' % (self.n, self.crc)
 
 # Raise an error if a byte of the file has changed. Files without a digest, of older versions, have checksums of their parts

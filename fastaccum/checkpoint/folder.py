@@ -110,9 +110,7 @@ class CheckpointFolder:
 
     def _write(self, state, name, fit):
         try: return self.own.write(state, name)
-        except (OSError,RuntimeError) as e: error,e.__traceback__,e.__context__ = e,None,None
-        # without its traceback, which keeps the file of `torch.save` open, so that its room stays taken
-        self._make_room(error, size_of(state), fit)
+        except (OSError,RuntimeError) as e: self._make_room(e, size_of(state), fit)
         return self.own.write(state, name)
 
     # If the error `e` says that the disk is full: remove checkpoints that the new one replaces, the oldest first, only as many as it needs.

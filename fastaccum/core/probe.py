@@ -98,8 +98,8 @@ class LossProbe:
     def _compare(self, batch, **kwargs):
         if not self.by_value:
             try: return _Parts(self.info, batch, **kwargs)
-            except _NoGradient:
-                if not hasattr(self.info.loss_func, 'values'): raise
+            except ValueError as e:
+                if str(e) != _no_gradient or not hasattr(self.info.loss_func, 'values'): raise
                 self.by_value = True
         return _Values(self.info, batch, **kwargs)
 
@@ -616,10 +616,10 @@ class _Parts:
         errors = [(self.error(r), r) for r in self.rules]
         return min(errors, key=lambda o: (o[0] > self.tol and o[1].over in ('mask','count'), o[0]))
 
-class _NoGradient(ValueError): pass
+_no_gradient = 'its gradients are zero'
 
 def _check_size(size):
-    if size == 0: raise _NoGradient('its gradients are zero')
+    if size == 0: raise ValueError(_no_gradient)
     if not size < math.inf: raise FloatingPointError('its gradients are not finite')
     return size
 

@@ -203,7 +203,7 @@ def failing(monkeypatch, name, error, when=lambda *a: True):
     monkeypatch.setattr(module, name, fails)
 
 read_only = OSError(errno.EROFS, 'Read-only file system')
-def in_models(*args): return any('/models/' in str(a.file.name if hasattr(a, 'digest') else a) for a in args if hasattr(a, 'digest') or isinstance(a, (str,os.PathLike)))
+def in_models(*args): return any('/models/' in str(a.raw.file.name if hasattr(a, 'raw') else a) for a in args if hasattr(a, 'raw') or isinstance(a, (str,os.PathLike)))
 
 @pytest.mark.parametrize('name', ['mkdir', 'replace', 'fsync', 'unlink', 'save'])
 def test_failing_operations(name, monkeypatch):

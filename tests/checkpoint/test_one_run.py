@@ -1,5 +1,5 @@
 "Two runs never share a folder, and a restart at once is never refused; a disk that is nearly full gets the newest checkpoint"
-import errno, io, multiprocessing, os, re, shutil, signal, subprocess, sys, time
+import errno, multiprocessing, os, re, shutil, signal, subprocess, sys, time
 from contextlib import suppress
 from math import inf
 import pytest, torch
@@ -7,7 +7,7 @@ from reference import *
 from test_checkpoint import Interrupt, data, make, new_process, one_process, run, test_eq_bits
 from test_checkpoint_files import failing, in_models, read_only
 from fastaccum.checkpoint.callback import *
-from fastaccum.checkpoint import folder as folders
+from fastaccum.checkpoint import files, folder as folders
 from fastaccum.checkpoint.files import lock_name, read_checkpoint
 from fastaccum.checkpoint.folder import CheckpointFolder, lock, unlock
 
@@ -162,26 +162,19 @@ def test_a_lock_that_was_lost_is_taken_again():
     assert [f.name for f in folder.files] == ['1-000000004.pt']
 
 # --- a disk that is nearly full
-class Writer:
-    "As that of `torch.save`: its file takes room, removed or not, until the traceback lets it go"
-    def __init__(self, disk, size): self.disk,self.size = disk,size; disk.open += size
-    def __del__(self): self.disk.open -= self.size
-
 class SmallDisk:
-    "Room for so many bytes in a folder. `torch.save` fails as on a full disk, also in the middle of the file"
+    "Room for so many bytes in a folder. Writing fails as on a full disk, also in the middle of the file"
     def __init__(self, monkeypatch, path, size):
-        self.path,self.size,self.open,real = path,size,0,torch.save
-        def save(state, file, *args, **kwargs):
-            if not isinstance(file, Path): return real(state, file, *args, **kwargs)
-            real(state, buffer := io.BytesIO(), *args, **kwargs)
-            data,free = buffer.getvalue(),self.free()
-            file.write_bytes(data[:free])
-            if len(data) <= free: return
-            writer = Writer(self, free)
-            raise RuntimeError('[enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534')
-        monkeypatch.setattr(torch, 'save', save)
+        self.path,self.size,real = path,size,files._Digesting.write
+        def write(digesting, b):
+            digesting.file.flush()
+            if len(b) > self.free():
+                digesting.file.write(b[:self.free()])
+                raise OSError(errno.ENOSPC, 'No space left on device')
+            return real(digesting, b)
+        monkeypatch.setattr(files._Digesting, 'write', write)
         monkeypatch.setattr(shutil, 'disk_usage', lambda p: SimpleNamespace(free=self.free(), total=size, used=0))
-    def free(self): return max(0, self.size-self.open-sum(f.stat().st_size for f in self.path.glob('*.pt*')))
+    def free(self): return max(0, self.size-sum(f.stat().st_size for f in self.path.glob('*.pt*')))
 
 def state(i): return dict(done=i, w=torch.full((100_000,), float(i)))       # 400 kB
 def on_disk(folder): return sorted(f.name for f in folder.path.glob('*.pt*'))
