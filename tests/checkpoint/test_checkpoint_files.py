@@ -253,7 +253,7 @@ def test_background():
     whole,began,gate,writes = run({}),threading.Event(),threading.Event(),[]
     real = torch.save
     def slow(state, file, *args, **kwargs):
-        if hasattr(file, 'digest'):      # a file, not the test of what can be saved
+        if hasattr(file, 'raw'):         # a file, not the test of what can be saved
             writes.append(threading.current_thread() is threading.main_thread())
             began.set()
             assert gate.wait(60)
