@@ -33,7 +33,7 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 	QUICK=1 $(TEST_ENV) $(BIN)/python -m pytest -n 2 $(BY_FILE)
 
 cases: $(INSTALLED) ## every cell of the notebooks, every case of every test (some 15 minutes)
-	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2 --flags slow --path-re "$$(grep -rl '"#| slow' nbs | paste -sd '|' -)"
+	grep -rl '"#| slow' nbs | $(TEST_ENV) xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 1 --flags slow
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE)
 
 bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some ten minutes); make the pages of it; DEVICE=cuda: on a GPU
