@@ -27,12 +27,13 @@ test:
 bench:
 	$(TEST_ENV) $(PYTHON) -m bench --device $(DEVICE)
 else
-test: $(INSTALLED) ## check that generated files are up to date, run all notebooks, and some cases of each test (5 minutes); DEVICE=cuda: all numeric ones on a GPU
+test: $(INSTALLED) ## check that generated files are up to date, run all notebooks but their slow cells, and some cases of each test (5 minutes); DEVICE=cuda: all numeric ones on a GPU
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
 	QUICK=1 $(TEST_ENV) $(BIN)/python -m pytest -n 2 $(BY_FILE)
 
-cases: $(INSTALLED) ## every case of every test (some ten minutes)
+cases: $(INSTALLED) ## every cell of the notebooks, every case of every test (some 15 minutes)
+	grep -rl '"#| slow' nbs | $(TEST_ENV) xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 1 --flags slow
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE)
 
 bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some ten minutes); make the pages of it; DEVICE=cuda: on a GPU

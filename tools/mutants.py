@@ -33,9 +33,16 @@ EQUIVALENT = (
     ('accumulator', 'return weight.reshape(()) if (weight.dim()) or True', 'a view with the same value'),
     *(('accumulator', f'.to({device}, {arg})', 'only a GPU copies without blocking, and the value is the same')
       for device in ('device', 'loss.device') for arg in ('', 'non_blocking=False')),
+    *(('losses', usual, 'what follows finds the same tensor, slower')
+      for usual in ('t = None  # the usual', 't = b[0] if (isinstance(b, (tuple,list)) and b) and False else b')),
+    ('losses', 'w.sum(None, keepdim=True)', 'it has one dimension'),
+    ('losses', '[],[],random.Random(1)', 'any places do, if they are the same in each run'),
+    ('losses', "= 0,1,0,0,'',None", 'the first 8 are looked at anyway'),
+    ('losses', 'w = y if (info.channel is None) and False', 'a view with the same sum'),
+    *(('losses', f'(cw.float() if cw.itemsize {less} else cw)', '`float` gives the tensor itself') for less in ('<= 4', '< 5')),
+    ('microbatch', 'if n < size: return [n]', 'what follows makes one part of `n`, slower'),
     *(('microbatch', f'if {never} else b.tensor_split(m)', '`tensor_split` gives the same, and is slower')
       for never in ('(n%m == 0) and False', 'n / m == 0')),
-    ('microbatch', 'if gradients else 1 for', 'any number stands for zeros'),
     ('scaler', 'at_min = scale < self.min_scale*(1+1e-6)', 'no float32 scale lies there exactly'),
     ('scaler', 'f.to(self._scale.device, )', 'only a GPU copies without blocking, and the value is the same'),
     ('scaler', 'f.to(self._scale.device, non_blocking=False)', 'as above'),

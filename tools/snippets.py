@@ -1,13 +1,16 @@
 """Type every page of the site from top to bottom, each in a process of its own: `make snippets`
 
 What is typed is what a reader sees, in the order of the page: hidden cells do not run, and no setting of the tests holds. There are as many
-pages at once as processors, each with as many threads as the machine gives. A page that fails, or takes longer than a minute, is named."""
-import os, re, subprocess, sys, tempfile
+pages at once as processors, each with as many threads as the machine gives. A page that fails, or takes longer than a minute, is named.
+
+The processes are forks of one that has imported what most pages import, which takes longer than most pages."""
+import atexit, multiprocessing, os, re, runpy, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 limit = 60  # seconds for a page, of a processor that nobody else uses: what is counted is the time of the process
 hidden = 'OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'IN_TEST'
+imported = 'torch', 'pandas', 'matplotlib.pyplot', 'sklearn.datasets', 'fastai.basics'
 
 # No windows; at the end its own seconds, and those of processes that it started, in a file
 begin = '''import atexit, matplotlib, os
@@ -25,13 +28,29 @@ def plain(src):
 
 def run(page, root, n=10):
     "(seconds of a processor, what went wrong) for one page"
-    env = {k: v for k,v in os.environ.items() if k not in hidden} | {'PYTHONPATH': str(root), 'WANDB_MODE': 'offline'}
     with tempfile.TemporaryDirectory() as tmp, tempfile.TemporaryDirectory() as own:
-        script,used = Path(own)/'typed.py',Path(own)/'used'
+        script,used,said = (Path(own)/f for f in ('typed.py', 'used', 'said'))
         script.write_text(typed(page, used.as_posix()), encoding='utf-8')
-        try: res = subprocess.run([sys.executable, script], cwd=tmp, env=env, capture_output=True, text=True, timeout=n*limit)
-        except subprocess.TimeoutExpired: return n*limit,'did not end'
-        return float(used.read_text()) if used.exists() else 0.,'\n'.join(res.stderr.strip().split('\n')[-12:]) if res.returncode else ''
+        p = multiprocessing.get_context('forkserver').Process(target=type_in, args=(str(script), tmp, str(said), str(root)))
+        p.start()
+        p.join(n*limit)
+        if p.is_alive(): p.kill(); p.join(); return n*limit,'did not end'
+        why = '\n'.join(said.read_text(errors='replace').strip().split('\n')[-12:]) if p.exitcode else ''
+        return float(used.read_text()) if used.exists() else 0.,why
+
+def type_in(script, cwd, said, root):
+    "Run `script` in the folder `cwd`, as `python script` would; what it says goes to the file `said`"
+    os.chdir(cwd)
+    sys.path[0],sys.argv = root,[script]
+    with open(said, 'wb') as err, open(os.devnull, 'wb') as out: os.dup2(err.fileno(), 2); os.dup2(out.fileno(), 1)
+    try: runpy.run_path(script, run_name='__main__')
+    finally: atexit._run_exitfuncs()             # a process of `multiprocessing` leaves them out
+
+def warm_up(root):
+    "Begin the process that the pages' processes are forks of"
+    for k in hidden: os.environ.pop(k, None)
+    os.environ.update(PYTHONPATH=str(root), WANDB_MODE='offline')
+    multiprocessing.get_context('forkserver').set_forkserver_preload(list(imported))
 
 def main():
     import apidoc, pages
@@ -41,6 +60,7 @@ def main():
     wrong,wanted,n_cpus = [],sys.argv[1:],os.cpu_count() or 1
     todo = [pages.Page(f, proc, Path(tempfile.gettempdir()), cfg) for f in sorted(proc.rglob('*.ipynb'))]
     todo = [p for p in todo if p.snippets() and (not wanted or any(w in p.path for w in wanted))]
+    warm_up(root)
     with ThreadPoolExecutor(n_cpus) as pool:
         for page,(used,trouble) in zip(todo, pool.map(lambda p: run(p, root), todo)):
             print(f'{page.path:40} {used:5.1f} s  {"FAILS" if trouble else ""}', flush=True)

@@ -16,6 +16,7 @@ from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, split_batch
 from ..core.random import Snapshot
 from ..loop.events import cancels
+from .replaced import ReplacedLoss
 
 # %% auto #0
 __all__ = []
@@ -61,9 +62,10 @@ class BatchPass:
                     for o,(o.yb1,o.lam) in zip(mixers, others): pass
                     if watch: self.yb,self.version = learn.yb,getattr(first(learn.yb), '_version', None)
                     loop.forward(self._predict_coupled if coupled else None)
+                    if loop.now.changed == 'replaced' and self.cb.replaced is None: probed = self._replace() or probed
                     look = (probed or loop.now.changed) and self.rule.due()
                     if look and probed: self._measure()
-                    if loop.now.changed: self._check_changed(look)
+                    if loop.now.changed == 'added': self._check_added(look)
                     if table['backward']: loop.around(self._backward, 'backward', CancelBackwardException)
                     else: self._backward()
                     if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
@@ -132,10 +134,19 @@ class BatchPass:
         if isinstance(weight, Tensor) or not weight: ignore_empty(learn.pred, acc.counted(learn.loss_grad, weight))
         return weight,share
 
+    # A callback has put another loss in the place of loss_func's: what that averages over is measured from here on
+    def _replace(self):
+        cb = self.cb
+        if cb.weight is not None or not (cb.check_loss and cb.normalize) or cb.coupled or self.loop.now.losses is not None: return False
+        cb.replaced,self.weights,self.stacked = ReplacedLoss(self.loop),None,None
+        self.rule.look_up(cb.replaced)
+        return True
+
     # Look at the loss of this micro-batch. If its rule changes, the weights of the micro-batches before it are corrected
     def _measure(self):
         learn,rule,acc,before = self.learn,self.rule,self.acc,len(self.acc.losses)
         old,(epoch,i) = rule.info,self.place
+        if self.cb.replaced is not None: self.cb.replaced.renew()
         late = rule.measure(learn.pred, learn.yb, self.sizes[self.i], before, learn.loss_grad, self.loop.now.losses, self._shown,
                             f'epoch {epoch}, batch {i}')
         if before == 0: acc.open(normalize=self.cb.normalize and not rule.is_sum, floor=rule.info.floor)
@@ -153,12 +164,11 @@ class BatchPass:
         def part(t): return t[a:z] if t.dim() and len(t) == n else t
         with _replacing(learn, 'xb', map_tensors(part, learn.xb)), _replacing(learn, 'yb', map_tensors(part, learn.yb)): yield
 
-    # A callback has changed what is back-propagated: is the rule of the loss function right for it?
-    def _check_changed(self, look):
-        rule,cb,how = self.rule,self.cb,self.loop.now.changed
+    # A callback has added something to the loss: is the rule of the loss function right for it?
+    def _check_added(self, look):
+        rule,cb = self.rule,self.cb
         if cb.weight is not None or not (cb.check_loss and cb.normalize) or cb.coupled or self.loop.now.losses is not None: return
-        if how == 'replaced': why = "does not contain loss_func's value: what 100% of it averages over is not known"
-        elif rule.is_sum: why = "contains a term of its own beside loss_func's sum: a mean would count 100% for each micro-batch"
+        if rule.is_sum: why = "contains a term of its own beside loss_func's sum: a mean would count 100% for each micro-batch"
         else:
             off = rule.uneven(self.learn.yb, self.sizes[self.i]) if look and rule.info.over not in ('items','elements') else 0.
             if off < 1e-5: return

@@ -10,6 +10,7 @@ import inspect
 from contextlib import ExitStack
 import matplotlib.pyplot as plt
 from numbers import Integral, Real
+from typing import NoReturn
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 from torch.utils._pytree import tree_leaves
@@ -27,7 +28,7 @@ from ..loop.optimizers import AccumulatedParams
 from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
 from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
-from .checks import check_args, check_learner, keeps_state
+from .checks import check_args, check_learner, keeps_state, refuse_others
 from .plan import accum_batches, epoch_plan, epochs_for
 from .watch import Watch, reader_of, value_message
 
@@ -50,15 +51,17 @@ class GradientAccumulation(LoopCallback):
         check_loss:bool|str=True,    # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
         coupled:bool|str=False,      # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
-        drop_last=None               # fastxtend's argument: use `remainder` instead
+        **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
-        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, drop_last, grad_dtype, coupled, check_loss)
+        refuse_others(theirs, type(self).__name__)
+        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss)
         store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,coupled')
         self._n_items = n_items
         self.per_loader_batch = accum_bs is None and n_acc is None and micro_batch_size is not None
         self.acc,self.ranks,self.fitting = GradientAccumulator([], 1, normalize),OneRank(),FittingSize()
         self.rule,self.coupled_watch,self.batch_lists,self.batch,self.running = LossRule(),CoupledWatch(),Lists(),None,False
         self.watch,self.terms,self.n_opened,self.params,self.loss_values = Watch(),TermWatch(),0,None,LossValues()
+        self.n_before = 0                                # accumulated batches of the fit before this epoch
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
     # -- what other callbacks may read
@@ -169,7 +172,7 @@ class GradientAccumulation(LoopCallback):
         self.acc = GradientAccumulator(self.params, self._accum_bs, self.normalize, self.ranks.reduce)
         self.clear()                                     # start with zero gradients, however the last fit ended
         self.running,self.rule,self.batch,self.n_opened = True,LossRule(LossProbe, self.check_loss == 'always'),None,0
-        self.batch_lists,self.loss_values = Lists(),LossValues()
+        self.batch_lists,self.loss_values,self.replaced = Lists(),LossValues(),None
         rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2
         self.coupled_watch,self.terms = CoupledWatch(rounding),TermWatch(5*rounding)
         if available_bytes(device_of(learn.model)) is not None: self.fitting.forget()
@@ -268,7 +271,7 @@ class GradientAccumulation(LoopCallback):
         measured = not self.coupled or rule.probe is not None or not (batch.opens and batch.closes or self.ranks.world > 1)
         f,old = learn.loss_func,self.loss_values.loss_func
         if f is not old and f != old: self.loss_values = LossValues(f)
-        rule.look_up(learn.loss_func, self.check_loss and self.normalize and self.weight is None and measured)
+        rule.look_up(ifnone(self.replaced, learn.loss_func), self.check_loss and self.normalize and self.weight is None and measured)
         mean = self.normalize and (self.weight is not None or rule.info.reduction != 'sum')
         floor = rule.info.floor if self.weight is None else acc.floor
         if batch.opens and (mean != acc.normalize or floor != acc.floor): acc.open(normalize=mean, floor=floor)
@@ -322,12 +325,18 @@ class GradientAccumulation(LoopCallback):
 
     # -- an epoch, even one that is cut short
     def before_train(self):
+        self.n_before = self.n_opened
         self.rule.begin_epoch()
         # several losses in a step: do terms of the model in them add up? With `weight` it is not known what halves would weigh
         self.terms.begin_epoch(self.check_loss and self.weight is None and not self.coupled)
         if self.params is not None: self.params.look_up()
 
-    def after_train(self): self._end_epoch()
+    def after_train(self):
+        self._end_epoch()
+        whole = self.batch is not None and self.batch.last                      # nobody cut the epoch short
+        if whole and self.remainder == 'step' and self.n_opened - self.n_before == 1 and 0 < self.items < self.accum_bs:
+            self.warn_once(f"accum_bs={self.accum_bs} is more than the {self.items} items of an epoch: each epoch is one step.")
+
     def after_cancel_epoch(self): self._end_epoch()
     def after_epoch(self): fit_graph(self.learn)
 
@@ -390,8 +399,10 @@ class GradientAccumulationSchedule(GradientAccumulation):
         n_items=None,                # `n_items(learn)`: items of the loader batch
         check_loss:bool|str=True,    # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
-        coupled:bool|str=False       # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
+        coupled:bool|str=False,      # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
+        **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
+        refuse_others(theirs, type(self).__name__)
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
                          normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
                          grad_dtype=grad_dtype, coupled=coupled)

@@ -21,9 +21,25 @@ __all__ = []
 # %% ../../nbs/api/accumulation/03_checks.ipynb #dc1be440
 _remainders = 'step','drop','carry'
 
+# What other libraries call it -> what to write
+_batches = "counts batches, and fastaccum counts items: with loader batches of 16 items write accum_bs={value}*16"
+_most = 'is called micro_batch_size here, the largest number of items of a micro-batch: write micro_batch_size={value!r}'
+_others = dict(
+    **dict.fromkeys(('gradient_accumulation_steps', 'accumulate_grad_batches', 'accumulation_steps', 'grad_accum_steps', 'accum_steps'),
+                    _batches),
+    **dict.fromkeys(('microbatch_size', 'micro_bs', 'device_train_microbatch_size'), _most),
+    n_accumulate="is called accum_bs here, the number of items of an accumulated batch: write accum_bs={value!r} if it counts items",
+    drop_last="is an argument of fastxtend: use remainder='drop' to drop the items left at the end of an epoch, or 'step' (the default) "
+              "to step on them")
+
+# Arguments that a class does not have
+def refuse_others(kwargs, name):
+    for k,v in kwargs.items():
+        if k not in _others: raise TypeError(f"{name}.__init__() got an unexpected keyword argument {k!r}")
+        raise TypeError(f"{k}={v!r} {_others[k].format(value=v)}.")
+
 # Wrong types and values, and arguments that contradict each other
-def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, drop_last=None, grad_dtype=None, coupled=False,
-               check_loss=True):
+def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, grad_dtype=None, coupled=False, check_loss=True):
     if None not in (accum_bs, n_acc):
         raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone "
                          "(n_acc is fastai's name for it).")
@@ -38,9 +54,6 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
         raise ValueError(f"coupled={coupled!r} computes one loss over the micro-batches of a loader batch, and so needs micro_batch_size: "
                          "write GradientAccumulation(micro_batch_size=..., coupled=True).")
     if remainder not in _remainders: raise ValueError(f"remainder={remainder!r} is not one of {', '.join(map(repr, _remainders))}.")
-    if drop_last is not None:
-        raise TypeError(f"drop_last={drop_last!r} is an argument of fastxtend: use remainder='drop' to drop the items left at the end "
-                        "of an epoch, or 'step' (the default) to step on them.")
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype={grad_dtype!r}: pass torch.float32 to sum the gradients of half-precision weights in fp32, or None.")
     if n_items is not None and not callable(n_items):

@@ -22,11 +22,13 @@ class ScaleLR(LoopCallback):
     "Scale the learning rate with the size of the accumulated batch, or of larger loader batches"
     order,run_valid,name = 999,False,'scale_lr'   # scales after all that may cancel the step, restores after all that records the rate
     def __init__(self,
-        rule:str,             # 'linear' or 'sqrt'
+        rule:str|None=None,   # 'linear' or 'sqrt'; it has no default, as it depends on the optimizer
         bs:int|None=None,     # Items per step that the learning rate was chosen for; default: a schedule's first size, else a loader batch
         half_life:bool=False  # Keep the half-life of Adam's averages in items? (raises `mom` and `sqr_mom` to the power of `accum_bs/bs`)
     ):
-        if rule not in _rules: raise ValueError(f"rule={rule!r} is not one of {', '.join(map(repr, _rules))}.")
+        if rule not in _rules:
+            raise ValueError(f"rule={rule!r} is not one of {', '.join(map(repr, _rules))}: the rate grows in proportion to the items of a "
+                             "step, as is usual for SGD, or with their square root, as is usual for Adam.")
         if bs is not None and not is_count(bs):
             raise ValueError(f"bs={bs!r}: pass the number of items per step that the learning rate was chosen for (an int, at least 1).")
         store_attr()

@@ -65,4 +65,7 @@ class StepDigests(Callback):
             head = dict(training_checkpoint=1, columns=['fit', 'epoch', 'batch of the epoch', *_parts])
             text = '' if self.path.exists() else json.dumps(head) + '\n'
             with open(self.path, 'a') as f: f.write(f'{text}{json.dumps(row)}\n')
-        except OSError as e: warn(f'TrainingCheckpoint could not write the digests of a step: {e}. Training continues.')
+        except OSError as e:
+            self.run = False                       # for the rest of the fit
+            warn(f'TrainingCheckpoint could not write the digests of a step to {self.path}: {e}. There will be no more of this fit; '
+                 'training continues.')

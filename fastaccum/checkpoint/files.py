@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/files.html.md"""
 
 # %% ../../nbs/api/checkpoint/06_files.ipynb #a1f27d36
 from __future__ import annotations
-import json, re, secrets, zipfile
+import io, json, re, secrets, zipfile, zlib
 from contextlib import suppress
 from fastai.basics import *
 
@@ -30,7 +30,10 @@ def write_checkpoint(state, path, tmp=None):
     tmp = tmp or path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
         _no_link(tmp)
-        torch.save(state, tmp)
+        with open(tmp, 'wb') as f:
+            out = _Digesting(f)
+            with io.BufferedWriter(out, 1 << 16) as buffer: torch.save(state, buffer)
+            f.write(out.digest())
         _force_to_disk(tmp)
         os.replace(tmp, path)
         _force_to_disk(path.parent)
@@ -39,12 +42,37 @@ def write_checkpoint(state, path, tmp=None):
         raise
 
 # %% ../../nbs/api/checkpoint/06_files.ipynb #9c785d2a
-# Check the checksums of a file (a path, or an open file) and load it. Runs no code from the file (`weights_only`).
+# What the file ends with: how many bytes are before it, and their CRC-32
+class _Digesting(io.RawIOBase):
+    def __init__(self, file=None): self.file,self.n,self.crc = file,0,0
+    def add(self, b): self.n,self.crc = self.n+len(b),zlib.crc32(b, self.crc)
+    def writable(self): return True
+    def write(self, b):
+        self.file.write(b)
+        self.add(b)
+        return len(b)
+    def digest(self): return b'\nfastaccum bytes=%016x crc32=%08x\n' % (self.n, self.crc)
+
+# Raise an error if a byte of the file has changed. Files without a digest, of older versions, have checksums of their parts
+def _check_digest(f):
+    n,seen = len(_Digesting().digest()),_Digesting()
+    size = f.seek(0, os.SEEK_END)
+    f.seek(max(0, size-n))
+    end = f.read()
+    f.seek(0)
+    if end[-22:-18] == b'PK\5\6':                        # the last part of a zip file
+        if bad := zipfile.ZipFile(f).testzip(): raise zipfile.BadZipFile(f'wrong checksum of {bad}')
+    else:
+        while (left := size-n-seen.n) > 0: seen.add(f.read(min(left, 1 << 22)))
+        if end != seen.digest(): raise zipfile.BadZipFile('wrong checksum of the file')
+    f.seek(0)
+
+# Check the digest of a file (a path, or an open file) and load it. Runs no code from the file (`weights_only`).
 # `device` is for tensors that were not saved from a CPU
 def read_checkpoint(path, device='cpu'):
-    with zipfile.ZipFile(path) as z: bad = z.testzip()
-    if bad is not None: raise zipfile.BadZipFile(f'wrong checksum of {bad}')
-    if hasattr(path, 'seek'): path.seek(0)
+    if not hasattr(path, 'seek'):
+        with open(path, 'rb') as f: return read_checkpoint(f, device)
+    _check_digest(path)
     place = lambda storage, location: storage if location == 'cpu' else torch.serialization.default_restore_location(storage, str(device))
     return _changed(torch.load(path, map_location=place, weights_only=True), dict,
                     lambda d: d['from_device'].to(device) if 'from_device' in d else None)
@@ -80,7 +108,7 @@ def _changed(o, cls, f):
 def _structure(path):
     try:
         with zipfile.ZipFile(path) as z: return z.read(first(n for n in z.namelist() if n.endswith('/data.pkl')))
-    except (OSError,zipfile.BadZipFile,KeyError,RuntimeError,NotImplementedError,EOFError): return b''
+    except Exception: return b''        # flipped bits lead `zipfile` to errors of any type
 
 # What a fit of a checkpoint began with, as `beginning` describes it, or None
 def beginning_of(path):
@@ -98,10 +126,12 @@ def run_of(path):
     return run if path.name in (f'{stem}.pt', f'{stem}-{run}.pt') else None      # the second if the first was taken
 
 # %% ../../nbs/api/checkpoint/06_files.ipynb #c1efcf0b
+lock_name = 'training_checkpoint.lock'
+
 # The files of a run in a folder that may hold others; the folder need not exist
 class OwnFiles:
     manifest = 'training_checkpoint.json'
-    _manifests = f'{manifest}.tmp',manifest
+    _manifests,_entries = (f'{manifest}.tmp',manifest),{'training_checkpoint','run','made','finished','files'}
     def __init__(self, path):
         self.path = path
         now = self._read()
@@ -120,14 +150,16 @@ class OwnFiles:
                 raise ValueError(f"{file} was not written by TrainingCheckpoint. Choose another `fname`.")
         try: now = json.loads(text) if (self.path/self.manifest).exists() else {}
         except ValueError: return {}     # incomplete
-        return now if isinstance(now, dict) else {}
+        if not isinstance(now, dict): return {}
+        told = now.pop('digest', None)
+        return now if told == _digest_of(now) or told is None and now.keys() <= self._entries else {}
 
     # Write the manifest
     def note(self):
         tmp,text = self.path/self._manifests[0],dict(training_checkpoint=1, run=self.run, made=self.made, finished=self.finished,
                                                      files=sorted(self.listed))
         _no_link(tmp)
-        tmp.write_text(json.dumps(text))
+        tmp.write_text(json.dumps(dict(text, digest=_digest_of(text))))
         os.replace(tmp, self.path/self.manifest)
 
     # Names of existing files that match `pattern` and belong to this run
@@ -149,7 +181,7 @@ class OwnFiles:
     # Make sure that the folder exists
     def begin(self):
         # ours if nothing else is in it
-        self.made = self.made or not self.path.exists() or {f.name for f in self.path.iterdir()} <= {*self._manifests}
+        self.made = self.made or not self.path.exists() or {f.name for f in self.path.iterdir()} <= {*self._manifests, lock_name}
         self.path.mkdir(parents=True, exist_ok=True)
 
     # Write a checkpoint; returns its file
@@ -212,6 +244,8 @@ class OwnFiles:
 def _names_in(names):
     if not isinstance(names, list): return []
     return [n for n in names if isinstance(n, str) and n not in ('', '.', '..') and not {'/','\\',':'} & {*n}]
+
+def _digest_of(manifest): return f'{zlib.crc32(json.dumps(manifest).encode()):08x}'
 
 # Is it a file of digests?
 def _is_log(path):

@@ -167,8 +167,9 @@ def data_wrong(saved, now):
     for k in {**saved, **now}:
         a,b = saved.get(k),now.get(k)
         if a is None or b is None: res.append(f"the dataset `{k}` is {'not in the file' if a is None else 'missing here'}"); continue
-        of = '' if k == 'train' else f' of `{k}`'
-        res += [f'{key}{of}: {a.get(key)} in the file, {b.get(key)} here' for key in {**a, **b} if key != 'sample'
+        # validation is the same with any batch size
+        of,skip = ('',{'sample'}) if k == 'train' else (f' of `{k}`',{'sample','batch size'})
+        res += [f'{key}{of}: {a.get(key)} in the file, {b.get(key)} here' for key in {**a, **b} if key not in skip
                 and a.get(key) != b.get(key)]
         n = sum(x != y for x,y in zip(a['sample'], b['sample']))
         if n and a['items'] == b['items']:

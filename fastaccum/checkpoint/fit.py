@@ -12,11 +12,12 @@ from time import monotonic
 from fastai.basics import *
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import LRFinder
+from .check import WrongEntry, check_form, plain, refuse
 from .digests import StepDigests
 from .fingerprint import beginning, callback_list, callbacks_wrong, data_wrong, differences, fit_settings
 from .files import beginning_mark
-from .loaders import check_loader, item_order, list_order, persistent, rest_of_loader
-from .state import LearnerState, learner_device
+from .loaders import check_loader, check_order, item_order, list_order, persistent, rest_of_loader
+from .state import LearnerState, learner_device, state_form
 from .values import digest
 from ..loop.ranks import OneRank
 
@@ -25,6 +26,12 @@ __all__ = []
 
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #c96e2a84
 _signals = 'SIGINT','SIGTERM','SIGUSR1'
+
+# The outline of what a fit adds to the state of the Learner
+_data = {str: {'sample': [str], 'items': (int,type(None)), str: plain}}
+_form = dict(beginning=str, settings={'data': _data, 'model': {str: str}, 'callbacks': {str: list}, str: plain})
+_form_in_epoch = dict(batch=int, new_workers=bool, data=_data, 
+                      learner={**{k: int for k in ('epoch','n_epoch','n_iter','train_iter')}, 'pct_train': (int,float), str: object})
 
 # One fit of `learn` with the `TrainingCheckpoint` `cb`, whose arguments and memory of earlier fits it reads.
 # `settings`: arguments of the fit
@@ -44,12 +51,42 @@ class CheckpointedFit:
     # `train` runs the fit; takes more callbacks
     def run(self, train):
         state = self.ranks.load(self.folder, self.number, learner_device(self.learn))
-        if state is not None: self._check(state); self._tell_of_beginning(state)
+        if state is not None:
+            with self._told_entry(): self._check_outline(state)
+            self._check(state)
+            self._tell_of_beginning(state)
         if state is None or 'batch' in state: self._train(train, state)
         else: self._skip(state)
         self.folder.fit_ended(self.number, self.cancelled)
         if self.signal == 'SIGINT': raise KeyboardInterrupt
         self.folder.stop(self.signal)
+
+    # A value of the checkpoint that does not fit is an error of the file
+    @contextmanager
+    def _told_entry(self):
+        try: yield
+        except WrongEntry as e:
+            raise ValueError(f"{self.folder.path} has a checkpoint of fit {self.number} that does not fit this training run, or that "
+                             f"somebody has changed: {e}. Nothing was loaded. To continue from an older checkpoint, delete the newest "
+                             "one; or start a new run: use TrainingCheckpoint(resume=False) or another `fname`, or delete the "
+                             "folder.") from None
+
+    def _check_outline(self, state):
+        check_form(state, {**state_form, **_form, str: object}, '')
+        if 'batch' in state: check_form(state, {**_form_in_epoch, str: object}, '')
+        if len(state['beginning'].split()) != len(self.beginning)+1: refuse('beginning', state['beginning'], 'what the fit began with')
+
+    # Where in the fit it continues
+    def _check_place(self, state):
+        learn,at,done,n = self.learn,state['learner'],state['batch'],len(self.learn.dl)
+        for k,v,most in (('n_epoch', at['n_epoch'], learn.n_epoch), ('n_iter', at['n_iter'], n)):
+            if v != most: refuse(f'learner.{k}', v, f'{most}')
+        most = dict(epoch=learn.n_epoch-1, train_iter=n*learn.n_epoch)
+        for k,v,most in (('batch', done, n), *((f'learner.{k}', at[k], m) for k,m in most.items())):
+            if not 0 <= v <= most: refuse(k, v, f'a number up to {most}')
+        if at.get('training') is False: refuse('learner.training', False, 'True')
+        if not 0 <= at['pct_train'] <= 1: refuse('learner.pct_train', at['pct_train'], 'a number from 0 to 1')
+        if (order := state.get('order')) is not None: check_order(order, learn.dl, n-done)
 
     def _check(self, state):
         saved,now = dict(state['settings']),dict(self.settings)
@@ -80,13 +117,18 @@ class CheckpointedFit:
         learn = self.learn
         say(self.ranks, f"fit {self.number} was finished; its end state is loaded.")
         learn.model.to(learner_device(learn))
+        with self._told_entry(): LearnerState(learn).check(state)
         self._put(state)
         if 'model' not in state: learn.model.train(learn.training)
         self._put_rng(state['rng'])
 
     def _digests(self):
         if not self.cb.digest or self.lr_find or self.ranks.rank: return []
-        return [StepDigests(self.folder.own.log('digests.jsonl'), self.number)]
+        try: return [StepDigests(self.folder.own.log('digests.jsonl'), self.number)]
+        except OSError as e:
+            warn(f"TrainingCheckpoint(digest=True) cannot write in {self.folder.path} ({e}), so there will be no digests of this fit. "
+                 "Training continues.")
+            return []
 
     # -- resume
     # A context in which the fit continues from the checkpoint, if there is one
@@ -114,6 +156,9 @@ class CheckpointedFit:
         self._check_replaced(state)
         learn.n_iter = len(learn.dl)
         learn.one_batch.begin_epoch()
+        with self._told_entry():
+            self._check_place(state)
+            LearnerState(learn).check(state)
         self._put(state)
         self.before,self.epoch_rng,self.new_workers = state['batch'],state.get('epoch_rng'),state['new_workers']
         rest = rest_of_loader(learn.dl, state.get('order'), self.before, partial(self._put_rng, self.epoch_rng),

@@ -6,13 +6,15 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/folder.html.md"""
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #30107b4a
 from __future__ import annotations
-import atexit, multiprocessing, sys, threading
+import atexit, errno, multiprocessing, socket, sys, threading
 from contextlib import suppress
 from math import inf
 from multiprocessing.util import Finalize
 from fastai.basics import *
-from .files import OwnFiles, beginning_of, copied, read_checkpoint
+from .files import OwnFiles, _changed, beginning_of, copied, lock_name, read_checkpoint
 from ..loop.ranks import OneRank
+try: import fcntl
+except ImportError: fcntl = None     # Windows has no such locks
 
 # %% auto #0
 __all__ = []
@@ -31,13 +33,15 @@ class CheckpointFolder:
     def _begin(self, path, ranks):
         self.path,self.ranks,self.pid = path,ranks,os.getpid()
         self.n_fits,self.unfinished,self.stopped = 0,False,None   # of this process; stopped: the signal that ended a fit
-        self.writer,self.failed,self.spare,self.files = None,None,None,[]
+        self.writer,self.news,self.spare,self.files,self.cramped = None,[],None,[],False   # news: what the writer warns of
 
     # The object that this process has for `path`, or a new one
     @classmethod
     def at(cls, path, ranks=None):
         if path not in cls.in_use or cls.in_use[path].pid != os.getpid():
-            self = cls.in_use[path] = (OthersFolder if ranks is not None and ranks.rank else cls)(path, ranks)
+            first_rank = ranks is None or not ranks.rank
+            if first_rank: lock(path)
+            self = cls.in_use[path] = (cls if first_rank else OthersFolder)(path, ranks)
             self._call_off = _call_at_exit(self._at_exit)
             self._tidy()
         return cls.in_use[path]
@@ -61,7 +65,9 @@ class CheckpointFolder:
     # The number of the saved fit that began so (weights, random numbers, seed, settings), or None. If several began with the same weights
     # and random numbers: the first with the same settings, too
     def fit_that_began(self, words):
-        began = {fit_of(f): beginning_of(f) for f in self.files if fit_of(f) > self.n_fits}
+        began = {}
+        for f in self.files:                             # the newest may be damaged
+            if fit_of(f) > self.n_fits: began[fit_of(f)] = beginning_of(f) or began.get(fit_of(f))
         return first(n for n,b in began.items() if b == words) or first(n for n,b in began.items() if b and b[:2] == words[:2])
 
     def fit_begins(self): self.unfinished = True
@@ -89,28 +95,61 @@ class CheckpointFolder:
 
     def _save(self, state, fit, done, keep):
         name = f'{fit}-end.pt' if done == inf else f'{fit}-{done:09d}.pt'
-        try: path = self.own.write(state, name)
+        try:
+            lock(self.path)                        # again, as the lock ends when something in this process opens and closes the file
+            path = self._write(state, name, fit)
         except (OSError,RuntimeError) as e:
-            self.failed = f"TrainingCheckpoint could not save {self.path/name}: {str(e).splitlines()[0]} Training continues."
+            self.news.append(f"TrainingCheckpoint could not save {self.path/name}: {str(e).splitlines()[0]} Training continues.")
             return
         self.files = sorted({*self.files, path}, key=_place)
         old = self.of_fit(fit)[:-keep] + [f for f in self.files if fit_of(f) < fit and _place(f)[1] != inf]
         self.files = [f for f in self.files if f not in old]
-        with suppress(OSError): self.own.remove(keep={f.name for f in self.files} | self.own.logs())      # the next save tries again
+        with suppress(OSError): self._remove_others()      # the next save tries again
+
+    def _remove_others(self): self.own.remove(keep={f.name for f in self.files} | self.own.logs())
+
+    def _write(self, state, name, fit):
+        try: return self.own.write(state, name)
+        except (OSError,RuntimeError) as e: self._make_room(e, size_of(state), fit)
+        return self.own.write(state, name)
+
+    # If the error `e` says that the disk is full: remove checkpoints that the new one replaces, the oldest first, only as many as it needs.
+    # The last good one goes only if that is sure to make room
+    def _make_room(self, e, needed, fit):
+        full = getattr(e, 'errno', None) in (errno.ENOSPC, getattr(errno, 'EDQUOT', None))
+        if not self.path.is_dir() or not full and shutil.disk_usage(self.path).free >= needed: raise e
+        self._remove_others()                      # what a killed run left half-written
+        free = room = shutil.disk_usage(self.path).free
+        full = full and free >= needed             # a quota, so its room is not known
+        old,gone = [f for f in self.files if fit_of(f) == fit or fit_of(f) < fit and _place(f)[1] != inf],[]
+        while old and (room < needed or full and not gone): gone.append(old.pop(0)); room += gone[-1].stat().st_size
+        if room < needed or full and not old:
+            raise OSError(f"the disk is full: {free/1e6:,.1f} MB are free in {self.path}, and the checkpoint needs {needed/1e6:,.1f} MB.")
+        if gone and not old: self._tell_of_one()
+        self.files = [f for f in self.files if f not in gone]
+        self._remove_others()
+
+    def _tell_of_one(self):
+        if not self.cramped:
+            self.news.append(f"The disk of {self.path} has room for one checkpoint only, so the last one is removed before the next is "
+                             "written. A run that is killed meanwhile begins its fit anew: make room for two.")
+        self.cramped = True
 
     # Wait until the last checkpoint is written
     def wait(self):
         if self.writer is not None: self.writer.join()
-        if self.failed: warn(self.failed)
-        self.writer = self.failed = None
+        news,self.writer,self.news = self.news,None,[]
+        for message in news: warn(message)
 
     # Mark the run as complete: its last state moves to the folder `...-finished`, and the next start begins a new run
     def finish(self):
         self._call_off()
         self.in_use.pop(self.path, None)
         self.wait()
+        made = self.own.made
         self._try(partial(self.own.finish, [*(f.name for f in self.files[-1:]), *self.own.logs()]),
                   'move the end of the run, which is complete')
+        unlock(self.path, made)
 
     def _try(self, f, what):
         try: f()
@@ -119,6 +158,7 @@ class CheckpointFolder:
                  "instead of training them; to train again, delete them or use TrainingCheckpoint(resume=False).")
 
     def _at_exit(self):
+        if os.getpid() == self.pid and not self.own.listed: unlock(self.path, True)      # nothing was saved
         later = any(fit_of(f) > self.n_fits for f in self.files)   # fits that another process had begun
         if os.getpid() != self.pid or not self.n_fits or self.unfinished or self.stopped or later or _failed(): return
         if not self.ranks.all_ended(): return
@@ -141,6 +181,14 @@ def _call_at_exit(f):
     atexit.register(f)
     return partial(atexit.unregister, f)
 
+# What a file of `state` takes at most, in bytes
+def size_of(state):
+    sizes = {}
+    def note(t):
+        if t.layout == torch.strided: sizes[t.data_ptr()] = t.untyped_storage().nbytes() + 512      # tied weights stay one
+    _changed(state, Tensor, note)
+    return int(1.02*sum(sizes.values())) + 2**16
+
 # Did an error end the script, or the last cell of the notebook?
 def _failed():
     e = sys.exc_info()[1]                           # the error that ends a process of `multiprocessing`
@@ -148,6 +196,58 @@ def _failed():
     if not IN_IPYTHON: return getattr(sys, 'last_value', None) is not None
     from IPython import get_ipython
     return not getattr(get_ipython(), 'last_execution_succeeded', True)
+
+# %% ../../nbs/api/checkpoint/05_folder.ipynb #c8d2f5a1
+_locks,_unlockable = {},set()     # folder -> descriptor of its lock file, in this process; folders that it has told of
+
+# Let this process alone use the folder `path`, and make the folder. The lock belongs to the process: the kernel removes it however the
+# process ends, and a fork does not inherit it, so orphaned workers of a killed run hold nothing. A process may lock as often as it likes.
+# Some file systems, and Windows, know no locks: there it works without. A folder that cannot be written has none, as each save tells
+def lock(path):
+    if fcntl is None: return
+    while True:
+        try: fd = _lock_file(path)
+        except OSError: return
+        try: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno in (errno.EACCES, errno.EAGAIN): return _check_holder(path, os.pread(fd, 99, 0).decode(errors='replace').strip())
+            return _tell_of_no_lock(path, e)
+        if _is_at(fd, path/lock_name): break       # else the process that held it has just removed the file
+    with suppress(OSError): os.ftruncate(fd, 0); os.pwrite(fd, _process(os.getpid()).encode(), 0)
+
+def unlock(path, made):
+    fd = _locks.pop(path, None)
+    if fd is None: return
+    if _is_at(fd, path/lock_name):
+        with suppress(OSError): (path/lock_name).unlink()
+    os.close(fd)
+    if made:
+        with suppress(OSError): path.rmdir()       # there may be other files in it
+
+def _lock_file(path):
+    fd,file = _locks.get(path),path/lock_name
+    if fd is not None and _is_at(fd, file): return fd
+    if fd is not None: os.close(fd)                # somebody has removed the file
+    path.mkdir(parents=True, exist_ok=True)
+    _locks[path] = fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return fd
+
+def _is_at(fd, file):
+    try: return os.path.samestat(os.fstat(fd), os.stat(file))
+    except OSError: return False
+
+def _process(pid): return f'process {pid} on {socket.gethostname()}'
+
+# A process that trains and then starts others, as a notebook does with `launch`, is of the same run
+def _check_holder(path, who):
+    if who == _process(os.getppid()): return
+    raise RuntimeError(f"{who or 'Another process'} trains with the checkpoints in {path}, and two runs cannot share them: wait until it "
+                       "has ended, or use another name: TrainingCheckpoint('other').")
+
+def _tell_of_no_lock(path, e):
+    if path in _unlockable: return
+    _unlockable.add(path)
+    warn(f"{path} cannot be locked ({e}). TrainingCheckpoint works without: make sure that no other run uses this folder.")
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #8c02e6d4
 # The folder of a rank other than 0: it has no files

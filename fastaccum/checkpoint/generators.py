@@ -10,6 +10,7 @@ import random, types
 import pandas as pd
 from fastai.basics import *
 from fastai.vision.augment import RandTransform
+from .check import check_attrs, check_value
 from .values import Values, scalars
 from ..core.functions import closure_of, notes_of, set_by, set_closure
 from ..core.random import device_rng, generator_types
@@ -113,6 +114,12 @@ def put_notes(notes, loaders, vs):
         if path not in notes: continue
         if isinstance(o, types.FunctionType): set_closure(o, {k: vs.decode(e, None, path) for k,e in notes[path].items()})
         else: vs.set_attrs(o, notes[path], path)
+
+def check_notes(notes, loaders, vs):
+    for path,o in _held(_handlers(loaders)):
+        if path not in notes: continue
+        if not isinstance(o, types.FunctionType): check_attrs(vs, notes[path], o, path, exact=False); continue
+        for k,e in notes[path].items(): check_value(vs, e, closure_of(o).get(k) if o.__closure__ else None, f'{path}.{k}')
 
 def _handlers(loaders):
     return {**{f'dls[{i}]': dl for i,dl in enumerate(loaders) if users_methods(type(dl))}, **_places(loaders, {})}

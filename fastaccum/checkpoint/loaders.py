@@ -10,6 +10,7 @@ import itertools
 import torch.utils.data as torch_data
 from fastai.basics import *
 from fastai.text.data import LMDataLoader
+from .check import refuse
 
 # %% auto #0
 __all__ = []
@@ -18,6 +19,12 @@ __all__ = []
 # The items that fastai's `dl` has not given yet, in their order, after `done` batches
 def item_order(dl, done):
     return torch.tensor([int(i) for i in (dl.left(done) if _is_cut(dl) else dl._DataLoader__idxs[done*(dl.bs or 1):])])
+
+# Make sure that `order` has numbers of items of `dl`, enough for `n` batches
+def check_order(order, dl, n):
+    ok = isinstance(order, Tensor) and order.ndim == 1 and (_is_cut(dl) or len(order) > (n-1)*(dl.bs or 1))
+    if ok and len(order): ok = order.dtype == torch.int64 and 0 <= int(order.min()) <= int(order.max()) < len(dl.dataset)
+    if not ok: refuse('order', order, f'numbers of items for {n} batches')
 
 # Make sure that the next epoch has its order in a list. fastai's `SortedDL` gives it away item by item
 def list_order(dl):

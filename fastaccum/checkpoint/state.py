@@ -10,8 +10,10 @@ import inspect, types
 from contextlib import suppress
 from fastai.basics import *
 from fastai.callback.progress import CSVLogger
+from .check import (WrongEntry, check_attrs, check_form, check_module_attrs, check_module_rest, check_optimizer,
+    check_state, check_takes, check_tensors, check_value, present, refuse)
 from .fingerprint import own_loss
-from .generators import put_notes, rng_state, set_rng_state, take_notes, users_methods
+from .generators import check_notes, put_notes, rng_state, set_rng_state, take_notes, users_methods
 from .loaders import make_persistent, persistent, sampler_weights
 from .values import Values, has_state_dict, scalars
 from ..core.functions import closure_of, set_closure
@@ -94,6 +96,83 @@ class LearnerState:
         if type(cb).__module__.startswith('fastai.'): vs.wrong = {k: vs.wrong[k] for k in before}
         return dict(attrs=attrs) if attrs else None
 
+    # -- check
+    # Make sure that all of what `take` returned fits, before `put` sets anything; else a `WrongEntry`
+    def check(self, state):
+        learn,vs = self.learn,self.vs
+        vs.seen.clear()
+        check_form(state, {**state_form, str: object}, '')
+        if 'model' in state: self._check_weights(state)
+        self._check_grads(state['has_grad'])
+        check_module_attrs(vs, state['model_attrs'], self.model, 'model')
+        self._check_callbacks([*state['callbacks']])
+        check_attrs(vs, self._more_of(state), learn, 'learn', exact=False)
+        for i,(m,s) in enumerate(zip(self._users_metrics(), state['metrics'])): check_value(vs, s, m, f'metrics[{i}]')
+        for i,(dl,s) in enumerate(zip(learn.dls.loaders, state['samplers'])): self._check_sampler(dl, s, f'dls[{i}].sampler')
+        check_notes(state['notes'], learn.dls.loaders, vs)
+        if state['rng'] is not None: self._check_rng(state['rng'], 'rng')
+        vs.seen.clear()
+
+    def _check_weights(self, state):
+        check_form(state, {**weights_form, str: object}, '')
+        many = self._sharding()[0] is not noop
+        if not many: check_tensors(state['model'], self.model.state_dict(), 'model')
+        check_module_rest(self.vs, state['model_more'], self.model, 'model')
+        check_value(self.vs, state['loss_func'], _held(self.loss), 'loss_func')
+        held = state['loss_func']
+        if isinstance(self.loss, partial) and not (type(held) is tuple and held[0] == 'dict' and 'func' in held[2][0]):
+            raise WrongEntry('`loss_func` has no `func`')
+        check_value(self.vs, state['opt'], {}, 'opt')
+        if not many: check_optimizer(Values().decode(state['opt'], None, 'opt'), self.learn.opt, 'opt')
+        if not 0 <= state['frozen_idx'] <= len(self.learn.opt.param_lists):
+            refuse('frozen_idx', state['frozen_idx'], f'a number up to {len(self.learn.opt.param_lists)}')
+
+    def _check_grads(self, has_grad):
+        n = len([*params_of(self.learn.opt)])
+        if len(has_grad) != n: refuse('has_grad', has_grad, f'a list of {n}')
+        for i,v in enumerate(has_grad):
+            if v not in (None, 'torch.strided', 'torch.sparse_coo'): refuse(f'has_grad[{i}]', v, "None or 'torch.strided'")
+
+    def _check_callbacks(self, states):
+        vs = self.vs
+        for i,s in enumerate(states): check_form(s, (tuple,list), f'callbacks[{i}]')
+        for i,s in enumerate(states):
+            if len(s) != 2: refuse(f'callbacks[{i}]', s, 'a name and a state')
+            check_form(dict(name=s[0], state=s[1]), dict(name=str, state={str: object}), f'callbacks[{i}]')
+        for name,cb in self.cbs:
+            found = first(s for s in states if s[0] == name)
+            if found is None: continue
+            states.remove(found)
+            state = found[1]
+            if isinstance(cb, Recorder): check_recorder(cb, state, vs)
+            elif has_state_dict(cb):
+                check_form(state, dict(state=object), name)
+                check_state(vs, state['state'], cb, f'{name}.state_dict()')
+            elif isinstance(cb, CSVLogger): check_form(state, {'csv': (str,_none), str: object}, name)
+            elif not isinstance(cb, LoopCallback):
+                check_form(state, dict(attrs={str: object}), name)
+                check_attrs(vs, _settable(cb, state['attrs'], {'learn'}), cb, name)
+
+    def _check_sampler(self, dl, s, path):
+        now = sampler_weights(dl)
+        for k,e in s.items():
+            if k not in now: refuse(f'{path}.keys()', k, 'the name of the weights')
+            check_value(self.vs, e, now[k], f'{path}.{k}', exact=True)
+            new = Values().decode(e, None, path)
+            if new.shape != now[k].shape: refuse(f'{path}.{k}', e, f'weights of shape {tuple(now[k].shape)}')
+            if not bool((new >= 0).all()): refuse(f'{path}.{k}', e, 'weights of at least 0')
+
+    # Each kind of generators takes its state, and gets its old one back
+    def _check_rng(self, rng, path):
+        now = self.take_rng()
+        check_form(rng, {**rng_form, 'device?': (list,Tensor)}, path)
+        if len(rng['loaders']) != len(now['loaders']): refuse(f'{path}.loaders', rng['loaders'], f'a list of {len(now["loaders"])}')
+        check_value(Values(), rng['numpy'], None, f'{path}.numpy')
+        for k,e in rng['generators'].items(): check_value(Values(), e, None, f'{path}.generators.{k}')
+        for s in (rng['python'], *filter(None, rng['loaders'])):
+            if len(s) != 3 or type(s[2]) not in (float,type(None)): refuse(f'{path}.python', s, 'the state of a generator')
+        for k in rng: check_takes(self.put_rng, {**now, k: rng[k]}, now, f'{path}.{k}')
+
     # -- restore
     # Restore what `take` returned, except for the random numbers
     def put(self, state):
@@ -104,12 +183,15 @@ class LearnerState:
         for k,v in state['learner'].items():
             if k in _of_learner: setattr(learn, k, L(v) if k == 'final_record' else v)
         self._put_callbacks(list(state['callbacks']))
-        vs.set_attrs(learn, _settable(learn, state['more'], {*_of_learner, *_no_state, *(name for name,_ in self.cbs)}), 'learn')
+        vs.set_attrs(learn, self._more_of(state), 'learn')
         for i,(m,s) in enumerate(zip(self._users_metrics(), state['metrics'])): vs.decode(s, m, f'metrics[{i}]')
         for i,(dl,s) in enumerate(zip(learn.dls.loaders, state['samplers'])):
             vs.set_attrs(dl if isinstance(dl, DataLoader) else dl.sampler, s, f'dls[{i}].sampler')
         put_notes(state['notes'], learn.dls.loaders, vs)
         make_persistent(learn.dls.loaders, state['persistent'])
+
+    def _more_of(self, state):
+        return _settable(self.learn, state['more'], {*_of_learner, *_no_state, *(name for name,_ in self.cbs)})
 
     def put_weights(self, state):
         _,parts,load_opt = self._sharding()
@@ -167,6 +249,17 @@ _of_learner = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','smooth
 _of_settings = 'lr','wd','moms'       # arguments of a `Learner` that training may change
 _no_state = {*inspect.signature(Learner.__init__).parameters, *L.split('xb yb x y pred loss_grad dl lock logger create_mbar one_batch '
                                                                        'all_batches _do_fit _metrics opt')} - {*_of_settings}
+
+_number,_none = (int,float,bool),type(None)
+# The outline of what `take` returns; the rest is compared with the objects that it is for
+weights_form = dict(model=(dict,OrderedDict), model_more=list, opt=tuple, has_grad=list, frozen_idx=int, loss_func=object)
+rng_form = dict(python=tuple, numpy=tuple, torch=Tensor, loaders=[(tuple,_none)], generators={str: object})
+_loss = Tensor,*_number,_none
+learner_form = {**{f'{k}?': int for k in ('epoch','n_epoch','iter','n_iter','train_iter')}, 'pct_train?': _number, 'training?': bool,
+                'smooth_loss?': _loss, 'loss?': _loss, 'final_record?': [(*_loss,str,list)], str: object}
+state_form = {'learner': learner_form, 'model_attrs': {str: dict}, 'has_grad': list, 'callbacks': list, 'more': {str: object},
+              'metrics': list, 'samplers': [{str: object}], 'notes': {str: {str: object}}, 'persistent': [bool], 'rng': (dict,_none),
+              'file?': str, 'ranks?': list}
 
 # Does a callback have something to save? What connects the ranks has not
 def _has_part(cb): return getattr(type(cb), 'in_checkpoint', True) and 'brings_ranks' not in vars(cb)
@@ -264,6 +357,27 @@ def _put_recorder(rec, state, vs):
     rec.values,rec.losses = [L(v) for v in rec.values],list(state['losses'].unbind())
     rec.smooth_loss.count,rec.smooth_loss.val = state['smooth']
     for i,(m,s) in enumerate(zip(rec._train_mets[1:], state['mets'])): vs.decode(s, m, f'recorder.train_metrics[{i}]')
+
+# Make sure that what `_take_recorder` returned fits
+def check_recorder(rec, state, vs):
+    check_form(state, dict(own={str: object}, losses=Tensor, smooth=(tuple,list), mets=list), 'recorder')
+    for k,v in state['own'].items():
+        old = present(rec, k, v, 'recorder')
+        want = list if isinstance(old, (list,L)) else type(old)
+        fits = old is None or type(v) is want or want is float and type(v) is int
+        if not fits: refuse(f'recorder.{k}', v, f'a {want.__name__}')
+        if isinstance(v, list): check_form(v, [_in_records], f'recorder.{k}')
+    for k in ('values','lrs','iters'):
+        form = [list] if k == 'values' else [(int,float,Tensor)]
+        if k in state['own']: check_form(state['own'][k], form, f'recorder.{k}')
+    if len(state['smooth']) != 2: refuse('recorder.smooth', state['smooth'], 'a count and a loss')
+    count,val = state['smooth']
+    check_form(dict(count=count, val=val), dict(count=int, val=(Tensor,float,int)), 'recorder.smooth')
+    if state['losses'].ndim != 1 or isinstance(val, Tensor) and val.ndim:
+        refuse('recorder.losses', state['losses'], 'a tensor of one loss a step')
+    for i,(m,s) in enumerate(zip(rec._train_mets[1:], state['mets'])): check_value(vs, s, m, f'recorder.train_metrics[{i}]')
+
+_in_records = (*scalars, Tensor, list, tuple)
 
 # The content of the file of a `CSVLogger`; None outside a fit
 def _text_of(cb):

@@ -40,12 +40,12 @@ class Values:
         if id(o) in self.names and not own: return 'known',self.names[id(o)],None
         if isinstance(o, Tensor): return self.take_tensor(o)
         if isinstance(o, np.generic): return self.encode(o.item(), path)
-        if type(o) not in self.kinds: self.kinds[type(o)] = _is_code(o),first(k for k,(fits,*_) in _kinds.items() if fits(o))
+        if type(o) not in self.kinds: self.kinds[type(o)] = _is_code(o),first(k for k,(fits,*_) in kinds.items() if fits(o))
         is_code,kind = self.kinds[type(o)]
         if is_code and self.code: return 'kept',None,None
         if id(o) in self.seen: return 'same',None,self.seen[id(o)][0]
         self.seen[id(o)] = path,o         # keeps `o` alive, so that no other object gets its id
-        if kind is not None: return kind,type(o).__name__,_kinds[kind][1](self, o, path)
+        if kind is not None: return kind,type(o).__name__,kinds[kind][1](self, o, path)
         self.wrong[path] = f'a {type(o).__name__} cannot be saved'
         return 'kept',None,None
 
@@ -117,7 +117,7 @@ class Values:
         if not isinstance(e, tuple): return e
         kind,name,e = e
         if kind in ('kept','same','known'): return {'kept': {}, 'same': self.seen, 'known': self.known}[kind].get(name or e, old)
-        res = self.seen[path] = _kinds[kind][2](self, old, name, e, path)
+        res = self.seen[path] = kinds[kind][2](self, old, name, e, path)
         return res
 
     # Copy a tensor into `old`; `t` itself if it does not fit
@@ -186,7 +186,7 @@ def _frame_of(columns, index, dtypes, data):
     res = pd.DataFrame({i: pd.Series(d, index, t) for i,(d,t) in enumerate(zip(data, dtypes))}, index=index)
     return res.set_axis(columns, axis=1)
 
-_kinds = dict(
+kinds = dict(
     tuple=_value(tuple, list, tuple), frozenset=_value(frozenset, list, frozenset),
     bytes=_value(bytes, lambda o: [np.frombuffer(o, np.uint8)], lambda v: v[0].tobytes()),
     slice=_value(slice, lambda o: [o.start, o.stop, o.step], lambda v: slice(*v)),
@@ -232,7 +232,7 @@ def _put_array(vs, old, name, e, path):
     old[...] = new
     return old
 
-_kinds.update(
+kinds.update(
     array=(lambda o: isinstance(o, np.ndarray), _take_array, _put_array),
     namedtuple=(lambda o: isinstance(o, tuple), Values.each, _put_named),
     deque=(lambda o: isinstance(o, deque), lambda vs, o, path: vs.each([o.maxlen, *o], path), _put_deque),
@@ -260,6 +260,9 @@ _libraries = tuple(sysconfig.get_path(k) for k in ('stdlib', 'platstdlib', 'pure
 def _is_code(o):
     return isinstance(o, _code) or type(o).__module__.split('.')[0] in _shown
 
+# How a value is saved; None if it is code, or cannot be
+def kind_of(o): return None if _is_code(o) else first(k for k,(fits,*_) in kinds.items() if fits(o))
+
 # Do its attributes hold all of its state, and is its class the user's or fastai's?
 def _is_plain_object(o):
     cls = type(o)
@@ -282,7 +285,7 @@ def _put_view(vs, old, name, e, path):
     offset,shape,stride = e
     return base.detach().as_strided(shape, stride, offset)
 
-_kinds.update(
+kinds.update(
     module=(lambda o: isinstance(o, nn.Module), Values.take_module, _there(Values.put_module)),
     generator=(lambda o: type(o) in generator_types, lambda vs, o, path: vs.encode(state_of(o), path),
                _there(lambda vs, o, e, path: put_state(o, vs.decode(e, None, path)))),

@@ -39,14 +39,12 @@ class LossRule:
         check = check and self.new_probe is not None
         known = info is not None and info.options is not None and (not check if self.probe is None else check and self.probe.known)
         if known and loss_func is info.loss_func and f is info.func and _options(f) == info.options: return
+        same = check and self.probed and loss_func is self.probe.info.loss_func and unwrapped(loss_func)[0] is self.probe.info.func
         mixer = mixer_of(loss_func)
-        self.info = LossInfo(loss_func if mixer is None else mixer.old_lf)
-        if mixer is not None: self.info = self.info.plain_mean()     # it takes the mean of its items' losses
-        if mixer is not None or not check: self.probe = None
-        else:
-            old = self.probe and self.probe.info
-            if old is None or old.loss_func is not loss_func or old.func is not self.info.func: self.probe = self.new_probe(loss_func)
-            if not self.probe.known: self.probe.notice_change(); self.info = self.probe.rule
+        if same: self.probe.notice_change()
+        else: self.probe = self.new_probe(loss_func) if check and mixer is None else None
+        if self.probe is not None: self.info = self.probe.rule
+        else: self.info = LossInfo(loss_func) if mixer is None else LossInfo(mixer.old_lf).plain_mean()  # of its items' losses
         self.probed = self.probe is not None and not self.probe.known
         self.measuring = self.probed and self.probe.open
 
@@ -167,7 +165,7 @@ class LossRule:
         elif large == w.shape[0]: res = w.view(-1, n).sum(1)
         else: res = torch.cat((w[:large].view(-1, n).sum(1), w[large:].view(-1, sizes[-1]).sum(1)))
         on_host = type(res) is Tensor and res.device.type == 'cpu'      # not a fake tensor
-        return res.detach().numpy().tolist() if on_host else res,(yb[0] if isinstance(yb[0], Tensor) else _targets(yb)[0]).numel()
+        return res.detach().numpy().tolist() if on_host else res,(yb[0] if info.target is None else _targets(yb)[info.target]).numel()
 
     # -- a loss for which no single weight is exact
     def note(self,
@@ -228,6 +226,14 @@ def _options(f):
     d = vars(f)
     return d.get('reduction'),d.get('ignore_index'),d.get('label_smoothing'),id(d['_buffers'].get('weight')),id(d.get('weight'))
 
+# What `partial`s and fastai's `BaseLoss`es call in the end, and the keywords that it gets
+def unwrapped(f):
+    kw = {}
+    while isinstance(f, partial) or not isinstance(f, nn.Module) and callable(getattr(f, 'func', None)):
+        if isinstance(f, partial): kw = {**f.keywords, **kw}
+        f = f.func
+    return f,kw
+
 # What is known about a loss (a module or function of PyTorch, `partial` of one, fastai's `BaseLoss` of one, or any other callable): what it
 # averages `over`, and its options
 class LossInfo:
@@ -237,10 +243,7 @@ class LossInfo:
     # predicts nothing, as in a causal language model
     target,channel,test,floor,shifted,measured = None,None,None,None,False,False
     def __init__(self, loss_func):
-        self.loss_func,self.func,kw = loss_func,loss_func,{}
-        while isinstance(self.func, partial) or not isinstance(self.func, nn.Module) and callable(getattr(self.func, 'func', None)):
-            if isinstance(self.func, partial): kw = {**self.func.keywords, **kw}
-            self.func = self.func.func
+        self.loss_func,(self.func,kw) = loss_func,unwrapped(loss_func)
         get = lambda k, default=None: kw.get(k, getattr(self.func, k, default))
         self.reduction,self.class_weight,self.ignore_index = get('reduction', 'mean'),get('weight'),get('ignore_index', -100)
         inner = loss_func if isinstance(loss_func, (nn.Module, partial)) else getattr(loss_func, 'func', loss_func)   # of a `BaseLoss`
@@ -279,8 +282,8 @@ class LossInfo:
 
     @property
     def key(self):
-        return (self.over, self.reduction, repr(self.ignore_index), self.target, self.channel, id(self.class_weight), self.test, self.floor,
-                self.shifted)
+        return (self.over, self.reduction, repr(self.ignore_index), self.target, self.channel, id(self.class_weight), self.test,
+                self.shifted, self.floor)
 
     def __str__(self):
         if self.reduction == 'sum': return 'nothing: it is a sum'
@@ -355,7 +358,7 @@ def ignore_empty(pred, weight):
 # The object whose method replaces the loss to mix targets, as fastai's MixUp and CutMix do: known by what it keeps
 def mixer_of(loss_func):
     o = getattr(loss_func, '__self__', None)
-    return o if o is not None and 'old_lf' in getattr(o, '__dict__', {}) else None
+    return o if 'old_lf' in getattr(o, '__dict__', {}) else None
 
 # %% ../../nbs/api/core/02_losses.ipynb #3e7209da
 # Count the items of a batch from its inputs; and do the targets have as many? With `views`, one of the two may have several rows of each
@@ -379,12 +382,11 @@ def count_items(xb, yb=(), views=False, lists=None, bs=None):
 # Candidates for the number of items in `b`, the most likely first: the rows of its tensors, the length of a list
 def _counts(b, is_batch=False):
     if isinstance(b, PackedSequence): return [int(b.batch_sizes[0])]
-    if isinstance(b, Tensor): return [b.size(0)] if b.dim() else []
+    if isinstance(b, (Tensor,np.ndarray)): return [len(b)] if b.ndim else []
     if b is None or isinstance(b, (str,bytes,Number)) or not hasattr(b, '__len__'): return []
-    if isinstance(b, np.ndarray): return [len(b)] if b.ndim else []
     kids = [_counts(o) for o in (b.values() if hasattr(b, 'values') else b)]
     kids = [k for k in kids if k]               # numbers belong to every item
     rows = kids[0] if kids else []
     if is_batch or hasattr(b, 'values'): return rows  # the inputs (and the targets) themselves are a tuple of columns
-    alike = bool(rows) and all(k[:1] == rows[:1] for k in kids)
+    alike = all(k[0] == rows[0] for k in kids)
     return [*rows, len(b)] if alike else [len(b)]

@@ -27,6 +27,7 @@ class LossProbe:
         self.info,self.most,self.known = LossInfo(loss_func),most,is_known(loss_func)
         self.once,self.changes,self._change,self._held,self.where = 0.,0,None,_held(loss_func),''
         self.told = False                        # has another process measured `info`?
+        self.by_value = False                    # are its gradients with respect to predictions zero?
         self.left_out = False                    # is the loss infinite because no target is positive? None: it was told
         self._begin()
 
@@ -79,19 +80,28 @@ class LossProbe:
         batch = batch.few()
 
         if not self.open:                        # does its rule still hold?
-            seen = _Parts(self.info, batch, rules=self.fits[:1])
+            seen = self._compare(batch, rules=self.fits[:1])
             if seen.best()[0] < seen.tol: return self._check_sum(seen)
-        seen = _Parts(self.info, batch, twice=self.moves is None)
+        seen = self._compare(batch, twice=self.moves is None)
         if self.moves is None: self.moves = seen.moves if seen.moves > seen.tol and not trace.drawn else 0.
         if .05 > seen.best()[0] > seen.tol:      # the gradients of confident predictions are mostly rounding errors
-            try: seen = _Parts(self.info, batch, torch.float64)
+            try: seen = self._compare(batch, dtype=torch.float64)
             except Exception: pass               # the loss works in float32 only
         if trace.drawn and not self.rules.fitting(seen): raise ValueError('it draws random numbers')
         self._narrow(seen)
         if self.fits: self._check_sum(seen)
         if self.open: self._compare_with_last(batch)
-        if self.rules.ask_elements: self.rules.narrow_by_columns(partial(_Parts, self.info, batch, columns=True))
+        if self.rules.ask_elements: self.rules.narrow_by_columns(partial(self._compare, batch, columns=True))
         batch.forget()
+
+    # By gradients; by values if the model itself computes the loss, so that it does not depend on predictions
+    def _compare(self, batch, **kwargs):
+        if not self.by_value:
+            try: return _Parts(self.info, batch, **kwargs)
+            except ValueError as e:
+                if str(e) != _no_gradient or not hasattr(self.info.loss_func, 'values'): raise
+                self.by_value = True
+        return _Values(self.info, batch, **kwargs)
 
     # Several rules may fit each of two batches, and give them different shares: then only both together tell which is right
     def _compare_with_last(self, batch):
@@ -101,7 +111,7 @@ class LossProbe:
             both = last.join(batch)
             shares = torch.tensor([[b.total(r)/both.total(r) for b in (last, batch)] for r in self.fits])
             if (shares-shares[0]).abs().max() < 1e-5: return
-            seen = _Parts(self.info, both)
+            seen = self._compare(both)
             if self.rules.fitting(seen): self._narrow(seen)
 
     # Keep the rules that fit this, too. If none does, the loss has changed: then those count that fit what it is now
@@ -344,7 +354,9 @@ def _walk(o, depth=6, seen=None):
     if depth == 0 or isinstance(o, Tensor): return
     if isinstance(o, partial): kids = o.func,o.args,o.keywords
     elif inspect.ismethod(o): kids = o.__func__,o.__self__
-    elif inspect.isfunction(o): kids = *o.__code__.co_names,*inspect.getclosurevars(o).nonlocals.values(),o.__defaults__,o.__kwdefaults__
+    elif inspect.isfunction(o):
+        inner = inspect.getclosurevars(o).nonlocals.values()
+        kids = *o.__code__.co_names,*inner,o.__defaults__,o.__kwdefaults__,vars(o)
     elif isinstance(o, dict): kids = list(o.values())
     elif isinstance(o, (list,tuple)): kids = o
     else: kids = [*getattr(o, '__dict__', {}).values(), *(vars(type(o)).get(k) for k in ('forward', '__call__'))]
@@ -604,8 +616,10 @@ class _Parts:
         errors = [(self.error(r), r) for r in self.rules]
         return min(errors, key=lambda o: (o[0] > self.tol and o[1].over in ('mask','count'), o[0]))
 
+_no_gradient = 'its gradients are zero'
+
 def _check_size(size):
-    if size == 0: raise ValueError('its gradients are zero')
+    if size == 0: raise ValueError(_no_gradient)
     if not size < math.inf: raise FloatingPointError('its gradients are not finite')
     return size
 
@@ -614,6 +628,27 @@ def _dot(xs, ys):
     return float(sum((x*y).sum(dtype=dtype) for x,y in zip(xs, ys)))
 
 # %% ../../nbs/api/core/03_probe.ipynb #b4d52dcb
+class _Values:
+    "Compares the values of a loss that the model computes, for a batch, a part of it, and the rest"
+    parallel,absolute,moves,once = False,False,0.,0.
+    def __init__(self, info, batch, dtype=None, columns=False, rules=None, twice=False):
+        if dtype is not None or columns: raise ValueError('it is the model that computes it')
+        self.batch,self.tol,self.rules = batch,1e-4,_candidates(info, batch, ()) if rules is None else rules
+        k = _tell_apart(self.rules, batch)
+        parts = [batch.part(*o) for o in ((0, batch.n), (0, k), (k, batch.n))]
+        self.value,*values = info.loss_func.values(parts)
+        if max(abs(v-self.value) for v in values) <= 1e-6*abs(self.value): raise ValueError('all parts of a micro-batch have one value')
+        for part in parts: part.forget()
+        self.parts = list(zip(parts[1:], values))
+
+    def error(self, rule) -> float:
+        "Relative difference between the mean of the parts' values, weighted by `rule`, and that of the whole batch"
+        shares = [(part.total(rule)/(self.batch.total(rule) or math.nan), v) for part,v in self.parts]
+        err = abs(sum(s and s*v for s,v in shares) - self.value)/max(abs(self.value), 1e-30)
+        return err if err == err else math.inf
+
+    best = _Parts.best
+
 class _Reduced:
     "The factor that a mean outside the loss gave to each of the `losses`"
     parallel,absolute = False,True  # values, not only ratios: they distinguish elements from items

@@ -30,7 +30,7 @@ class TermWatch:
         sizes = part_sizes(n, -(-n//2))
         try:
             halves = [split_items(x, sizes[0], n, lists=lists) for x in xb]
-            whole,parts = _values(model, partial(_read, model, call, names), xb, list(zip(*halves)))
+            whole,parts = read_parts(model, partial(_read, model, call, names), xb, list(zip(*halves)))
             weights = weigh(sizes)
         except Exception: return None                       # it refuses halves, or computes these numbers in training only
         for name,v,*vs in zip(names, whole, *parts):
@@ -68,11 +68,12 @@ def _read(model, call, names, xb):
     now = {f'in output {i}': t for i,t in enumerate(tensors_in(out))} | {repr(k): t for k,t in _held(model)}
     return [float(now[k]) for k in names]
 
-# Those of the whole and of its parts. A model that draws random numbers is compared as it is in validation
-def _values(model, read, xb, parts):
+# What `read` finds in the whole and in its parts, calling the model without a trace. One that draws random numbers is compared as it is in
+# validation
+def read_parts(model, read, whole, parts):
     with no_trace(model, generators_of(model)):
-        whole = read(xb)
-        if read(xb) != whole:
+        found = read(whole)
+        if read(whole) != found:
             for m in model.modules(): m.training = False
-            whole = read(xb)
-        return whole,[read(part) for part in parts]
+            found = read(whole)
+        return found,[read(part) for part in parts]

@@ -58,12 +58,26 @@ def fit(theirs, self, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, star
     cbs = L(c() if isinstance(c, type) else c for c in L(cbs))
     if declared([*self.cbs, *cbs], 'needs_loop'): check_one_batch(self)
     do = lambda more: theirs(self, n_epoch, lr=lr, wd=wd, cbs=cbs+more, reset_opt=reset_opt, start_epoch=start_epoch)
-    cb,teller = (declared([*self.cbs, *cbs], k) for k in ('runs_fit','errors_told'))
-    with nullcontext() if teller is None else teller.errors_told():
+    cb = declared([*self.cbs, *cbs], 'runs_fit')
+    with _errors_told(self, cbs, joint=True):
         if cb is None: return do([])
         if reset_opt or not self.opt: self.create_opt()
         return cb.run_fit(self, [*self.cbs, *cbs], do, epochs=n_epoch, lr=ifnone(lr, self.lr), wd=ifnone(wd, self.wd),
                           start_epoch=start_epoch)
+
+def _errors_told(learn, cbs, joint):
+    cb = declared([*learn.cbs, *L(cbs)], 'errors_told')
+    return nullcontext() if cb is None else cb.errors_told(joint)
+
+@replaces
+def validate(theirs, self, *args, **kwargs):
+    "fastai's `validate`; an error that ends it on one of several ranks is told to the others"
+    with _errors_told(self, kwargs.get('cbs'), joint=False): return theirs(self, *args, **kwargs)
+
+@replaces
+def get_preds(theirs, self, *args, **kwargs):
+    "fastai's `get_preds`; an error that ends it on one of several ranks is told to the others"
+    with _errors_told(self, kwargs.get('cbs'), joint=False): return theirs(self, *args, **kwargs)
 
 @replaces
 def _do_fit(theirs, self):

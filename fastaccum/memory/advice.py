@@ -106,16 +106,19 @@ class MemoryAdvice:
 
     @cached_property
     def call(self) -> str|None: # None if training fits already, or no change makes it fit
-        "Code for the cheapest change that makes training fit. Micro-batches cost no computing, but below 8 items most devices are not busy"
+        """Code for the cheapest change that makes training fit. Micro-batches cost no computing, but below 8 items most devices are not
+        busy. What else the Learner's `GradientAccumulation` does stays as it is"""
         if self.gib is None or self._fits(self.now): return None
         tools = [self.now.recompute]
         if tools[0] is None and self.forecast.has_blocks: tools += [ActivationCheckpointing(selective=True), ActivationCheckpointing()]
         sizes = [self._largest(replace(self.now, recompute=t)) or 0 for t in tools]
         i = next((i for i,k in enumerate(sizes) if k >= min(8, self.bs)), sizes.index(max(sizes)))
         if not sizes[i]: return None
-        cbs = [f'GradientAccumulation({self.now.accum_bs}, micro_batch_size={sizes[i]})']
-        if i: cbs.append(f"ActivationCheckpointing({'selective=True' if tools[i].selective else ''})")
-        return f"learn.remove_cb(GradientAccumulation).add_cbs([{', '.join(cbs)}])"
+        lines,k = [],sizes[i]
+        if self.now.accumulates: lines = [f'learn.gradient_accumulation.micro_batch_size = {k}']
+        elif k < self.bs: lines = [f'learn.add_cb(GradientAccumulation(micro_batch_size={k}))']
+        if i: lines.append(f"learn.add_cb(ActivationCheckpointing({'selective=True' if tools[i].selective else ''}))")
+        return '\n'.join(lines)
 
     def __str__(self):
         mib = lambda n: f'{n/2**20:.1f} MiB'
@@ -156,6 +159,7 @@ class Plan:
     offload:Any=None    # An `ActivationOffload`
     amp:Any=None        # A dtype to compute in
     wide:bool=False     # Are gradients summed in fp32?
+    accumulates:bool=False # Is there a `GradientAccumulation` already?
 
 # How `learn` would train now; bs: items of its loader batch
 def present_plan(learn, bs) -> Plan:
@@ -164,7 +168,8 @@ def present_plan(learn, bs) -> Plan:
     k = getattr(acc, 'micro_batch_size', None)
     accum_bs = bs if acc is None or acc.per_loader_batch else acc.size_at(0, len(learn.dls.train), 1)
     return Plan(min(k, bs) if isinstance(k, int) else bs, accum_bs, attached(ActivationCheckpointing), attached(ActivationOffload),
-                None if precision is None else precision.amp_mode.dtype, getattr(acc, 'grad_dtype', None) is not None)
+                None if precision is None else precision.amp_mode.dtype, getattr(acc, 'grad_dtype', None) is not None,
+                acc is not None)
 
 # %% ../../nbs/api/memory/02_advice.ipynb #484b5d05
 # Counts bytes, as its base class does, and floating-point operations

@@ -34,6 +34,7 @@ class DataParallel(LoopCallback):
         store_attr()
         self.brings_ranks = self.make_ranks() if start_group(timeout) else None   # accumulation and checkpoints find it here
         self.fitting,self.validation,self._logger,self._loaders = False,None,None,{}
+        self.telling,self.joint = False,False      # in `errors_told`; do the others wait for this rank?
         if not overlap: self.unused_events = self.unused_events + ('before_backward',)
 
     def make_ranks(self): return Ranks(self.timeout, self.bucket_mb, self.overlap)
@@ -47,13 +48,20 @@ class DataParallel(LoopCallback):
 
     # -- a fit
     @contextmanager
-    def errors_told(self):
-        "Context of a fit: an error that ends it on this rank is told to the others, which would wait for this one"
+    def errors_told(self,
+        joint:bool=True # Do all ranks take part from the start? A validation turns out to be joint when its loader is sharded
+    ):
+        "Context of a fit or a validation: an error that ends it on this rank is told to the others, which would wait for this one"
+        if self.telling: yield; return             # inside another: the script may catch the error
+        self.telling,self.joint = True,joint
         try: yield
         except BaseException as e:
-            told = tell_and_leave(e) if self.many else e
+            told = self.tell(e) if self.many and self.joint else e
             if told is e: raise
             raise told from e
+        finally: self.telling = False
+
+    def tell(self, e): return tell_and_leave(e)    # the error to raise
 
     def before_fit(self):
         if not self.many: return
@@ -119,7 +127,8 @@ class DataParallel(LoopCallback):
         if not self.many: return
         self.learn.dl = dl = self._shard(self.learn.dl)
         if self.fitting: self.brings_ranks.before_validate()
-        if isinstance(dl, ShardedDL): self.validation = JointValidation(self.brings_ranks, self.learn, dl.rows)
+        if not isinstance(dl, ShardedDL): return
+        self.joint,self.validation = True,JointValidation(self.brings_ranks, self.learn, dl.rows)
 
     def after_cancel_validate(self):
         if self.validation is not None: self.validation.cancelled = True

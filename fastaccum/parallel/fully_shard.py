@@ -6,13 +6,13 @@ Docs: https://fastaccum.github.io/fastaccum/api/parallel/fully_shard.html.md"""
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #39a5f161
 from __future__ import annotations
-import zlib
+import gc, zlib
 from copy import deepcopy
 from math import inf
 from fastai.basics import *
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from ..core.accumulator import scale_grads
@@ -20,7 +20,7 @@ from ..core.memory import device_of
 from ..core.microbatch import part_sizes
 from ..loop.optimizers import params_of
 from .data_parallel import DataParallel
-from .processes import from_all, together
+from .processes import from_all, in_group, together
 from .ranks import Ranks, same_on_all
 from .sharding import as_fastai, known_sizes, shard_sizes
 from .tensors import same_weights
@@ -60,6 +60,11 @@ class FullyShard(DataParallel):
     def after_validate(self):
         super().after_validate()
         if self.many: reshard(self.learn.model)
+
+    def tell(self, e):
+        e = super().tell(e)
+        if not in_group(): let_go_of_group()
+        return e
 
     # -- files: the whole model, which rank 0 writes
     def save_learner(self, file, with_opt=True, **kwargs):
@@ -236,6 +241,13 @@ def with_weights(skeleton, state):
 def reshard(model):
     for m in model.modules():
         if isinstance(m, FSDPModule): m.reshard()
+
+# FSDP's objects hold the process group that this rank has left, and gloo's connections close with the last reference to it: only then do
+# the others notice
+def let_go_of_group():
+    for o in gc.get_objects():
+        if type(o) is DeviceMesh: vars(o).get('_pg_registry', {}).clear()
+        elif type(o).__name__ == 'FSDPMeshInfo': o.shard_process_group = None
 
 # The members of `nn.Sequential`s and `nn.ModuleList`s that have parameters
 def find_units(model):

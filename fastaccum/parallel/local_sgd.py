@@ -69,7 +69,7 @@ class LocalRanks(Ranks):
         if self.outer_lr is not None and self.outer is None: self._open_outer()
         acc = self.accumulation.acc
         if acc.normalize and target is not None: rescale(acc.params, target, weight)
-        return loss,weight,n_items
+        return loss,weight,acc.n_items             # planned, over all ranks, as DataParallel counts them
 
     def stepped(self):
         self.since += not self.warming_up

@@ -135,7 +135,7 @@ class MixedPrecision(LoopCallback):
             scaler.reset_step()
             self.learn._step()
             return True
-        self._scale = scaler._scale.clone()
+        self._scale = scaler.scale_now.clone()
         scaler.step(opt, **(dict(read=self.learn.one_batch.read) if opt is self else {}))  # a fused one reads nothing
         try: scaler.update()
         except FloatingPointError as e: raise FloatingPointError(f'{e} {self._nonfinite()}') from None
@@ -144,7 +144,7 @@ class MixedPrecision(LoopCallback):
 
     def undo_step(self):
         "Undo `before_step` after another callback cancelled the step: the gradients are scaled again, and continue to accumulate"
-        if self.scaler._pending_inf() is not None: scale_grads(params_of(self.learn.opt), self.scaler._scale)
+        if self.scaler._pending_inf() is not None: scale_grads(params_of(self.learn.opt), self.scaler.scale_now)
         self.scaler.reset_step()
 
     def _finite_grads(self):

@@ -181,14 +181,104 @@ def test_callback_adds_a_mean():
     d,told,_ = exact_or_told(lambda: CrossEntropyLossFlat(weight=torch.tensor([.1, 1., 6.])), x, y, cbs=lambda: [Adds()], lr=.1)
     assert len(told) == 1 and 'Adds' in told[0]
 
+class Replaces(Callback):
+    "Puts another loss in the place of loss_func's, from an epoch on; counts and logs its calls"
+    order = 40
+    def __init__(self, from_epoch=0): self.from_epoch,self.log,self.n,self.w = from_epoch,[],0,torch.tensor([.1, 1., 6.])
+    def loss(self): return F.cross_entropy(self.pred@self.pred.T, torch.arange(len(self.pred)))
+    def after_loss(self):
+        if not self.training or self.epoch < self.from_epoch: return
+        self.learn.loss_grad = self.loss()
+        self.learn.loss = self.learn.loss_grad.clone()
+        self.log.append(len(self.y))
+        self.n += 1
+
+class Ignores(Replaces):
+    def loss(self): return F.cross_entropy(self.pred, self.y, ignore_index=-1)
+class Sums(Replaces):
+    def loss(self): return F.cross_entropy(self.pred, self.y, ignore_index=-1, reduction='sum')/20
+class WithWeights(Replaces):
+    def loss(self): return F.cross_entropy(self.pred, self.y, weight=self.w, ignore_index=-1)
+class OverItems(Replaces):
+    def loss(self): return F.cross_entropy(self.pred, self.y, ignore_index=-1, reduction='sum')/len(self.x)
+
 def test_callback_replaces_the_loss():
-    class Replaces(Callback):
-        order = 40
-        def after_loss(self):
-            if self.training: self.learn.loss_grad = F.cross_entropy(self.pred@self.pred.T, torch.arange(len(self.pred)))
     x,y = items()
     d,told,_ = exact_or_told(lambda: CrossEntropyLossFlat(), x, y, cbs=lambda: [Replaces()], lr=.1)
     assert len(told) == 1 and 'Replaces' in told[0]
+
+@pytest.mark.parametrize('replaces', [Ignores, WithWeights, OverItems])
+@pytest.mark.parametrize('from_epoch', [0, 1])
+@pytest.mark.parametrize('micro,size', [(8, None), (32, 8), (16, 8)])
+def test_what_a_callback_puts_in_place_is_measured(replaces, from_epoch, micro, size):
+    x,y = items()
+    y = clean_at_first(y, -1)
+    def split(*cbs): return [GradientAccumulation(32, micro_batch_size=size), *cbs]
+    before,whole,a = fit(CrossEntropyLossFlat(ignore_index=-1), x, y, 32, replaces(from_epoch), n_epoch=3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', module='fastaccum')
+        _,ours,b = fit(CrossEntropyLossFlat(ignore_index=-1), x, y, micro, *split(replaces(from_epoch)), n_epoch=3)
+    norm = lambda a, b: sum((p-q).double().pow(2).sum() for p,q in zip(a, b)).sqrt()
+    assert norm(ours, whole) < 1e-5*norm(whole, before)
+    cb = next(cb for cb in b.cbs if isinstance(cb, Replaces))
+    assert cb.n == len(cb.log) == (3-from_epoch)*64//(size or micro) and set(cb.log) == {size or micro}      # looks leave no trace
+
+def test_callback_puts_a_sum_in_place():
+    x,y = items()
+    d,told,learn = exact_or_told(lambda: CrossEntropyLossFlat(ignore_index=-1), x, clean_at_first(y, -1), cbs=lambda: [Sums()], lr=.1)
+    assert d < 1e-5 and len(told) == 1 and 'Sums' in told[0] and 'sum' in told[0]      # a sum that is not declared is told
+
+class Speaks(nn.Module):
+    "A causal language model that computes its own loss where it gets labels"
+    def __init__(self, p=0.): super().__init__(); self.emb,self.head,self.drop,self.calls = nn.Embedding(12, 8),nn.Linear(8, 12),nn.Dropout(p),0
+    def forward(self, ids, labels):
+        self.calls += 1
+        logits = self.head(self.drop(self.emb(ids)).cumsum(1))
+        return F.cross_entropy(logits[:,:-1].transpose(1, 2), labels[:,1:]),logits
+
+class OfTheModel(Callback):
+    "As blurr does it: the model's own loss is kept after the prediction, and put in the place of loss_func's"
+    order = 40
+    def after_pred(self): self.own,self.learn.pred = self.pred
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.own; self.learn.loss = self.own.clone()
+
+class InOutput(Callback):
+    "The loss stands in the output"
+    order = 40
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.pred[0]; self.learn.loss = self.pred[0].clone()
+
+@pytest.mark.parametrize('cb', [OfTheModel, InOutput])
+@pytest.mark.parametrize('micro,size', [(8, None), (32, 8), (1, None)])
+def test_a_model_that_computes_its_own_loss(cb, micro, size):
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(12, (64, 7), generator=g)
+    labels = ids.clone()
+    for i in range(64): labels[i,2+i%6:] = -100
+    data = list(zip(ids, labels, labels))
+    def mean_of(pred, y): return (pred[1] if isinstance(pred, tuple) else pred).mean()
+    def run(bs, *cbs):
+        torch.manual_seed(0)
+        dls = DataLoaders(DataLoader(data, bs=bs), DataLoader(data[:2], bs=2), device='cpu')
+        dls.n_inp = 2
+        learn = Learner(dls, Speaks(), loss_func=mean_of, opt_func=SGD, cbs=[cb(), *cbs])
+        start = [p.detach().clone() for p in learn.model.parameters()]
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, .5)
+        return learn,start,[p.detach() for p in learn.model.parameters()]
+    _,start,whole = run(32)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.filterwarnings('always', module='fastaccum')
+        learn,_,ours = run(micro, GradientAccumulation(32, micro_batch_size=size))
+    told = [str(w.message) for w in told if 'fastaccum' in w.filename]
+    if micro == 1:                                                          # single items cannot be compared: it is told
+        assert len(told) == 1 and cb.__name__ in told[0] and 'could not be measured' in told[0] and 'weight=' in told[0]
+        return
+    assert not told
+    norm = lambda a, b: sum((p-q).double().pow(2).sum() for p,q in zip(a, b)).sqrt()
+    assert norm(ours, whole) < 1e-5*norm(whole, start)
+    assert learn.model.calls == 2*64//(size or micro) + 2                    # looks leave no trace in the model
+    assert 'without its first column' in learn.gradient_accumulation.loss_rule
 
 def test_no_trace():
     "A loss's own counters, logs and generators are as training alone leaves them"

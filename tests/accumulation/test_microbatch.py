@@ -104,6 +104,7 @@ def check_case(name, split, **kwargs):
     data,model,loss_func = case(name, splits[split][0])
     with warnings.catch_warnings():
         warnings.simplefilter('error')
+        warnings.filterwarnings('ignore', 'accum_bs=.* is more than')
         check_exact(split, data, loss_func, model=model, lr=.01/(64 if 'sum' in name else 1), **kwargs)
 
 two_sums = 'weight 0, all three'  # its smoothing counts targets without weight; test_exact has it, in larger micro-batches

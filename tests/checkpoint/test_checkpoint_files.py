@@ -1,14 +1,14 @@
 "Checkpoints touch only files that they wrote, whatever a run ends with; a disk that is full or read-only stops nothing"
-import errno, multiprocessing, os, resource, signal, subprocess, sys, threading
+import errno, json, multiprocessing, os, random, resource, signal, subprocess, sys, threading, zipfile
 import pytest
 from reference import *
 from fastai.callback.tracker import SaveModelCallback
 from test_checkpoint import Interrupt, data, make, new_process, one_process, run, test_eq_bits
 from fastaccum.checkpoint.callback import *
 from fastaccum.checkpoint.folder import CheckpointFolder
-from fastaccum.checkpoint.files import OwnFiles, read_checkpoint
+from fastaccum.checkpoint.files import OwnFiles, lock_name, read_checkpoint, run_of, write_checkpoint
 
-quick = 'test_foreign_files','test_failing_operations','test_full_disk','test_background'
+quick = 'test_flipped_bits','test_no_digest','test_flipped_manifest','test_damaged_newest','test_foreign_files','test_failing_operations','test_full_disk','test_background'
 
 names = ['best.pth', '1-mine.pt', '1-000000004.pt', '1-000000008.pt', '1-end.pt', '2-end.pt', '0-end.pt', 'x.tmp', '1-end.pt.0123abcd.tmp', 'config.yaml', 'notes.txt', 'digests.jsonl',
          'training_checkpoint.txt', '.hidden', 'sub/1-end.pt', 'sub/a.txt']
@@ -26,7 +26,7 @@ def tree(folder): return {p.relative_to(folder).as_posix(): (p.read_bytes(), p.s
 def check_tree(folder, before):
     now = tree(folder)
     assert {k: v for k,v in now.items() if k in before} == before
-    return sorted(now.keys() - before.keys())
+    return sorted(now.keys() - before.keys() - {f for f in now if Path(f).name == lock_name})
 
 def train(fname, *cbs, stop=None, fits=1, **kwargs):
     learn = make({}, TrainingCheckpoint(fname, every_steps=4, keep=1, **kwargs), *cbs, *([stop] if stop else []))
@@ -132,6 +132,67 @@ def test_message_at_exit():
     Path('models/run1-finished/1-end.pt').rename('models/run1/1-end.pt')
     assert 'fit 1 was finished; its end state is loaded' in script('normal').stdout
 
+def flipped(data, *places):
+    data = bytearray(data)
+    for i in places: data[i//8] ^= 1 << i%8
+    return bytes(data)
+
+def test_flipped_bits():
+    "One or two flipped bits, and bursts, at random places of a file, also in what is about its parts: each is noticed"
+    state,file,rand = dict(w=torch.randn(40), more=dict(lr=.1, names=['a'])),Path('1-end.pt'),random.Random(0)
+    write_checkpoint(dict(state, file='fastaccum.TrainingCheckpoint run=abc file=1-end.pt.'), file)
+    whole = file.read_bytes()
+    n,directory = 8*len(whole),8*whole.index(b'PK\1\2')
+    assert torch.equal(read_checkpoint(file)['w'], state['w']) and n < 40_000
+    places = [(i,) for i in rand.sample(range(n), 300)] + [rand.sample(range(n), 2) for _ in range(300)] + [rand.sample(range(directory, n), 2) for _ in range(300)]
+    places += [range(i, i+rand.randint(3, 200)) for i in rand.sample(range(n-200), 100)] + [(i,) for i in range(n-8*80, n)]
+    for where in places:
+        file.write_bytes(flipped(whole, *where))
+        assert run_of(file) in ('abc', None)
+        with pytest.raises(Exception, match='wrong checksum'): read_checkpoint(file)
+    for end in rand.sample(range(len(whole)-22), 100):
+        file.write_bytes(whole[:end])
+        with pytest.raises(zipfile.BadZipFile): read_checkpoint(file)
+
+def test_no_digest():
+    "A file of an older version has none; the checksums of its parts are looked at"
+    torch.save(dict(w=torch.arange(100.)), 'old.pt')
+    whole = Path('old.pt').read_bytes()
+    assert torch.equal(read_checkpoint('old.pt')['w'], torch.arange(100.))
+    Path('old.pt').write_bytes(flipped(whole, 8*whole.index(torch.arange(50., 52).numpy().tobytes())))
+    with pytest.raises(zipfile.BadZipFile, match='wrong checksum of'): read_checkpoint('old.pt')
+
+def test_flipped_manifest():
+    "A manifest that was damaged is as one that is lost: the run's files are known by their marks"
+    own,rand = OwnFiles(Path('run')),random.Random(0)
+    own.write(dict(a=1), '1-end.pt')
+    file = own.path/own.manifest
+    whole = file.read_bytes()
+    old = OwnFiles(own.path)
+    for where in [(i,) for i in range(200, 8*len(whole))] + [rand.sample(range(200, 8*len(whole)), 2) for _ in range(300)]:
+        file.write_bytes(flipped(whole, *where))
+        now = OwnFiles(own.path)
+        assert (now.run,now.names(r'.*\.pt')) == (own.run,['1-end.pt']) and now.listed <= old.listed and not now.finished, (where,file.read_bytes())
+    text = json.loads(whole)
+    del text['digest']
+    file.write_text(json.dumps(text))          # of an older version
+    assert OwnFiles(own.path).listed == old.listed > {'1-end.pt'}
+
+def test_damaged_newest(capsys):
+    "The one before it is used, with one warning; also where the damaged part says what the fit began with"
+    whole = run({})
+    for at in (None, b'fastaccum.beginning'):
+        shutil.rmtree('models', ignore_errors=True)
+        run({}, TrainingCheckpoint(every_steps=4), stop=Interrupt((2, 4)))
+        new_process()
+        newest = sorted(Path('models/checkpoint').glob('*.pt'))[-1]
+        data = newest.read_bytes()
+        newest.write_bytes(flipped(data, 8*(len(data)//2 if at is None else data.index(at)) + 3))
+        with pytest.warns(UserWarning, match='is damaged .*wrong checksum.* uses the one before it') as w: learn = run({}, TrainingCheckpoint(every_steps=4))
+        assert len([x for x in w if 'damaged' in str(x.message)]) == 1
+        test_eq_bits(learn, whole)
+        new_process()
+
 def failing(monkeypatch, name, error, when=lambda *a: True):
     "The function `name` of os, or `torch.save`, fails as on a read-only or broken disk"
     module = torch if name == 'save' else os
@@ -142,7 +203,7 @@ def failing(monkeypatch, name, error, when=lambda *a: True):
     monkeypatch.setattr(module, name, fails)
 
 read_only = OSError(errno.EROFS, 'Read-only file system')
-def in_models(*args): return any(isinstance(a, (str,os.PathLike)) and '/models/' in str(a) for a in args)
+def in_models(*args): return any('/models/' in str(a.raw.file.name if hasattr(a, 'raw') else a) for a in args if hasattr(a, 'raw') or isinstance(a, (str,os.PathLike)))
 
 @pytest.mark.parametrize('name', ['mkdir', 'replace', 'fsync', 'unlink', 'save'])
 def test_failing_operations(name, monkeypatch):
@@ -192,7 +253,7 @@ def test_background():
     whole,began,gate,writes = run({}),threading.Event(),threading.Event(),[]
     real = torch.save
     def slow(state, file, *args, **kwargs):
-        if isinstance(file, Path):
+        if hasattr(file, 'raw'):         # a file, not the test of what can be saved
             writes.append(threading.current_thread() is threading.main_thread())
             began.set()
             assert gate.wait(60)

@@ -8,7 +8,7 @@ import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.utils._pytree import tree_leaves
 from fastcore.foundation import L
-from fastaccum.core.microbatch import join_items, map_tensors, part_sizes, split_batch, split_items
+from fastaccum.core.microbatch import Joined, Lists, join_items, map_tensors, part_sizes, rows_of, split_batch, split_items, tensors_in
 from fastaccum.core.random import RandomState, Snapshot
 
 def test_part_sizes():
@@ -58,6 +58,95 @@ def test_lists_of_items():
     assert [p.map(len) for p in split_items(L(torch.ones(3), torch.ones(3)), 2, 3)]==[[2, 2], [1, 1]]
     assert [type(t) for t in map_tensors(torch.neg, L(tensor(1), 'a'))]==[torch.Tensor, str]
     with pytest.raises(TypeError, match=r'^Cannot split a set'): split_items({1, 2}, 1, 2)
+
+def test_views():
+    "Several views of all items, one after the other: only where they are asked for"
+    x = torch.arange(6)
+    assert [tensors_in(p)[0].tolist() + tensors_in(p)[1].tolist() for p in split_items((x, {'a': [x]}), 2, 3, views=True)]==[[0, 1, 3, 4]*2, [2, 5]*2]
+    assert [len(p[0][0]) for p in split_batch((x,), (x[:3],), 3, 2, views=True)]==[4, 2]
+    with pytest.raises(TypeError, match=r'shape \(6,\).*the batch has 3 items'): split_items(x, 2, 3)
+    with pytest.raises(TypeError, match=r'shape \(6,\).*the batch has 4 items'): split_items(x, 2, 4, views=True)
+
+# --- what the lists of a fit hold
+
+def tensors(n, *rows): return [torch.ones(rows[i%len(rows)], 2) for i in range(n)]
+def looks(lists, xb, yb=(), bs=None):
+    n = lists.look(xb, yb, bs)
+    return n,[lists.holds_objects(b) for b in (*xb, *yb) if lists.knows(b)]
+
+boxes = [{'boxes': torch.ones(3, 4)} for _ in range(3)]
+@pytest.mark.parametrize('xb,yb,bs,n,objects', [
+    ((torch.ones(3, 2),), (torch.ones(3),), None, None, []), ((tensors(3, 5),), (), None, 3, [True]), ((tensors(3, 5),), (), 5, 5, [False]),
+    ((tensors(3, 5),), (torch.ones(5),), 3, 5, [False]), ((tensors(3, 5),), (torch.ones(3),), 5, 3, [True]),
+    ((tensors(3, 5), torch.ones(5)), (torch.ones(3),), None, 5, [False]),            # the rows of an input count more than those of a target
+    ((tensors(3, 5), torch.ones(7)), (), None, None, []), ((tensors(3, 5), torch.ones(7)), (torch.ones(3),), 3, None, []),
+    ((tensors(3, 5), tensors(5, 3)), (), 5, 5, [False, True]), ((tensors(3, 5), tensors(4, 6)), (), None, None, []),
+    ((tensors(3, 4, 5),), (), 4, 3, [True]), (([1, 'a'],), (), None, None, []), (([1, 2],), (), None, 2, [True]), (([1, torch.ones(4)],), (), None, 4, [False]),
+    ((tensors(3, 3),), (), None, 3, [True]), ((tuple(tensors(3, 3)),), (), None, 3, [False]), (((torch.ones(3, 1), *tensors(2, 3)),), (), None, 3, [True]),
+    (((*tensors(2, 3), 'a'),), (), None, 3, [False]), ((tuple(tensors(3, 3)),), (boxes,), None, 3, [True, True]), ((tuple(tensors(3, 3)),), (['a']*3,), None, 3, [True, True]),
+    (([],), (torch.ones(3),), None, None, []), (({'a': tensors(2, 4)},), (), None, 2, []), ((namedtuple('Pair', 'a b')(*tensors(2, 4)),), (), None, None, [])])
+def test_lists(xb, yb, bs, n, objects): assert looks(Lists(), xb, yb, bs)==(n, objects)
+
+def test_lists_stay():
+    "What is clear in one batch holds for the others, too"
+    lists = Lists()
+    assert looks(lists, (tensors(3, 3),))==(3, [True])
+    assert looks(lists, (tensors(3, 5),), (), 5)==(5, [False]) and looks(lists, (tensors(3, 3),))==(3, [False])
+    assert looks(lists, (tensors(3, 4),))==(4, [False]) and lists.look((torch.ones(2),), ()) is None
+    lists = Lists()
+    looks(lists, (tensors(3, 5),)), looks(lists, (tensors(3, 5),), (), 5)                        # the first was not sure
+    last = tensors(3, 7)
+    assert looks(lists, (last,))==(7, [False]) and lists.knows(last) and not lists.knows(tensors(3, 7))
+
+clear = " To be clear: return columns in a dict or as inputs of their own; if the list has one object for each item, load other than {n} at a time."
+@pytest.mark.parametrize('make,n,form', [(list, 3, 'one object for each item'), (tuple, 4, 'columns with all items each')])
+def test_lists_not_clear(make, n, form):
+    lists,b = Lists(),make(tensors(n, n))
+    start = f'A batch of {n} items has a list of {n} tensors with {n} rows each. It was taken for {form}, and '
+    lists.look((b,), ()); assert lists.message is None                                          # nothing is split yet
+    assert lists.holds_objects(b) is (make is list) and lists.message==start + 'no batch tells if this is right.' + clear.format(n=n)
+    lists.look((tensors(n, n+1),), (torch.ones(n if make is list else n+1),)); assert lists.message is None       # it was right
+    lists = Lists()
+    lists.look((b,), ()), lists.holds_objects(b), lists.look((tensors(n, n+1),), (torch.ones(n+1 if make is list else n),))
+    assert lists.message==start + 'later batches show that this was wrong.' + clear.format(n=n)
+    lists = Lists()
+    lists.look((b,), ()), lists.look((tensors(n, n+1),), (torch.ones(n+1 if make is list else n),))
+    assert lists.message is None                                                                # wrong, but it was not split by that
+
+def test_split_by_lists():
+    lists,x = Lists(),tensors(3, 3)
+    lists.look((x,), (torch.ones(3),)); assert [len(p) for p in split_items(x, 2, 3, lists=lists)]==[2, 1]
+    lists.known[0,0] = 'columns'
+    lists.look((x,), ()); assert [len(p) for p in split_items(x, 2, 3, lists=lists)]==[3, 3]
+    (xb,yb,_),_ = split_batch((x,), (x,), 3, 2, lists=lists)
+    assert len(xb[0])==len(yb[0])==3
+    assert len(split_items(tuple(tensors(2, 3)), 2, 3, lists=lists)[0])==2                       # of another batch
+
+# --- outputs of the parts, joined
+
+def test_rows_of():
+    assert rows_of(torch.arange(12), 1, 6, 1, 2).flatten().tolist()==[2, 3, 4, 5] and rows_of(torch.arange(12), 1, 6, 1, 2).shape==(1, 2, 2)
+    assert rows_of(torch.arange(12), 2, 3, 1, 2).tolist()==[[[2, 3], [4, 5]], [[8, 9], [10, 11]]]
+
+def test_joined():
+    joined,x = Joined([2, 1]),torch.ones(2, 3, requires_grad=True)
+    assert joined.differs is None and joined.add(0, [x*2, (tensor(1.), torch.ones(4)), 'a']) is None and joined.has_grad==[True, False, False]
+    assert not joined.template[0].requires_grad
+    out,(one,rows),name = joined.add(1, [x[:1]*3, (tensor(1.)+1e-6, torch.zeros(2)), 'b'])
+    assert out.tolist()==[[2]*3]*2 + [[3]*3] and rows.tolist()==[1]*4 + [0]*2 and (one, name, joined.template)==(1, 'a', None)
+    assert not out.requires_grad and joined.differs.item() is False
+    for values,differs in (((1., 1., 1.0001), True), ((1., 1.0001, 1.), True), ((float('nan'),)*3, False), ((1., 1., 1.000005), False)):
+        joined = Joined([1]*3)
+        for i,v in enumerate(values): joined.add(i, tensor(v))
+        assert joined.differs.item() is differs
+    with pytest.raises(ValueError): joined.add(1, (tensor(1.), tensor(1.)))
+
+def test_cannot_be_joined():
+    with pytest.raises(ValueError, match=r'^coupled: .* shape \(3, 2\) for a micro-batch of 2 items'): Joined([2, 1]).add(0, torch.ones(3, 2))
+    for part,shape in ((torch.ones(1, 3), r'\(1, 3\)'), (torch.ones(3, 2), r'\(3, 2\)')):
+        joined = Joined([2, 1])
+        joined.add(0, torch.ones(4, 2))
+        with pytest.raises(ValueError, match=rf'^coupled: .* micro-batches of 2 and 1 items have the shapes \(4, 2\) and {shape}'): joined.add(1, part)
 
 class Net(nn.Module):
     def __init__(self):

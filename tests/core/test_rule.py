@@ -1,9 +1,12 @@
 "`LossRule`: what it looks up, the weights of micro-batches at once, and when it looks"
 from functools import partial
-import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from types import SimpleNamespace
+import numpy as np, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from torch import tensor
-from fastai.losses import BaseLoss, CrossEntropyLossFlat, LabelSmoothingCrossEntropy
-from fastaccum.core.losses import LossInfo, LossRule, _item_weights, _options, _valid, count_items, ignore_empty, is_known, loss_weight, mixer_of, n_items
+from fastai.losses import BaseLoss, CrossEntropyLossFlat, FocalLoss, LabelSmoothingCrossEntropy
+from torch.nn.utils.rnn import pack_sequence
+from fastaccum.core.losses import (LossInfo, LossRule, _item_weights, _options, _passing, _targets, _valid, at_least, count_items, ignore_empty,
+                                   is_known, loss_weight, mixer_of, n_items, unwrapped)
 from fastaccum.core.probe import LossProbe
 
 cw = tensor([.5, 2., 7.])
@@ -16,7 +19,7 @@ def rule_of(loss, *args, **kw):
 
 # --- all weights at once
 
-sizes = [8], [4, 4], [3, 3, 2], [2, 2, 2, 2], [1]*8, [5, 3]
+sizes = [8], [4, 4], [3, 3, 2], [2, 2, 2, 1, 1], [2, 2, 2, 2], [1]*8, [5, 3]
 @pytest.mark.parametrize('sizes', sizes)
 @pytest.mark.parametrize('loss,yb', [
     (nn.CrossEntropyLoss(), y), (nn.CrossEntropyLoss(weight=cw), y), (nn.CrossEntropyLoss(ignore_index=1), y.clamp(min=0)), (nn.CrossEntropyLoss(), y[:,None].expand(8, 5)),
@@ -40,10 +43,21 @@ def test_weights_elsewhere():
     assert loss_weight(nn.CrossEntropyLoss(weight=tenth), tensor([0]), 1, torch.float64).dtype is torch.float64
     assert loss_weight(nn.CrossEntropyLoss(weight=tenth), tensor([0]), 1).dtype is torch.float32
 
-def test_a_target_with_other_rows():
+def test_weight():
+    rule = rule_of(nn.CrossEntropyLoss(weight=cw))
+    assert rule.weight(tensor([0, 2]), 2) == 7.5 and rule.weight(tensor([0, 2]), 2, torch.float64).dtype is torch.float64
+    assert rule_of(own).weight((None,), 5) == 5 and rule_of(nn.L1Loss(reduction='sum')).weight(torch.ones(3), 3) is None
+
+def test_weights_of_another_target():
     rule = LossRule()
     rule.info = LossInfo(F.mse_loss).measure('elements', target=1)
-    assert rule.weights((torch.ones(4), torch.ones(6, 2)), [4]) == ([12], None)
+    yb = torch.ones(4),torch.ones(6, 2)
+    assert rule.weights(yb, [4]) == ([12], None) and rule.weights(yb, [2, 2]) == ([4, 4], None)      # a target with other rows
+    assert rule.weight(yb, 4) == 12
+    rule.info = LossInfo(F.mse_loss).measure('valid', target=1, ignore_index=0)
+    assert rule.weights((torch.ones(4), tensor([[1, 0, 2]]*4)), [3, 1]) == ([6, 2], 12)
+    rule.info = LossInfo(F.mse_loss).measure('valid', target=0, ignore_index=0)
+    assert rule.weights(((tensor(1.), tensor([1, 0, 2])), torch.ones(3, 3)), [3]) == ([2], 3)       # the first is in a tuple
 
 # --- looking up
 
@@ -66,6 +80,18 @@ def test_looks_up_what_has_changed():
     rule.look_up(info.loss_func, False); assert rule.info is info
     rule.look_up(info.loss_func, True); assert rule.info is not info and rule.probe is not None
 
+def test_looks_up_the_probe_too():
+    "Options of a known loss may make it one that is measured"
+    loss = nn.CrossEntropyLoss()
+    rule = rule_of(loss, LossProbe)
+    loss.ignore_index = 3
+    rule.look_up(loss); assert str(rule) == "valid targets (not 3) (known: PyTorch's or fastai's own)"
+    loss.reduction = 'none'
+    rule.look_up(loss); assert rule.probed and rule.measuring and not rule.probe.known
+    loss.reduction = 'mean'
+    probe = rule.probe
+    rule.look_up(loss); assert rule.probe is probe                                 # it is measured now
+
 def test_looks_inside():
     flat = CrossEntropyLossFlat()
     rule = rule_of(flat, LossProbe)
@@ -73,6 +99,12 @@ def test_looks_inside():
     rule.look_up(flat); assert rule.info is info
     flat.func = nn.CrossEntropyLoss(ignore_index=1)
     rule.look_up(flat); assert rule.info.ignore_index == 1
+    rule.look_up(F.mse_loss); info = rule.info
+    rule.look_up(F.mse_loss); assert rule.info is info
+    mse = nn.MSELoss()
+    mse.func = own                                                                # a module's attribute is no loss inside
+    rule.look_up(mse); info = rule.info
+    rule.look_up(mse); assert rule.info is info and info.func is mse
     other = partial(F.cross_entropy, ignore_index=2)
     rule.look_up(other); assert rule.info.ignore_index == 2 and rule.info.func is F.cross_entropy and rule.info.options is None
 
@@ -83,6 +115,9 @@ def test_options():
     assert _options(f) is None
     assert _options(nn.CrossEntropyLoss(weight=cw)) != _options(nn.CrossEntropyLoss(weight=cw.clone())) != _options(nn.CrossEntropyLoss())
     assert _options(nn.CrossEntropyLoss()) == _options(nn.CrossEntropyLoss())
+    smooth = LabelSmoothingCrossEntropy(weight=cw)                                 # it is no buffer there
+    before,smooth.weight = _options(smooth),cw.clone()
+    assert _options(smooth) != before
 
 def own(pred, t): return ((pred-t)**2).sum(1).mean()
 
@@ -97,6 +132,43 @@ def test_probes_the_unknown():
     rule = rule_of(nn.MSELoss(), LossProbe); assert not rule.probed and not rule.measuring and 'known' in str(rule)
     assert str(LossRule()) == repr(LossRule()) == 'not looked up yet: nothing was trained'
     assert LossRule().key == '' and rule.key == 'elements mean'
+
+def test_forgets_with_other_class_weights():
+    class Weighted:
+        def __call__(self, pred, t): return F.cross_entropy(pred, t, weight=self.weight)
+    loss = Weighted()
+    loss.weight = cw
+    rule,pred = rule_of(loss, LossProbe),torch.randn(8, 3)
+    rule.due(); rule.measure(pred, (y,), 8)
+    assert rule.info.class_weight is cw and rule.info.over == 'classes' and not rule.measuring
+    probe,info = rule.probe,rule.info
+    rule.look_up(loss); assert rule.info is info
+    loss.weight = cw.flip(0)
+    rule.look_up(loss); assert rule.probe is probe and rule.measuring and not rule.info.measured
+    flat = BaseLoss(nn.MSELoss)
+    flat.func = own
+    rule.look_up(flat); assert rule.probe is not probe and rule.probed
+    probe = rule.probe
+    rule.look_up(flat); assert rule.probe is probe
+    flat.func = lambda pred, t: own(pred, t)
+    rule.look_up(flat); assert rule.probe is not probe                             # the same wrapper, another loss in it
+
+def test_sure():
+    assert rule_of(own).sure is True and rule_of(nn.MSELoss(), LossProbe).sure is True
+    rule = rule_of(own, LossProbe)
+    assert rule.sure is False
+    rule.due(); rule.measure(torch.randn(1, 3), (torch.randn(1, 3),), 1); assert rule.sure is False      # a single item cannot tell
+    rule.due(); rule.measure(torch.randn(4, 3), (torch.randn(4, 3),), 4); assert rule.sure is True
+
+def test_adopts():
+    "A rank with single items takes over what another one has measured, and weighs those by it"
+    torch.manual_seed(0)
+    pred,holes = torch.randn(8, 3),tensor([0, -1, 2, 0, -1, 2, 1, 1])
+    other,rule = rule_of(valid, LossProbe),rule_of(valid, LossProbe)
+    other.due(); other.measure(pred, (holes,), 8)
+    rule.due(); rule.measure(pred[1:2], (holes[1:2],), 1)
+    assert [float(w) for w in rule.adopt(other.info.as_dict())] == [0] and rule.info is rule.probe.rule
+    assert rule.info.key == other.info.key and rule.info.ignore_index == -1 and 'measured by another process' in str(rule)
 
 class Mix:
     def __init__(self, old): self.old_lf = old
@@ -136,6 +208,87 @@ def test_when():
     for i in range(30):
         assert always.due()
         always.measure(p, (t,), 4)
+
+class Script:
+    "A probe that finds `rules`, one at each look"
+    known,open,left_out,was_sure,change,moves = False,False,False,False,None,None
+    def __init__(self, *rules): self.rules,self.calls,self.rule = [*rules],[],rules[0]
+    def look(self, *args, **kwargs): self.calls.append((args, kwargs)); self.rule = self.rules.pop(0)
+    def take_change(self): return self.change
+    def left_out_message(self, n): return f'{n} left out'
+    def moves_message(self): return self.moves
+    def changed_message(self, *args): return args
+
+info = LossInfo(own)
+other = info.measure('elements')
+
+def scripted(*rules):
+    rule = LossRule()
+    rule.probe,rule.info,rule.probed = Script(*rules),rules[0],True
+    return rule,rule.probe
+
+def randoms(rule, at):
+    "The ranges that are drawn from; what is drawn is one end of them"
+    ranges = []
+    def draw(*ends): ranges.append(ends); return ends[at]
+    rule._random = SimpleNamespace(randint=draw, uniform=draw)
+    return ranges
+
+def test_first_looks():
+    "At the first 8 micro-batches, later ever more rarely"
+    rule,_ = scripted(info)
+    rule._next = 11
+    assert [rule.due() for _ in range(12)] == [True]*8 + [False]*2 + [True]*2
+    rule.always = True;                        rule._next = 99; assert rule.due()
+    rule.always,rule.measuring = False,True;                    assert rule.due()
+    rule.measuring = False;                                     assert not rule.due()
+
+@pytest.mark.parametrize('at,n,next', [(0, 1, 2), (0, 3, 5), (1, 10, 25), (0, 100, 150), (1, 100, 250)])
+def test_next_look(at, n, next):
+    rule,_ = scripted(info, info)
+    ranges,rule._n = randoms(rule, at),n
+    rule.measure(None, None, 4)
+    assert ranges == [(.5, 1.5)] and rule._next == next
+
+def test_looks_in_each_epoch():
+    rule,_ = scripted(info)
+    ranges,rule._next = randoms(rule, 1),99
+    rule.begin_epoch(); assert rule._next == 1 and ranges == [(1, 1)]                # no epoch before it
+    rule._next = 99
+    for _ in range(5): rule.due()
+    rule.begin_epoch(); assert rule._next == 10 and ranges[1:] == [(1, 5)]
+    for _ in range(3): rule.due()
+    rule.begin_epoch(); assert rule._next == 10 and ranges[2:] == [(1, 3)]           # 11 would be later
+    rule,_ = scripted(info)
+    ranges = randoms(rule, 1)
+    for _ in range(5): rule.due()
+    rule.begin_epoch(); assert ranges == [(1, 5)]                                    # what went before the first epoch counts, too
+    assert LossRule()._random.random() == LossRule()._random.random()                # at the same places in each run
+
+@pytest.mark.parametrize('change,gap,before,seen,was_sure,says', [
+    (None, False, 0, 0, False, False), (None, True, 0, 0, False, False), (None, False, 1, 1, False, False), (None, False, 1, 0, False, False),
+    (.5, False, 0, 0, False, False), (.5, True, 0, 0, False, True), (.5, False, 1, 1, False, True), (.5, True, 1, 1, True, True),
+    (None, False, 0, 0, True, False), (None, True, 0, 0, True, True), (None, False, 1, 1, True, False), (None, False, 1, 0, True, True),
+    (0., True, 0, 0, False, True)])
+def test_says_what_could_not_be_corrected(change, gap, before, seen, was_sure, says):
+    "A change is told if micro-batches that were not looked at may have been weighted wrongly; a rule that was measured, if it goes"
+    rule,probe = scripted(*[info]*seen, other)
+    rule.info = info
+    for i in range(seen): rule._n += 1; rule.measure(None, (torch.ones(4, 3),), 4, before=i, where='earlier')
+    rule._n += 1 + gap
+    probe.change,probe.was_sure = change,was_sure
+    late = rule.measure(None, (torch.ones(2, 3),), 2, before=before, where='now')
+    assert late == ([12] if before and seen else None) and rule.news == [(info, change, 'earlier' if seen else '', 'now')]*says
+
+def test_measures_what_it_is_given():
+    rule,probe = scripted(*[info]*4)
+    rule.measure('pred', 'yb', 4, 0, 'loss', 'losses', 'shown', 'where')
+    assert probe.calls == [(('pred', 'yb', 4), dict(loss='loss', losses='losses', shown='shown', where='where'))] and not rule.news
+    rule.measure('pred', 'yb', 4); assert probe.calls[1] == (('pred', 'yb', 4), dict(loss=None, losses=None, shown=None, where=''))
+    probe.left_out,probe.moves = True,'it moves'
+    rule.measure(None, None, 5); assert rule.news == ['5 left out']
+    probe.left_out = False
+    rule.measure(None, None, 5, before=1); assert rule.news[1:] == ['it moves']     # with one micro-batch a step it is as always
 
 def test_end():
     rule = rule_of(own, LossProbe)
@@ -182,8 +335,19 @@ def test_says_since_when():
     while declared.measuring: declared.measure(pred, (t,), 8)
     assert declared.is_sum and declared.sum_message(3, 3) is None
     assert rule_of(nn.MSELoss(reduction='sum'), LossProbe).sum_message(3, 3) is None
+    rule,probe = scripted(info)
+    probe.sum_message = lambda *args: args
+    assert rule.sum_message(3, 5) is None
+    rule.info = info.measure('items', reduction='sum')
+    assert rule.sum_message(3, 5) == (3, 5)
+    rule.probed = False; assert rule.sum_message(3, 5) is None
 
 def test_uneven():
+    rule = rule_of(own)
+    assert rule.uneven((None,), 2) == 0 and rule.uneven((None,), 3) == 0
+    rule = rule_of(nn.CrossEntropyLoss())
+    assert rule.uneven((torch.ones(2, 3).long(),), 2) == 0 and rule.uneven((torch.ones(3, 2).long(),), 3) == 0
+    assert rule.uneven((tensor([1, 1]), torch.ones(0)), 2) == 0 and rule.uneven((tensor([1, 1, -100, -100]),), 4) == .5
     rule = rule_of(nn.CrossEntropyLoss(weight=cw))
     assert rule.uneven((tensor([0, 0]),), 2) == 0 and rule.uneven((tensor([0, 0, 0]),), 3) == 0
     assert rule.uneven((tensor([1, 1]),), 2) == pytest.approx(3.)
@@ -199,7 +363,28 @@ def test_names():
     assert str(info.measure('valid', target=1, class_weight=None)) == 'valid targets (not -100, of target 1)'
     assert str(info.measure('mask', target=1, channel=2)) == 'the sum of target 1, column 2' and str(info.measure('mask', target=0)) == 'the sum of the target'
     assert str(info.measure('elements')) == 'elements of the target' and str(LossInfo(nn.MSELoss(reduction='sum'))) == 'nothing: it is a sum'
-    assert info.key != info.measure('valid').key and info.key == LossInfo(nn.CrossEntropyLoss(weight=cw)).key
+    count = info.measure('count', test=('in 0 to', 5), floor=1)
+    assert str(count) == 'the number of targets in 0 to 5 in the target, at least 1'
+    assert str(count.measure('count', target=1, channel='row', shifted=True)) == \
+        'the number of targets in 0 to 5 in target 1, by row without its first column, at least 1'
+    assert str(info.measure('valid', shifted=True)) == 'valid targets (not -100, of the target without its first column)'
+
+rules = [info.measure(**{**dict(over='valid', ignore_index=float('nan')), **kw}) for kw in (
+    {}, dict(over='count'), dict(reduction='sum'), dict(ignore_index=0), dict(target=1), dict(channel=1), dict(class_weight=cw),
+    dict(class_weight=cw.clone()), dict(test=('>', 0)), dict(shifted=True), dict(floor=1))]
+def test_keys():
+    "Two rules are the same if nothing differs, a NaN neither"
+    assert len({r.key for r in rules}) == len(rules) and all(r.measure(**r.as_dict()|dict(class_weight=r.class_weight)).key == r.key for r in rules)
+    assert rules[0].measure('valid', ignore_index=float('nan')).key == rules[0].key
+    assert rules[-1].key[:-1] == rules[-1].measure('valid', floor=.5).key[:-1]        # the floor is measured for all others alike
+
+def test_rule_for_another_process():
+    w = cw.clone().requires_grad_()
+    rule = info.measure('valid', ignore_index=3, target=1, channel=2, test=('>', 0), floor=.5, shifted=True, class_weight=w).as_dict()
+    assert torch.equal(rule['class_weight'], cw) and not rule['class_weight'].requires_grad
+    rule['class_weight'] = None
+    assert rule == dict(over='valid', reduction='mean', ignore_index=3, target=1, channel=2, test=('>', 0), floor=.5, shifted=True, class_weight=None)
+    assert rules[0].as_dict()['class_weight'] is None and list(rules[0].as_dict()) == list(rule)
 
 @pytest.mark.parametrize('over,may', [('items', False), ('elements', False), ('valid', True), ('mask', True), ('classes', True)])
 def test_measured(over, may):
@@ -209,7 +394,14 @@ def test_measured(over, may):
 def test_defaults():
     assert (LossInfo(own).reduction, LossInfo(own).ignore_index, LossInfo(own).class_weight, LossInfo(own).over) == ('mean', -100, None, 'items')
     assert LossInfo(partial(partial(F.nll_loss, ignore_index=1), ignore_index=2)).ignore_index == 2
+    assert LossInfo(LabelSmoothingCrossEntropy()).over == LossInfo(FocalLoss()).over == 'elements'
     assert LossInfo(nn.CrossEntropyLoss(label_smoothing=.1)).nan_if_empty is True and LossInfo(nn.CrossEntropyLoss()).nan_if_empty is False
+
+def test_unwrapped():
+    flat = BaseLoss(nn.MSELoss)
+    flat.func = partial(F.nll_loss, ignore_index=1, reduction='sum')
+    assert unwrapped(partial(flat, ignore_index=2)) == (F.nll_loss, dict(ignore_index=2, reduction='sum'))
+    assert unwrapped(F.nll_loss) == (F.nll_loss, {})
 
 def test_known():
     loss = nn.MSELoss()
@@ -224,7 +416,41 @@ def test_valid_and_classes():
     assert _valid(tensor([1., float('nan')]), float('nan')).tolist() == [True, False]
     half = LossInfo(nn.CrossEntropyLoss(weight=cw.half()))
     assert _item_weights(half, y).dtype is torch.float32 and _item_weights(half, y)[2] == 0          # an ignored target counts nothing
+    assert _item_weights(LossInfo(nn.CrossEntropyLoss(weight=tensor([2.]))), tensor([0, -100])).tolist() == [2, 0]
+    assert _item_weights(LossInfo(nn.CrossEntropyLoss(weight=cw.double())), y).dtype is torch.float64
+    assert _item_weights(LossInfo(nn.CrossEntropyLoss(weight=cw.to(torch.float8_e4m3fn).bfloat16())), y).dtype is torch.float32
+    assert _item_weights(LossInfo(nn.CrossEntropyLoss()), ()) == 1
     assert _item_weights(LossInfo(nn.CrossEntropyLoss()), 'text') == 1 and _item_weights(LossInfo(F.mse_loss), (torch.ones(2, 3, 4),)) == 12
+
+@pytest.mark.parametrize('test,rows', [(('>', 1), [0, 1, 2]), (('>=', 1), [1, 2, 2]), (('==', 1), [1, 1, 0]), (('in 0 to', 1), [3, 1, 0])])
+def test_counts(test, rows):
+    counts = LossInfo(own).measure('count', test=test, floor=1)
+    t = tensor([[0, 1, 0], [1, -1, 2], [3, -1, 2]])
+    assert _item_weights(counts, t, torch.float64).tolist() == rows and not _item_weights(counts, t, torch.float64).is_floating_point()
+
+def test_counts_by():
+    "A column, a row, an item: what counts is their largest element"
+    t = tensor([[[0, 1], [2, 0], [3, 3]], [[0, 0], [0, 0], [0, 1]]])
+    by = lambda channel, of=t: _item_weights(LossInfo(own).measure('count', channel=channel, test=('>', 0), floor=1), of).tolist()
+    assert by(None) == [4, 1] and by(0) == [2, 0] and by(1) == [2, 1] and by('row') == [3, 1] and by('item') == [1, 1]
+    assert by('item', t-1) == [1, 0] and by('row', t-1) == [2, 0]
+    assert _passing(t, LossInfo(own).measure('count', channel='row', test=('>', 0))).shape == (2, 3)
+
+def test_sum_of_a_mask():
+    mask,t = LossInfo(own).measure('mask'),tensor([[[.1, 1.], [.2, 0.]], [[0., 0.], [0., 2.]]])
+    assert _item_weights(mask, t).tolist() == pytest.approx([1.3, 2.]) and _item_weights(mask, t).dtype is torch.float32
+    assert _item_weights(mask.measure('mask', channel=1), t).tolist() == [1, 2]
+    assert _item_weights(mask, t, torch.float64).tolist() == [sum(t.double()[0].flatten().tolist()), 2]
+
+def test_shifted():
+    t = tensor([[1, 2, -100], [-100, 1, 1]])
+    assert _item_weights(LossInfo(own).measure('valid', shifted=True, target=1), (torch.ones(2), t)).tolist() == [1, 2]
+
+def test_targets(): assert [t.tolist() for t in _targets((None, tensor(1.), [tensor([2]), 'a'], {'b': tensor([[3]])}))] == [[2], [[3]]]
+
+def test_at_least():
+    assert [at_least(f, w) for f,w in ((None, 0), (1, 0), (1, 2), (.5, 0))] == [0, 1, 2, .5]
+    assert at_least(1, tensor([0., 1., 3.])).tolist() == [1, 1, 3] and at_least(None, tensor([0.])).tolist() == [0]
 
 @pytest.mark.parametrize('weight,kept', [(0., 0.), (.25, 1.), (1., 1.), (7., 1.)])
 def test_ignore_empty(weight, kept):
@@ -244,7 +470,39 @@ def test_ignore_empty(weight, kept):
     ((torch.ones(4, 3),), (1,), (4, True)), ((torch.ones(2, 3).numpy(),), (torch.ones(2),), (2, True))])
 def test_count_items(xb, yb, expected): assert count_items(xb, yb) == expected
 
+rows = lambda *ns: [torch.ones(n, 2) for n in ns]
+@pytest.mark.parametrize('xb,yb,expected', [
+    ((rows(5, 5, 5),), rows(3), (3, True)), ((rows(5, 5, 5),), rows(5), (5, True)), ((rows(5, 5, 5),), rows(7), (5, False)),   # columns, or items
+    ((rows(5, 4),), rows(7), (2, False)), ((rows(2, 4, 6),), rows(2), (3, False)), ((['a', 1],), (), (2, True)),
+    ((rows(2, 3),), rows(2), (2, True)), (({'a': 1, 'b': rows(3, 3)},), rows(2), (2, True)), (({'a': rows(3, 4)},), rows(3), (2, False)), (({'a': torch.ones(5)},), rows(1), (5, False)),
+    ((pack_sequence([torch.ones(3), torch.ones(2), torch.ones(2), torch.ones(1)]),), (), (4, True)), ((np.ones((3, 2)),), rows(3), (3, True)),
+    ((np.array(1.), np.ones(2)), (), (2, True)), (([rows(3, 3), rows(3, 4)],), rows(3), (2, False)), (([rows(3, 3), rows(3, 3)],), rows(3), (3, True))])
+def test_counts_lists(xb, yb, expected): assert count_items(xb, tuple(yb)) == expected
+
+@pytest.mark.parametrize('x,y,views,plain', [(4, 8, (4, True), (4, False)), (8, 4, (4, True), (8, False)), (2, 6, (2, True), (2, False)),
+    (4, 9, (4, False), (4, False)), (1, 4, (1, False), (1, False)), (3, 4, (3, False), (3, False)), (3, 3, (3, True), (3, True))])
+def test_counts_views(x, y, views, plain):
+    "One of the two may have several rows of each item; one item of many rows is none of them"
+    xb,yb = tuple(rows(x)),tuple(rows(y))
+    assert count_items(xb, yb, True) == views and count_items(xb, yb) == plain
+    assert count_items(xb, (), True) == (x, True)
+
+class Known:
+    "Knows what lists hold; here always `n` items"
+    def __init__(self, n): self.n,self.asked = n,[]
+    def look(self, *args): self.asked.append(args); return self.n
+
+def test_asks_what_lists_hold():
+    xb,yb,lists = (rows(5, 5, 5),),(tensor([1, 2, 3]),),Known(3)
+    assert count_items(xb, yb, lists=lists, bs=lambda: 3) == (3, True) and count_items(xb, yb, lists=lists) == (3, True)
+    assert all(a is b for a,b in zip(lists.asked[0][:2], (xb, yb))) and [bs for *_,bs in lists.asked] == [3, None]
+    assert count_items(xb, yb, lists=Known(5)) == (5, False) and count_items(xb, lists=Known(5)) == (5, True)
+    assert count_items(xb, (tensor([1]*5),), lists=Known(None)) == (5, True)
+    lists = Known(3)
+    assert count_items((torch.ones(4),), (torch.ones(4),), lists=lists) == (4, True) and not lists.asked       # the usual case
+    with pytest.raises(TypeError, match='of a tuple: use tensors'): count_items((1, 'a'))
+
 def test_n_items():
     assert [n_items(b) for b in (torch.ones(3), (torch.ones(4), torch.ones(5)), [tensor(1.), torch.ones(2)], ((), torch.ones(6)))] == [3, 4, 2, 6]
-    for b in ((), tensor(1.), 'a'):
-        with pytest.raises(TypeError, match='pass the number of items'): n_items(b)
+    for b,kind in (((), 'tuple'), (tensor(1.), 'Tensor'), ('a', 'str')):
+        with pytest.raises(TypeError, match=f'the items of a {kind} without tensors: pass the number of items'): n_items(b)

@@ -109,6 +109,7 @@ def test_gone(event, ex):
     learn.remove_cb(On)
     learn.fit(1)
 
+@pytest.mark.slow
 def test_fits_in_a_row():
     "lr_find and fine_tune: each fit in its own context"
     learn = learner(data, 8, *(f() for f in tools.values()), GradientAccumulation(16, micro_batch_size=4), model=Net(), loss_func=nn.CrossEntropyLoss())

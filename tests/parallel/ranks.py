@@ -352,6 +352,14 @@ def without_agent(f, stops=(), timeout=60):
         res.append((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), errors.read_text()))
     return res
 
+def in_forks(names, to):
+    "What torchrun runs over two ranks, here without importing all again: their results go to the folder `to`"
+    def ranks():
+        global folder
+        folder = to
+        main(names)
+    for code,errors in without_agent(ranks): assert code == 0, errors
+
 def failures():
     def at_5(f, only):
         def do(learn):
@@ -723,4 +731,5 @@ def main(names):
 if __name__ == '__main__':
     folder,other = Path(sys.argv[1]),os.environ.get('OTHER')
     defaults.callbacks = [cb for cb in defaults.callbacks if cb is not ProgressCallback]
+    if 'TWO' in os.environ: in_forks(sys.argv[2:], Path(os.environ['TWO']))
     main(sys.argv[2:])

@@ -21,9 +21,11 @@ def results(tmp_path_factory):
     "`results(name)`: of one process, rank 0 and rank 1"
     one,two = tmp_path_factory.mktemp('one'),tmp_path_factory.mktemp('two')
     names = sorted({*' '.join(few.values()).split()}) if 'QUICK' in os.environ else []
-    start(sys.executable, script, one, *names)
-    start(*torchrun, script, two, *names, more=dict(OTHER=str(one)))
-    if not names: start(sys.executable, script, one, 'goes_on', more=dict(OTHER=str(two)))
+    if names: start(sys.executable, script, one, *names, more=dict(TWO=str(two)))     # the ranks are forks, which need not import all
+    else:
+        start(sys.executable, script, one)
+        start(*torchrun, script, two, more=dict(OTHER=str(one)))
+        start(sys.executable, script, one, 'goes_on', more=dict(OTHER=str(two)))
     return lambda name: [torch.load(f, weights_only=False) for f in (one/f'{name}_0.pt', two/f'{name}_0.pt', two/f'{name}_1.pt')]
 
 def close(a, b, eps=1e-6):

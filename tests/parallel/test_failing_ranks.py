@@ -72,9 +72,34 @@ def all_two():
     res['layers later'] = fit(FullyShard, model=OneOfTwo((4, 4), 6))
     return res
 
+class InValidation(Callback):
+    order = 30
+    def __init__(self, event): setattr(self, event, lambda: boom() if dist.get_rank() == 1 else None)
+
+def validates(call, dp=DataParallel, event='after_loss'):
+    "A validation alone fails on rank 1, whose process lives on. Before, rank 0 alone has failed in one of its own, and the ranks go on"
+    learn,rank = learner(*data(), nn.CrossEntropyLoss(), bs=8, dp=dp),dist.get_rank()
+    with quiet(learn):
+        if rank == 0 and dp is DataParallel:
+            try: learn.get_preds(dl=[(torch.zeros(2, 7), torch.zeros(2))])     # of this rank alone
+            except RuntimeError: pass
+        learn.validate()
+        learn.add_cb(InValidation(event))
+        start = time.time()
+        try:
+            for _ in range(2): getattr(learn, call)()  # after a validation no rank waits for another, until the next one
+        except Exception as e: res = f'{type(e).__name__}: {e}',time.time()-start
+    if rank == 1: time.sleep(5)
+    return res
+
 def one(): return living_on([1])
 def early(): return living_on([0], 'before_fit')
-def sharded(): return launch(living_on, 2, [1], 'after_loss', FullyShard, timeout=6)
+def sharded(): return living_on([1], 'after_loss', FullyShard)
+def sharded_early(): return living_on([0], 'before_batch', FullyShard)
+def validate(): return validates('validate')
+def get_preds(): return validates('get_preds')
+def after_validation(): return validates('validate', event='after_validate')
+def validate_sharded(): return validates('validate', FullyShard)
 
 def message(f, n):
     try: launch(f, n)
@@ -91,17 +116,18 @@ def messages(): return message(fails_first, 2),message(cannot_be_pickled, 2)
 @pytest.fixture(scope='module')
 def results(tmp_path_factory): return started(all_two, 2, tmp_path_factory.mktemp('ranks'), __file__)()
 
-@pytest.mark.parametrize('f,n,failing', [(one, 2, 1), (one, 3, 1), (early, 2, 0)], ids=['one', 'one of three', 'early'])
+@pytest.mark.parametrize('f,n,failing', [(one, 2, 1), (one, 3, 1), (early, 2, 0), (sharded, 2, 1), (sharded, 3, 1), (sharded_early, 2, 0)],
+                         ids=['one', 'one of three', 'early', 'sharded', 'sharded, one of three', 'sharded, early'])
 def test_a_rank_that_fails_tells_the_others(tmp_path, f, n, failing):
     for r,((error,seconds),again) in enumerate(started(f, n, tmp_path, __file__)()):
         assert 'boom' in error and seconds < 10
         assert error.startswith('ValueError') if r == failing else f'Stopped, as rank {failing} failed: ValueError' in error
         assert 'start all ranks anew' in again[0]
 
-def test_a_sharded_rank_that_fails_is_named(tmp_path):
-    "gloo waits for the time limit, 6 s here"
-    (((error,_),_),_), = started(sharded, 1, tmp_path, __file__)()
-    assert 'Stopped, as rank 1 failed: ValueError' in error
+@pytest.mark.parametrize('f', [validate, get_preds, after_validation, validate_sharded])
+def test_a_rank_that_fails_in_a_validation_alone_tells_the_others(tmp_path, f):
+    (other,seconds),(own,_) = started(f, 2, tmp_path, __file__)()
+    assert own.startswith('ValueError') and 'Stopped, as rank 1 failed: ValueError' in other and seconds < 10
 
 def test_an_error_on_all_ranks_leaves_the_group_as_it_is(results):
     for r in results: assert 'boom' in r['all'][0][0] and r['all'][0][1] < 2 and r['all'][1] == 'trains'

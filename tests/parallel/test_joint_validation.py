@@ -5,7 +5,7 @@ import pytest, torch, torch.nn.functional as F
 from fastai.basics import Callback, CancelValidException, CrossEntropyLossFlat, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor
 from fastai.callback.all import EarlyStoppingCallback, ProgressCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.losses import LabelSmoothingCrossEntropyFlat
-from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, launch
+from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, LocalSGD, StepLogger, launch
 import torch.distributed as dist
 
 quick = []      # all start processes of two ranks or three
@@ -103,7 +103,18 @@ def all_ignored():
     y[11-3:16] = 0
     return in_order(x, y, token_loss, accum=16)
 
-def all_cases(): return dict({k: fitted(make) for k,make in cases().items()}, **{f.__name__: f() for f in (decisions, batchnorm, all_ignored)})
+def counted():
+    "Items of each step; 67 do not fill the last accumulated batch of 40, nor do all ranks have as many"
+    res = {}
+    for dp in (DataParallel, LocalSGD):
+        for remainder in ('step','drop','carry'):
+            x,y = data(67)
+            learn = learner(x, y, nn.CrossEntropyLoss(), accum=40, dp=dp, remainder=remainder, cbs=[StepLogger()])
+            with quiet(learn): learn.fit(3)
+            res[dp.__name__,remainder] = list(learn.step_logger.rows['items'])
+    return res
+
+def all_cases(): return dict({k: fitted(make) for k,make in cases().items()}, **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, counted)})
 
 # --- ranks that end a validation early
 class Cancel(Callback):
@@ -174,6 +185,14 @@ def test_callbacks_decide_as_in_one_process(results, n):
 def test_a_small_last_batch_does_not_leave_a_rank_with_one_item(results, n):
     first,*others = [r['batchnorm'] for r in results[n]]
     assert first.isfinite().all() and all(torch.equal(first, w) for w in others)
+
+@over
+@pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
+@pytest.mark.parametrize('dp', ['DataParallel', 'LocalSGD'])
+def test_rows_count_the_items_of_all_ranks(results, n, dp, remainder):
+    (one,),many = ([r['counted'][dp,remainder] for r in results[k]] for k in (1, n))
+    assert one == dict(step=[48, 19]*3, drop=[48]*3, carry=[48, 51, 51, 48])[remainder]
+    for r in many: assert r == one
 
 @over
 def test_a_rank_without_a_target_takes_over_the_rule(results, n):

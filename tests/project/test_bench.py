@@ -224,6 +224,6 @@ def test_gpu_runs_train_the_same(precision, tol):
 def test_gpu_needs_one():
     with pytest.raises(SystemExit, match='sees no xpu device'): main(['--device', 'xpu'])
 def test_saves():
-    "Both kinds are written; with the fewest and smallest, figures say nothing"
-    rows = saves.run(rounds=1, megabytes=4)
-    assert [r['background'] for r in rows]==[False, True] and all(0 < r['wait'] <= r['written'] for r in rows)
+    "Training waits for less with the file in the background, for which a whole copy stays in memory"
+    row = saves.run(rounds=1, megabytes=8)
+    assert row['torch.save'] == 1 == row['memory'] and all(v > 0 for v in row.values()) and row.keys() >= {'checkpoint', 'background, wait', 'force to disk'}

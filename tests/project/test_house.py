@@ -2,6 +2,7 @@
 
 Each check returns the module and what is wrong there. `debts` lists modules that do not pass yet; one that passes must leave the list."""
 import ast, importlib, inspect, re, subprocess, sys
+from functools import cache
 from pathlib import Path
 import fastai, pytest
 from fastcore.nbio import read_nb
@@ -20,6 +21,7 @@ as_fastai_calls_them = {'GradientAccumulation','MixedPrecision','WandbCallback'}
 # Modules that a check still complains about
 debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(), too_deep=set(), below_internals=set())
 
+@cache
 def read(path=root/'fastaccum'):
     "Module -> its syntax, for the modules that notebooks make: 'core/accumulator', 'core/__init__', 'all'"
     names = {f: f.relative_to(path).with_suffix('').as_posix() for f in sorted(path.rglob('*.py'))}
