@@ -299,7 +299,8 @@ class FittingSize:
 
     def load_state_dict(self, state):
         self.now = state['micro_bs']
-        self.sizes = {tuple((torch.Size(s), getattr(torch, d)) for s,d in key): size for key,size in state['fits']}
+        self.sizes = {tuple((torch.Size(s), getattr(torch, d)) for s,d in key): size for key,size in state['fits']
+                      if type(size) is int and size > 0}
 
 # The error for a single item that does not fit in memory
 def too_big(why):

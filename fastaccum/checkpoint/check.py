@@ -109,6 +109,7 @@ def _name_of(e):
 
 def _check_type(e, old, path, exact):
     if old is None or e is None and not exact and not isinstance(old, (*scalars, Path)): return
+    if type(old) is str and old == 'auto' and type(e) in (int,float): return     # a number was found in its place
     saved = _of_kind.get(e[0], e[0]) if type(e) is tuple else _family(e)
     if exact: fits = _same_type(e, old)
     else: fits = saved == _family(old) or {saved, _family(old)} == {'number','list'} and (isinstance(e, Tensor) or isinstance(old, Tensor))

@@ -30,8 +30,8 @@ _signals = 'SIGINT','SIGTERM','SIGUSR1'
 # The outline of what a fit adds to the state of the Learner
 _data = {str: {'sample': [str], 'items': (int,type(None)), str: plain}}
 _form = dict(beginning=str, settings={'data': _data, 'model': {str: str}, 'callbacks': {str: list}, str: plain})
-_form_in_epoch = dict(batch=int, new_workers=bool, data=_data, 
-                      learner={**{k: int for k in ('epoch','n_epoch','n_iter','train_iter')}, 'pct_train': (int,float), str: object})
+_form_in_epoch:dict = dict(batch=int, new_workers=bool, data=_data,
+                           learner={**{k: int for k in ('epoch','n_epoch','n_iter','train_iter')}, 'pct_train': (int,float), str: object})
 
 # One fit of `learn` with the `TrainingCheckpoint` `cb`, whose arguments and memory of earlier fits it reads.
 # `settings`: arguments of the fit
@@ -85,7 +85,8 @@ class CheckpointedFit:
         for k,v,most in (('batch', done, n), *((f'learner.{k}', at[k], m) for k,m in most.items())):
             if not 0 <= v <= most: refuse(k, v, f'a number up to {most}')
         if at.get('training') is False: refuse('learner.training', False, 'True')
-        if not 0 <= at['pct_train'] <= 1: refuse('learner.pct_train', at['pct_train'], 'a number from 0 to 1')
+        # fastai adds up rounded parts
+        if not 0 <= at['pct_train'] <= 1.001: refuse('learner.pct_train', at['pct_train'], 'a number from 0 to 1')
         if (order := state.get('order')) is not None: check_order(order, learn.dl, n-done)
 
     def _check(self, state):

@@ -157,10 +157,14 @@ class CheckpointFolder:
             warn(f"TrainingCheckpoint could not {what}: {e}. If {self.path} still has checkpoints, the next start loads their fits "
                  "instead of training them; to train again, delete them or use TrainingCheckpoint(resume=False).")
 
+    def _unlock_unused(self):
+        if not self.own.listed: unlock(self.path, True)
+
     def _at_exit(self):
-        if os.getpid() == self.pid and not self.own.listed: unlock(self.path, True)      # nothing was saved
+        if os.getpid() != self.pid: return
+        self._unlock_unused()
         later = any(fit_of(f) > self.n_fits for f in self.files)   # fits that another process had begun
-        if os.getpid() != self.pid or not self.n_fits or self.unfinished or self.stopped or later or _failed(): return
+        if not self.n_fits or self.unfinished or self.stopped or later or _failed(): return
         if not self.ranks.all_ended(): return
         self.finish()
         if self.files: print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}. Did it end too "
@@ -255,4 +259,5 @@ class OthersFolder(CheckpointFolder):
     def __init__(self, path, ranks): self._begin(path, ranks)
     def _tidy(self): pass
     def save(self, *args): pass
+    def _unlock_unused(self): pass
     def finish(self): self._call_off(); self.in_use.pop(self.path, None)

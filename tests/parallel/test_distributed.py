@@ -70,8 +70,9 @@ def test_two_messages_per_step(results):
         assert {size for rows in (r['few'], r['many']) for _,size in rows} == {r['few'][0][1]}  # whatever the number of micro-batches
         assert r['limit']-128 < r['few'][0][1] <= r['limit']
 
-def test_overflow_on_one_rank_skips_on_all(results):
-    _,a,b = results('fp16')
+@pytest.mark.parametrize('name', ['fp16', 'shard_fp16_overflow'])
+def test_overflow_on_one_rank_skips_on_all(results, name):
+    _,a,b = results(name)
     assert a['history'] == b['history'] and sum(a['history']['skipped']) == 1
     assert torch.equal(a['weights'], b['weights'])
 
@@ -234,11 +235,6 @@ def test_sharded_equals_one_process(results, name):
     same_run(one, a, b, eps=sharded[name])
     assert [v[1:] for v in a['values']] == [v[1:] for v in b['values']]
     if name == 'shard_fp16': assert a['history'] == b['history']
-
-def test_sharded_overflow_skips_on_all(results):
-    _,a,b = results('shard_fp16_overflow')
-    assert a['history'] == b['history'] and sum(a['history']['skipped']) == 1
-    assert torch.equal(a['weights'], b['weights'])
 
 def test_sharded_models_are_saved_whole(results):
     one,a,b = results('shard_saved')

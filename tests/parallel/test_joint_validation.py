@@ -103,7 +103,7 @@ def all_ignored():
     y[11-3:16] = 0
     return in_order(x, y, token_loss, accum=16)
 
-def counted():
+def items_of_steps():
     "Items of each step; 67 do not fill the last accumulated batch of 40, nor do all ranks have as many"
     res = {}
     for dp in (DataParallel, LocalSGD):
@@ -114,7 +114,7 @@ def counted():
             res[dp.__name__,remainder] = list(learn.step_logger.rows['items'])
     return res
 
-def all_cases(): return dict({k: fitted(make) for k,make in cases().items()}, **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, counted)})
+def all_cases(): return dict({k: fitted(make) for k,make in cases().items()}, **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, items_of_steps)})
 
 # --- ranks that end a validation early
 class Cancel(Callback):
@@ -190,7 +190,7 @@ def test_a_small_last_batch_does_not_leave_a_rank_with_one_item(results, n):
 @pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
 @pytest.mark.parametrize('dp', ['DataParallel', 'LocalSGD'])
 def test_rows_count_the_items_of_all_ranks(results, n, dp, remainder):
-    (one,),many = ([r['counted'][dp,remainder] for r in results[k]] for k in (1, n))
+    (one,),many = ([r['items_of_steps'][dp,remainder] for r in results[k]] for k in (1, n))
     assert one == dict(step=[48, 19]*3, drop=[48]*3, carry=[48, 51, 51, 48])[remainder]
     for r in many: assert r == one
 
