@@ -41,6 +41,7 @@ def run(page, root, n=10):
 def type_in(script, cwd, said, root):
     "Run `script` in the folder `cwd`, as `python script` would; what it says goes to the file `said`"
     os.chdir(cwd)
+    multiprocessing.set_start_method(None, force=True)      # the machine's own way, not this process's
     sys.path[0],sys.argv = root,[script]
     with open(said, 'wb') as err, open(os.devnull, 'wb') as out: os.dup2(err.fileno(), 2); os.dup2(out.fileno(), 1)
     try: runpy.run_path(script, run_name='__main__')
