@@ -134,7 +134,7 @@ def never_steps(c, sizes):
 once_wrong = dict(n=26, bs=2, n_epoch=1, loss='flat', order=3, fp16=False, nan=None, drop_last=False, loader=DataLoader, one_cycle=False,
     acc=dict(accum_bs=1, micro_batch_size=None, remainder='step', log_accum_batch=True, normalize=True), stop=('before_step', CancelBatchException, {(0, 11)}))
 
-@cases(300)
+@cases(200)
 @given(trainings())
 @example(SimpleNamespace(**once_wrong))   # a step is cancelled in which no item counts
 def test_fit(c):
@@ -202,7 +202,7 @@ def without(learn):
     "A fit while accumulation is off"
     with learn.removed_cbs(learn.gradient_accumulation): learn.fit(1, lr)
 
-@cases(60)
+@cases(30)
 @given(st.lists(st.sampled_from(list(deeds)), min_size=1, max_size=8), st.integers(1, 8))
 def test_life(names, bs):
     "Whatever was done before: the next fit is right"

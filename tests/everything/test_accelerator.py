@@ -206,8 +206,8 @@ def test_auto(name, accum_bs):
     run with that size, to the bit"""
     data,model = net(name)
     n_params = sum(p.nbytes for p in model.parameters())
-    sizes,found = [n_items>>i for i in range(7)],[]
-    fixed = {k: peak(name, n_items, k=k, accum_bs=accum_bs) for k in sizes[1:4]}
+    found = []
+    fixed = {k: peak(name, n_items, k=k, accum_bs=accum_bs) for k in (32, 16)}
     # between what two sizes take; at the lower end in backward, at the upper one in forward. The first epoch makes the gradients
     for part in (.15, .9):
         limit = fixed[16] + part*(fixed[32]-fixed[16]) + (2 if accum_bs > n_items else 1)*n_params
