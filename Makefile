@@ -35,7 +35,7 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 # Slow cells that a page shows are typed by `make snippets`. These notebooks have hidden ones, each in a process of its own
 HIDDEN := nbs/recipes.ipynb nbs/tutorials/many_devices.ipynb
 cases: $(INSTALLED) ## every case of every test, and hidden slow cells (some 15 minutes)
-	for nb in $(HIDDEN); do $(TEST_ENV) $(BIN)/nbdev-test $$nb --n-workers 1 --flags slow || exit 1; done
+	echo $(HIDDEN) | $(TEST_ENV) xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 1 --flags slow
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE)
 
 bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some ten minutes); make the pages of it; DEVICE=cuda: on a GPU

@@ -62,8 +62,8 @@ def quick(item):
     return not item.get_closest_marker('slow') and (names is None or item.name in names or item.originalname in names)
 
 def some_simulated(cases):
-    "Three cases of a test, which runs on the CPU, too; or ten of a file. They are spread over all"
-    return cases if 'ALL_CASES' in os.environ else cases[::-(-len(cases)//(10 if is_quick else 3))]
+    "Three cases of a test, which runs on the CPU, too; or five of a file. They are spread over all"
+    return cases if 'ALL_CASES' in os.environ else cases[::-(-len(cases)//(5 if is_quick else 3))]
 
 def each_value_once(cases):
     "A few of `cases` in which each value of each parameter occurs, with ever other ones of the others"

@@ -73,3 +73,10 @@ def test_pages(check):
     (not_shown, ['#| export\nclass A: pass', 'A()'], 0), (not_shown, ['#| export\nclass A: pass', '#| hide\nA()'], 1), (not_shown, ['#| exporti\ndef f(): pass'], 0),
     (mocked, ['learn = SimpleNamespace(opt=1)'], 1), (mocked, ['learn = synth_learner()'], 0)])
 def test_the_checks_can_fail(check, src, wrong): assert len(check([mk_cell(s, 'markdown' if s[:2] == '# ' else 'code') for s in src], {'A'})) == wrong
+
+def test_every_slow_cell_runs():
+    "`make snippets` types those that a page shows; `make cases` runs the notebooks that have hidden ones"
+    nbs,slow = api.parent,re.compile(r'^#\| *slow', re.M)
+    hidden = {f'nbs/{f.relative_to(nbs).as_posix()}' for f in nbs.rglob('*.ipynb') for c in read_nb(f).cells
+              if c.cell_type == 'code' and slow.search(c.source) and not is_visible(c)}
+    assert hidden == {*re.search(r'(?m)^HIDDEN := (.*)', (nbs.parent/'Makefile').read_text())[1].split()}
