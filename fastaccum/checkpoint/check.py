@@ -112,8 +112,11 @@ def _check_type(e, old, path, exact):
     if type(old) is str and old == 'auto' and type(e) in (int,float): return     # a number was found in its place
     saved = _of_kind.get(e[0], e[0]) if type(e) is tuple else _family(e)
     if exact: fits = _same_type(e, old)
-    else: fits = saved == _family(old) or {saved, _family(old)} == {'number','list'} and (isinstance(e, Tensor) or isinstance(old, Tensor))
+    else: fits = saved == _family(old) or {saved, _family(old)} == {'number','list'} and (_is_array(e) or _is_array(old))
     if not fits: refuse(path, e, f'a {type(old).__name__}')
+
+# A list may become an array
+def _is_array(v): return isinstance(v, (Tensor,np.ndarray)) or type(v) is tuple and v[:1] == ('array',)
 
 def _same_type(e, old):
     if isinstance(old, (float,np.floating)): return type(e) in (int,float) or isinstance(e, Tensor) and e.numel() == 1

@@ -37,6 +37,21 @@ class Unfreezes(Callback):
         if self.learn.epoch == 1: self.learn.unfreeze()
 def two_groups(m): return [params(m[0]), params(m[1:])]
 
+class Becomes(Callback):
+    "Attributes that become something of another type"
+    run_valid = False
+    def __init__(self): self.size,self.losses,self.best,self.mean = 'auto',[],None,0.
+    def after_batch(self):
+        loss = self.learn.loss.detach()
+        self.size = 4 if self.size == 'auto' else self.size+1
+        self.losses,self.mean = np.append(self.losses, loss.item()),self.mean*.9+loss
+        self.best = min(loss, loss if self.best is None else self.best)
+
+def test_types_that_change():
+    learn,whole = check(dict(cbs=lambda: [Becomes()]))
+    a,b = learn.becomes,whole.becomes
+    assert (a.size,a.losses.tolist(),a.best,a.mean) == (b.size,b.losses.tolist(),b.best,b.mean) and a.size > 10
+
 class Tables(Callback):
     "Attributes of many kinds, each of which changes the training"
     def __init__(self, log=None): self.log = log
