@@ -256,7 +256,7 @@ weights_form = dict(model=(dict,OrderedDict), model_more=list, opt=tuple, has_gr
 rng_form = dict(python=tuple, numpy=tuple, torch=Tensor, loaders=[(tuple,_none)], generators={str: object})
 _loss = Tensor,*_number,_none
 learner_form:dict = {**{f'{k}?': int for k in ('epoch','n_epoch','iter','n_iter','train_iter')}, 'pct_train?': _number, 'training?': bool,
-                'smooth_loss?': _loss, 'loss?': _loss, 'final_record?': [(*_loss,str,list)], str: object}
+                     'smooth_loss?': _loss, 'loss?': _loss, 'final_record?': [(*_loss,str,list)], str: object}
 state_form = {'learner': learner_form, 'model_attrs': {str: dict}, 'has_grad': list, 'callbacks': list, 'more': {str: object},
               'metrics': list, 'samplers': [{str: object}], 'notes': {str: {str: object}}, 'persistent': [bool], 'rng': (dict,_none),
               'file?': str, 'ranks?': list}

@@ -117,9 +117,9 @@ def messages(): return message(fails_first, 2),message(cannot_be_pickled, 2)
 fails = [(one, 2, 1), (one, 3, 1), (early, 2, 0), (sharded, 2, 1), (sharded, 3, 1), (sharded_early, 2, 0)]
 in_validation = validate, get_preds, after_validation, validate_sharded
 def failures():
-    "What each comes to, by name and number of ranks; four at once, as most wait"
+    "What each comes to, by name and number of ranks; two at once, as most wait"
     todo = [(f, n) for f,n,_ in fails] + [(f, 2) for f in in_validation]
-    with ProcessPoolExecutor(4, multiprocessing.get_context('fork')) as pool:
+    with ProcessPoolExecutor(2, multiprocessing.get_context('fork')) as pool:
         jobs = {(f.__name__, n): pool.submit(launch, f, n) for f,n in todo}
         return {k: job.result() for k,job in jobs.items()}
 
@@ -132,17 +132,17 @@ def failed(tmp_path_factory): return started(failures, 1, tmp_path_factory.mktem
 @pytest.mark.parametrize('f,n,failing', fails, ids=['one', 'one of three', 'early', 'sharded', 'sharded, one of three', 'sharded, early'])
 def test_a_rank_that_fails_tells_the_others(failed, f, n, failing):
     for r,((error,seconds),again) in enumerate(failed[f.__name__,n]):
-        assert 'boom' in error and seconds < 60
+        assert 'boom' in error and seconds < 10
         assert error.startswith('ValueError') if r == failing else f'Stopped, as rank {failing} failed: ValueError' in error
         assert 'start all ranks anew' in again[0]
 
 @pytest.mark.parametrize('f', in_validation)
 def test_a_rank_that_fails_in_a_validation_alone_tells_the_others(failed, f):
     (other,seconds),(own,_) = failed[f.__name__,2]
-    assert own.startswith('ValueError') and 'Stopped, as rank 1 failed: ValueError' in other and seconds < 60
+    assert own.startswith('ValueError') and 'Stopped, as rank 1 failed: ValueError' in other and seconds < 10
 
 def test_an_error_on_all_ranks_leaves_the_group_as_it_is(results):
-    for r in results: assert 'boom' in r['all'][0][0] and r['all'][1] == 'trains'
+    for r in results: assert 'boom' in r['all'][0][0] and r['all'][0][1] < 2 and r['all'][1] == 'trains'
 
 @pytest.mark.parametrize('dp', ['DataParallel', 'FullyShard', 'LocalSGD'])
 def test_statistics_are_equal_after_a_cancelled_fit(results, dp):
@@ -154,7 +154,7 @@ def test_a_sharded_model_is_exported_whole(results):
 
 @pytest.mark.parametrize('case', ['layers (4, 4)', 'layers (4, 6)', 'layers later'])
 def test_other_layers_on_another_rank_are_an_error(results, case):
-    for r in results: assert 'go through different layers' in r[case][0] and r[case][1] < 60
+    for r in results: assert 'go through different layers' in r[case][0] and r[case][1] < 10
 
 def test_the_first_error_is_shown(tmp_path):
     (first,result), = started(messages, 1, tmp_path, __file__)()
