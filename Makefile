@@ -9,7 +9,7 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
 # By file, in the order of tests/conftest.py. Many cases wait for other processes, so three workers on two cores; the quick ones do not
 BY_FILE := --dist loadfile --no-loadscope-reorder
-.PHONY: help demo test cases bench snippets check mutants foreign trips docs export readme clean bump
+.PHONY: help demo test cases bench snippets check mutants foreign clients trips docs export readme clean bump
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,11 @@ bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs
 	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb nbs/coming_from.ipynb nbs/tutorials/how_exact.ipynb nbs/tutorials/find_batch_size.ipynb
 	$(BIN)/python tools/export.py
 endif
+
+clients: .venv/clients/.installed ## do the clients of fastai and other libraries' losses, models and optimizers work with accumulation? (ten minutes); PACKAGES="tsai timm"
+	$(TEST_ENV) .venv/clients/bin/python -W ignore -m bench.clients $(PACKAGES)
+	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/works_with.ipynb
+	$(BIN)/python tools/export.py
 
 snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a reader would (some minutes)
 	$(BIN)/python tools/snippets.py $(PAGES)
@@ -84,6 +89,14 @@ $(INSTALLED): settings.ini setup.py pyproject.toml
 			'One at another place: make PYTHONS=/path/to/python3'; exit 1; fi; \
 		echo "Making .venv with $$p; PyTorch is large, so this takes some minutes"; $$p -m venv --clear .venv; }
 	$(BIN)/python -m pip install -e '.[dev]'
+	@touch $@
+
+# The clients stand in an environment of their own, which sees what .venv has: some of them want older versions
+.venv/clients/.installed: $(INSTALLED) bench/clients/requirements.txt
+	$(BIN)/python -m venv .venv/clients
+	.venv/clients/bin/python -c "import site; print(site.getsitepackages()[0])" | { read here; \
+		$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $$here/base.pth; }
+	.venv/clients/bin/python -m pip install -r bench/clients/requirements.txt
 	@touch $@
 
 # What one target alone needs

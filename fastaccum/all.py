@@ -6,22 +6,22 @@ Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 
 # %% auto #0
 __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation',
-           'GradientAccumulationSchedule', 'CoupledBatch', 'AMPMode', 'MixedPrecision', 'StepLogger',
-           'GradientNoiseScale', 'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch',
-           'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload', 'Compile', 'MemoryAdvice', 'launch',
-           'DataParallel', 'LocalSGD', 'FullyShard']
+           'GradientAccumulationSchedule', 'exact_sentence_encoder', 'CoupledBatch', 'AMPMode', 'MixedPrecision',
+           'StepLogger', 'GradientNoiseScale', 'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp',
+           'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload', 'Compile',
+           'LargestFirst', 'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD', 'FullyShard']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .core import CoupledBatch, DynamicLossScaler, GradientAccumulator, PeakMemory, loss_weight
-from .accumulation import GradientAccumulation, GradientAccumulationSchedule
+from .accumulation import GradientAccumulation, GradientAccumulationSchedule, exact_sentence_encoder
 from .precision import AMPMode, MixedPrecision
 from .logs import StepLogger
 from .batch_size import AdaptiveGradientAccumulation, GradientNoiseScale, ScaleLR, batch_ramp, critical_batch
 from .checkpoint import TrainingCheckpoint
-from .memory import ActivationCheckpointing, ActivationOffload, Compile, MemoryAdvice
+from .memory import ActivationCheckpointing, ActivationOffload, Compile, LargestFirst, MemoryAdvice
 from .parallel import DataParallel, FullyShard, LocalSGD, launch
 
 _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
-         'CoupledBatch', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale', 'AdaptiveGradientAccumulation', 'ScaleLR',
-         'batch_ramp', 'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload', 'Compile', 'MemoryAdvice',
-         'launch', 'DataParallel', 'LocalSGD', 'FullyShard']
+         'exact_sentence_encoder', 'CoupledBatch', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
+         'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing',
+         'ActivationOffload', 'Compile', 'LargestFirst', 'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD', 'FullyShard']

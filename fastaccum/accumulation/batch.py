@@ -45,21 +45,24 @@ class BatchPass:
         learn,coupled,whole,preds = self.learn,self.cb.coupled,(self.learn.xb, self.learn.yb),[]
         loop = self.loop = learn.one_batch                               # a callback may remove it on the way
         table,split = loop.events.table,self.n > size and not coupled    # a coupled loss is one: only the model is called in parts
-        self.size,self.first,mixers = size,len(self.acc.losses),[o for o in table['mixers'] if o.run and hasattr(o, 'yb1')]
-        mixed = [(o.yb1, o.lam) for o in mixers]                         # MixUp keeps targets and shares of its own
-        parts = split_batch(*whole, self.n, size, mixers, lists=self.cb.batch_lists) if split else [(*whole, mixed)]
+        self.size,self.first,values = size,len(self.acc.losses),self.cb.loss_values
+        # what belongs to the items, too: MixUp keeps targets and shares of its own, and a loss may have been given weights
+        kept = [(vars(o), k) for o in table['mixers'] if o.run and 'yb1' in vars(o) for k in ('yb1','lam')]
+        if values.holder is not None: kept += [(vars(values.holder), k) for k in values.look(self.n)]
+        beside = [o[k] for o,k in kept]
+        parts = split_batch(*whole, self.n, size, beside, lists=self.cb.batch_lists) if split else [(*whole, beside)]
         self.sizes = part_sizes(self.n, size) if split else [self.n]
         keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
         watch,probed = table['after_pred'] or table['after_loss'] or table['before_backward'],self.rule.probed
         self._weigh()
-        if self.cb.loss_values.holder is not None and (split or not (self.opens and self.closes)):
-            self.values = self.cb.loss_values
-            self.cb.loss_values.begin(self.first)
+        if values.holder is not None and (split or not (self.opens and self.closes)):
+            self.values = values
+            values.begin(self.first)
         try:
             try:
                 for self.i,part in enumerate(parts):
                     learn.xb,learn.yb,others = part
-                    for o,(o.yb1,o.lam) in zip(mixers, others): pass
+                    for (o,k),o[k] in zip(kept, others): pass
                     if watch: self.yb,self.version = learn.yb,getattr(first(learn.yb), '_version', None)
                     loop.forward(self._predict_coupled if coupled else None)
                     if loop.now.changed == 'replaced' and self.cb.replaced is None: probed = self._replace() or probed
@@ -71,9 +74,12 @@ class BatchPass:
                     if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
             finally:
                 if split: learn.xb,learn.yb = whole
-                for o,(o.yb1,o.lam) in zip(mixers, mixed): pass
+                for (o,k),o[k] in zip(kept, beside): pass
                 self.coupled = self.yb = self.loop = None                # after an error they would hold its activations
         except cancels: self._join(whole[1], preds); raise
+        except Exception as e:
+            if split: tell_part(e, self.i, self.sizes)
+            raise
         self._join(whole[1], preds)
 
     def _backward(self):
@@ -191,13 +197,9 @@ class BatchPass:
     def _predict_coupled(self, call, model, *xb):
         cb = self.cb
         if self.n <= self.size and not self.joint: return call(model, *xb)
-        head = find_head(get_model(model), cb.coupled) if isinstance(cb.coupled, str) else None
-        part = partial(call, model) if head is None else partial(up_to, head, call, model)
+        part,rest = cut_at_head(call, model, cb.coupled)
         self.coupled = CoupledBatch(part, xb, self.n, self.size, model, cb.ranks.gather, cb.coupled_watch, cb.batch_lists)
-        out = self.coupled.outputs()
-        if head is None: return out
-        args,kwargs = out
-        return call(partial(head, **kwargs), *args)
+        return rest(self.coupled.outputs())
 
     # Prediction and targets of this rank alone, for metrics, after the loss over the items of all ranks
     def _own_items(self, yb):
@@ -236,12 +238,26 @@ def _place_of(learn): return learn.__dict__.get('epoch'),learn.__dict__.get('ite
 
 _replacing = contextmanager(replacing_yield)
 
+# Say in the message of an error in which micro-batch it happened: a loss may need all items of the loader batch
+def tell_part(e, i, sizes):
+    if is_out_of_memory(e) or isinstance(e, KeyError) or not e.args or not isinstance(e.args[0], str): return
+    more = f"(In micro-batch {i+1} of {len(sizes)}, with {sizes[i]} of the loader batch's {sum(sizes)} items."
+    if 'In micro-batch' not in e.args[0]: modify_exception(e, f"{more} A loss that compares items needs coupled=True.)")
+
 # The error for a loader batch that loses its accumulation callback halfway: only some of its gradients are weighted
 def removed_in_batch(acc):
     return RuntimeError(f"{type(acc).__name__} was removed while a loader batch went through the model, so its step would be wrong: "
                         "remove the callback between batches, at `before_batch` or `after_batch`.")
 
 # %% ../../nbs/api/accumulation/02_batch.ipynb #5696e21c
+# What sees a part of the items, and what makes the prediction of its outputs. With `coupled` the name of a head these are the model without
+# it, and the head. `call(f, *args)` calls a module
+def cut_at_head(call, model, coupled):
+    if not isinstance(coupled, str): return partial(call, model),noop
+    head = find_head(get_model(model), coupled)
+    def rest(out): return call(partial(head, **out[1]), *out[0])
+    return partial(up_to, head, call, model),rest
+
 # Call the model in micro-batches of at most `size` items, and join the outputs. If an output has no row for each item, in one piece.
 # `call(*xb)` calls the model with `n` items
 def predict_in_parts(call, xb, n, size, views=False, lists=None):
@@ -256,12 +272,24 @@ def predict_in_parts(call, xb, n, size, views=False, lists=None):
 # Shapes of an item, and types: 'auto' keeps a micro-batch size for each such combination
 def shapes_of(xb): return tuple((o.shape[1:], o.dtype) for o in tree_leaves(xb) if isinstance(o, Tensor))
 
+# Elements of an item
+def elements_of(shapes): return sum(s.numel() for s,_ in shapes) or 1
+
 # micro_batch_size='auto': the largest micro-batches that fit memory
 class FittingSize:
-    def __init__(self): self.sizes,self.now = {},'auto'
+    def __init__(self): self.sizes,self.room,self.now = {},None,'auto'   # room: elements of a micro-batch, if the largest batch was split
 
-    # The size for inputs like `xb`, at most `n`
-    def of(self, xb, n): return min(self.sizes.get(shapes_of(xb), n), n)
+    # The size for inputs like `xb`, at most `n`. Shapes that have not come yet start with the elements that fitted
+    def of(self, xb, n):
+        shapes = shapes_of(xb)
+        size = self.sizes.get(shapes)
+        if size is None: size = n if self.room is None else max(1, self.room//elements_of(shapes))
+        return min(size, n)
+
+    # `n` items like `xb` are the largest batch, and came through the model
+    def settle(self, xb, n):
+        size,shapes = self.of(xb, n),shapes_of(xb)
+        self.room = size*elements_of(shapes) if size < n else None
 
     # Send the loader batch through the model, with smaller micro-batches whenever memory runs out. Returns the pass that came through
     def run(self, batch):
@@ -291,16 +319,18 @@ class FittingSize:
             batch = BatchPass(cb, n, last)
 
     # There may be more memory in the next fit
-    def forget(self): self.sizes = {}
+    def forget(self): self.sizes,self.room = {},None
 
     def state_dict(self):
         fits = [([(list(s), str(d).split('.')[-1]) for s,d in key], size) for key,size in self.sizes.items()]
-        return dict(micro_bs=self.now, fits=fits)
+        return dict(micro_bs=self.now, fits=fits, room=self.room)
 
     def load_state_dict(self, state):
         self.now = state['micro_bs']
         self.sizes = {tuple((torch.Size(s), getattr(torch, d)) for s,d in key): size for key,size in state['fits']
                       if type(size) is int and size > 0}
+        room = state.get('room')
+        self.room = room if type(room) is int and room > 0 else None
 
 # The error for a single item that does not fit in memory
 def too_big(why):

@@ -15,7 +15,8 @@ from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 from torch.utils._pytree import tree_leaves
 from ..core.accumulator import GradientAccumulator, check_accum_bs
-from ..core.grads import rounded_at_step, summed_in, takes_wide
+from ..core.grads import summed_for
+from ..core.host import HostGradients
 from ..core.losses import LossRule, count_items
 from ..core.memory import available_bytes, device_of, free_memory, is_out_of_memory
 from ..core.microbatch import Lists
@@ -24,12 +25,14 @@ from ..core.terms import TermWatch
 from ..core.values import LossValues
 from ..core.watch import CoupledWatch, hooks_of_others
 from ..loop.batch_loop import LoopCallback
+from ..loop.events import keeps_state
 from ..loop.optimizers import AccumulatedParams
 from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
 from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
-from .checks import check_args, check_learner, keeps_state, refuse_others
+from .checks import check_args, check_learner, refuse_others
 from .plan import accum_batches, epoch_plan, epochs_for
+from .text import left_out_message, lossy_encoder
 from .watch import Watch, reader_of, value_message
 
 # %% auto #0
@@ -50,17 +53,18 @@ class GradientAccumulation(LoopCallback):
         n_items=None,                # `n_items(learn)`: items of the loader batch, if it is not the first dimension of its inputs
         check_loss:bool|str=True,    # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
+        grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
         coupled:bool|str=False,      # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
         refuse_others(theirs, type(self).__name__)
-        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss)
-        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,coupled')
+        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss, grad_device)
+        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,grad_device,coupled')
         self._n_items = n_items
         self.per_loader_batch = accum_bs is None and n_acc is None and micro_batch_size is not None
         self.acc,self.ranks,self.fitting = GradientAccumulator([], 1, normalize),OneRank(),FittingSize()
         self.rule,self.coupled_watch,self.batch_lists,self.batch,self.running = LossRule(),CoupledWatch(),Lists(),None,False
-        self.watch,self.terms,self.n_opened,self.params,self.loss_values = Watch(),TermWatch(),0,None,LossValues()
+        self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
         self.n_before = 0                                # accumulated batches of the fit before this epoch
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
@@ -152,14 +156,13 @@ class GradientAccumulation(LoopCallback):
     # -- a fit
     @contextmanager
     def during_fit(self):
-        "Context in which gradients are summed in `grad_dtype`. If the optimizer rejects this type, the sums are rounded once, at the step"
+        """Context in which gradients are summed in `grad_dtype`, on `grad_device`. If the optimizer rejects this type, the sums are rounded
+        once, at the step"""
         with ExitStack() as stack:
-            if self.grad_dtype is not None:
-                learn = self.learn
-                stack.enter_context(summed_in(learn.model.parameters(), self.grad_dtype))
-                opt = learn.opt.opt if isinstance(learn.opt, OptimWrapper) else None
-                if opt is not None and not takes_wide(opt): stack.enter_context(rounded_at_step(opt))
-            yield
+            stack.enter_context(summed_for(self.learn.model.parameters(), self.grad_dtype, self.learn.opt))
+            if self.grad_device is not None: self.on_host = stack.enter_context(HostGradients(self.params, self.learn.opt))
+            try: yield
+            finally: self.on_host = None
 
     def before_fit(self):
         learn = self.learn
@@ -167,16 +170,33 @@ class GradientAccumulation(LoopCallback):
         self.ranks = ranks_of(learn.cbs)
         check_learner(self)
         learn.gradient_accumulation = self
-        self.params = AccumulatedParams(learn)
-        self.params.look_up()
-        self.acc = GradientAccumulator(self.params, self._accum_bs, self.normalize, self.ranks.reduce)
-        self.clear()                                     # start with zero gradients, however the last fit ended
-        self.running,self.rule,self.batch,self.n_opened = True,LossRule(LossProbe, self.check_loss == 'always'),None,0
-        self.batch_lists,self.loss_values,self.replaced = Lists(),LossValues(),None
-        rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2
-        self.coupled_watch,self.terms = CoupledWatch(rounding),TermWatch(5*rounding)
+        self._begin()
+        self.running = True
         if available_bytes(device_of(learn.model)) is not None: self.fitting.forget()
         if self.loop.lr_finder: learn.n_epoch = epochs_for(self, self.loop.lr_finder.num_it)
+
+    # Start with zero gradients, however the last fit ended, and know nothing of the loss
+    def _begin(self):
+        self.params = AccumulatedParams(self.learn)
+        self.params.look_up()
+        self.acc = GradientAccumulator(self.params, self._accum_bs, self.normalize, self.ranks.reduce)
+        self.clear()
+        self.rule,self.batch,self.n_opened = LossRule(LossProbe, self.check_loss == 'always'),None,0
+        self.batch_lists,self.loss_values,self.replaced = Lists(),LossValues(),None
+        self.lossy_encoder = lossy_encoder(self.learn.model)
+        rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2
+        self.coupled_watch,self.terms = CoupledWatch(rounding),TermWatch(5*rounding)
+
+    @contextmanager
+    def apart(self):
+        "Context in which the largest batch tells the size that fits memory. Its caller puts the attributes back"
+        self.ranks,self.watch = OneRank(),Watch()
+        self._begin()
+        try:
+            yield
+            if self.micro_batch_size == 'auto': self.fitting.settle(self.learn.xb, self.batch.n)
+        finally:
+            self.clear()
 
     def clear(self):
         self.watch.drop()
@@ -269,8 +289,7 @@ class GradientAccumulation(LoopCallback):
             if n%50 == 0: self.watch.check(learn)
             if twice or learn.one_batch.events.table['outsiders']: self.watch.begin(self, twice)
         measured = not self.coupled or rule.probe is not None or not (batch.opens and batch.closes or self.ranks.world > 1)
-        f,old = learn.loss_func,self.loss_values.loss_func
-        if f is not old and f != old: self.loss_values = LossValues(f)
+        if learn.loss_func is not self.loss_values.loss_func: self.look_at_loss()
         rule.look_up(ifnone(self.replaced, learn.loss_func), self.check_loss and self.normalize and self.weight is None and measured)
         mean = self.normalize and (self.weight is not None or rule.info.reduction != 'sum')
         floor = rule.info.floor if self.weight is None else acc.floor
@@ -280,7 +299,19 @@ class GradientAccumulation(LoopCallback):
             else: batch.run(self.micro_batch_size or batch.n)                  # `micro_batch_size` may be more than that
         if rule.info.inexact and self.weight is None: rule.note(self.learn.yb)
         if rule.probed: self.warn_of_sum(batch)
-        return batch.close()
+        if with_items and self.lossy_encoder is not None: self._check_texts(batch)
+        loss = batch.close()
+        if self.loss_values.holder is not None: self.loss_values.end()
+        return loss
+
+    # What the loss keeps is known from the first batch of an epoch on
+    def look_at_loss(self):
+        if self.learn.loss_func != self.loss_values.loss_func: self.loss_values = LossValues(self.learn.loss_func)
+
+    def _check_texts(self, batch):
+        if batch.opens and batch.closes and batch.n <= batch.size and self.ranks.world == 1: return
+        message = left_out_message(self.lossy_encoder, self.learn.xb[0], batch.size)
+        if message: self.warn_once(message); self.lossy_encoder = None
 
     def give_up_batch(self) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
         "With several ranks: this rank's part of the loader batch was cancelled, and its items count, as the other ranks count them"
@@ -294,7 +325,8 @@ class GradientAccumulation(LoopCallback):
     def predict(self, call, model, *xb):
         "Forward pass of validation"
         learn,k,call = self.learn,self.micro_batch_size,partial(call, model)
-        if self.ranks.one_target or k is None or keeps_state(learn): return call(*xb) # all ranks must call the model equally often
+        # all ranks must call the model equally often
+        if self.ranks.one_target or k is None or keeps_state(learn.model, learn.cbs): return call(*xb)
         n = self._count_items()
         size = self.fitting.of(xb, n) if k == 'auto' else k
         if n > size and hooks_of_others(learn.model):
@@ -327,9 +359,11 @@ class GradientAccumulation(LoopCallback):
     def before_train(self):
         self.n_before = self.n_opened
         self.rule.begin_epoch()
+        self.look_at_loss()
         # several losses in a step: do terms of the model in them add up? With `weight` it is not known what halves would weigh
         self.terms.begin_epoch(self.check_loss and self.weight is None and not self.coupled)
         if self.params is not None: self.params.look_up()
+        if self.on_host is not None: self.on_host.follow()
 
     def after_train(self):
         self._end_epoch()
@@ -399,13 +433,14 @@ class GradientAccumulationSchedule(GradientAccumulation):
         n_items=None,                # `n_items(learn)`: items of the loader batch
         check_loss:bool|str=True,    # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
+        grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
         coupled:bool|str=False,      # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
         refuse_others(theirs, type(self).__name__)
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
                          normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
-                         grad_dtype=grad_dtype, coupled=coupled)
+                         grad_dtype=grad_dtype, grad_device=grad_device, coupled=coupled)
         check_accum_bs(final_accum_bs)
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
         if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish:

@@ -7,11 +7,10 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/checks.html.md"""
 # %% ../../nbs/api/accumulation/03_checks.ipynb #01a1a4e7
 from __future__ import annotations
 from fastai.basics import *
-from fastai.callback.rnn import ModelResetter
 from ..core.checks import is_count
 from ..core.coupled import find_head
 from ..loop.batch_loop import check_own_loop, check_single, takes_loop
-from ..loop.events import declares, is_a
+from ..loop.events import declares, is_a, keeps_state
 from ..loop.sizes import batch_sizes
 from .watch import _names_in
 
@@ -39,7 +38,8 @@ def refuse_others(kwargs, name):
         raise TypeError(f"{k}={v!r} {_others[k].format(value=v)}.")
 
 # Wrong types and values, and arguments that contradict each other
-def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, grad_dtype=None, coupled=False, check_loss=True):
+def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, grad_dtype=None, coupled=False, check_loss=True,
+               grad_device=None):
     if None not in (accum_bs, n_acc):
         raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone "
                          "(n_acc is fastai's name for it).")
@@ -56,6 +56,8 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
     if remainder not in _remainders: raise ValueError(f"remainder={remainder!r} is not one of {', '.join(map(repr, _remainders))}.")
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype={grad_dtype!r}: pass torch.float32 to sum the gradients of half-precision weights in fp32, or None.")
+    if grad_device is not None and str(grad_device) != 'cpu':
+        raise ValueError(f"grad_device={grad_device!r}: pass 'cpu' to keep gradients in the host's memory, or None for the model's device.")
     if n_items is not None and not callable(n_items):
         raise TypeError(f"n_items is {n_items!r}: pass a function of the Learner that returns the number of items in its batch.")
     if check_loss not in (True, False, 'always'):
@@ -81,10 +83,14 @@ def check_learner(acc):
         raise ValueError("fastai's MixedPrecision is attached, but it does not work with fastaccum's GradientAccumulation: it ends its "
                          "autocast at every micro-batch, and the weights would stop learning. Use fastaccum's: write `from fastaccum.all "
                          "import *` after fastai's imports, then `learn.to_fp16()` or `learn.to_bf16()`, which replace fastai's.")
-    if acc.micro_batch_size is not None and keeps_state(learn):
+    if acc.micro_batch_size is not None and keeps_state(learn.model, learn.cbs):
         raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (the Learner has a "
                          "ModelResetter): some items would get the state of others. Leave micro_batch_size out and give the loader a "
                          "smaller batch size.")
+    check_graphs(learn)
+    if acc.grad_device is not None and acc.ranks.world > 1 and acc.ranks.joint_gradients:
+        raise ValueError("grad_device='cpu' keeps gradients off the device, but several ranks add them up there, all at once: leave it "
+                         "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
     if acc.coupled: check_coupled(acc)
     if not acc.per_loader_batch: check_sides(acc)
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
@@ -93,6 +99,15 @@ def check_learner(acc):
                       "the last micro-batch of a loader batch. For those of all items leave out micro_batch_size, and make the loader "
                       "batches smaller.")
     check_sizes(acc)
+
+# Raise an error if the model is compiled into CUDA graphs. Gradients lie in the memory of a graph, which its next replay overwrites:
+# PyTorch raises an error (pytorch#169545), or adds up wrong gradients without a word (pytorch#181723)
+def check_graphs(learn):
+    config = getattr(getattr(get_model(learn.model), 'dynamo_ctx', None), 'compiler_config', None) or {}
+    if not config.get('triton.cudagraphs') and not any(getattr(cb, 'cuda_graphs', False) for cb in learn.cbs): return
+    raise ValueError("The model is compiled into CUDA graphs (mode='reduce-overhead' or 'max-autotune'), in which PyTorch accumulates "
+                     "wrong gradients, or raises an error (pytorch#169545, pytorch#181723): use another mode, such as "
+                     "'max-autotune-no-cudagraphs'.")
 
 # Raise an error for settings of the Learner that cannot work with `coupled`
 def check_coupled(acc):
@@ -156,8 +171,3 @@ def advise_head(acc):
     model = get_model(acc.learn.model)
     if acc.micro_batch_size is None or not isinstance(model, nn.Sequential) or has_batchnorm(model, but=model[-1]): return ''
     return " Only the head of this model has BatchNorm: with coupled='head' it sees whole loader batches."
-
-# Does the model keep state from one batch to the next? (The `SentenceEncoder` of text classifiers resets itself at each call)
-def keeps_state(learn):
-    has_resetter = any(isinstance(cb, ModelResetter) for cb in learn.cbs)
-    return has_resetter and not any(is_a(type(m), 'SentenceEncoder') for m in learn.model.modules())

@@ -13,13 +13,15 @@ from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
+from fastai.text.data import LMDataLoader
+from torch.utils._pytree import tree_leaves
 from ..accumulation.callback import GradientAccumulation
 from ..checkpoint.callback import TrainingCheckpoint
 from ..checkpoint.generators import rng_state, set_rng_state
 from ..checkpoint.state import learner_device
 from ..core.checks import is_count
 from ..loop.rows import takes_rows
-from ..loop.sizes import loader_bs
+from ..loop.sizes import batch_sizes, loader_bs
 from .noise import GradientNoiseScale, student_quantile
 from .rates import ScaleLR
 
@@ -30,28 +32,34 @@ __all__ = ['critical_batch']
 def critical_batch(
     learn,                # A `Learner` with a validation set, best after some training
     sizes:list,           # Items of a step to compare, at least two; each a loader batch or more
-    n_items:int|None=None,# Items that each branch trains on; default an epoch, or 20 steps of the largest size if that is more
+    n_items:int|None=None,# Items that each branch trains on; default an epoch, if that is 20 steps of the largest size
     lr:float|None=None,   # Learning rate for steps of `scale_lr.bs` items (default: a loader batch); default `learn.lr`
     scale_lr:ScaleLR|None=ScaleLR('sqrt', half_life=True), # How the rate depends on the size; None: the same rate for all sizes
-    n_seeds:int=3         # Number of orders of the items, the same orders for every size; at least two
+    n_seeds:int=3,        # Number of orders of the items, the same orders for every size; at least two
+    force:bool=False      # Also if a branch takes more than an epoch?
 ) -> pd.DataFrame: # `accum_bs`, `steps`, `items`, `loss` (validation), `loss_std` over the seeds
     "Train a copy of `learn` with each step size on the same items, compare the losses, and print which size to use"
-    sizes,n_items = check_branches(learn, sizes, n_items, n_seeds)
-    rows,device = [],learner_device(learn)
+    sizes,n_items,cost = check_branches(learn, sizes, n_items, n_seeds, force)
+    print(cost)
+    rows,device,orders = [],learner_device(learn),_orders(learn)
     rng = rng_state(device, learn.dls.loaders)
     try:
         for seed in range(n_seeds):
-            for size in sizes: rows.append(dict(accum_bs=size, seed=seed, **train_branch(learn, size, n_items, lr, scale_lr, seed)))
-    finally: set_rng_state(rng, device, learn.dls.loaders)
+            for size in sizes:
+                rows.append(dict(accum_bs=size, seed=seed, **train_branch(learn, size, n_items, lr, scale_lr, seed)))
+                _put_back(orders)
+    finally:
+        _put_back(orders)
+        set_rng_state(rng, device, learn.dls.loaders)
     runs = pd.DataFrame(rows)
     print(conclusion(runs, scale_lr))
     table = runs.groupby('accum_bs').agg(steps=('steps','first'), items=('items','first'), loss=('loss','mean'), loss_std=('loss','std'))
     return table.reset_index()
 
 # %% ../../nbs/api/batch_size/03_critical.ipynb #3fcc1ab4
-# The sizes in order, and the items of a branch; raises an error if the sizes cannot be compared. The arguments are those of
-# `critical_batch`
-def check_branches(learn, sizes, n_items, n_seeds) -> tuple:
+# The sizes in order, the items of a branch, and a sentence on the cost; raises an error if the sizes cannot be compared. The arguments
+# are those of `critical_batch`
+def check_branches(learn, sizes, n_items, n_seeds, force) -> tuple:
     sizes,bs = sorted(set(sizes)),loader_bs(learn.dls.train)
     if len(sizes) < 2 or not all(map(is_count, sizes)):
         raise ValueError(f"sizes={sizes}: pass two or more numbers of items per step.")
@@ -64,10 +72,17 @@ def check_branches(learn, sizes, n_items, n_seeds) -> tuple:
         raise ValueError("critical_batch compares losses on the validation set, but there is none.")
     if not getattr(learn.dls.train, 'shuffle', True):
         raise ValueError("The training loader does not shuffle, so every seed would train on the same items in the same order.")
-    if n_items is None: n_items = max(len(learn.dls.train)*bs, 20*sizes[-1])
+    epoch = sum(batch_sizes(learn.dls.train))
+    if n_items is None: n_items = max(epoch, 20*sizes[-1])
     if not is_count(n_items, sizes[-1]):
         raise ValueError(f"n_items={n_items!r}: pass a number of items that is enough for a step of the largest size ({sizes[-1]}).")
-    return sizes,n_items
+    if n_items > epoch and not force:
+        raise ValueError(f"Each branch would train on {n_items} items, {n_items/epoch:.3g} epochs of {epoch} items, and learn some by "
+                         f"heart. Pass n_items={epoch} ({epoch//sizes[-1]} steps of {sizes[-1]} items), leave out the largest sizes, or "
+                         "pass force=True to compare on repeated items.")
+    n,steps = len(sizes)*n_seeds,n_seeds*sum(math.ceil(n_items/(math.ceil(size/bs)*bs)) for size in sizes)
+    return sizes,n_items,(f"critical_batch: {len(sizes)} sizes and {n_seeds} seeds make {n} branches of {n_items} items. They take {steps} "
+                          f"steps on {n*n_items} items, which is {n*n_items/epoch:.3g} epochs of training.")
 
 # %% ../../nbs/api/batch_size/03_critical.ipynb #43834764
 _defaults = TrainEvalCallback,Recorder,CastToTensor,ProgressCallback
@@ -77,7 +92,8 @@ _stay_behind = GradientAccumulation,GradientNoiseScale,ScaleLR,TrainingCheckpoin
 def branch_of(learn, cbs) -> Learner:
     own = [_copy(cb) for cb in learn.cbs if type(cb) not in _defaults and not isinstance(cb, _stay_behind) and not takes_rows(cb)]
     loss_func = deepcopy(learn.loss_func) if isinstance(learn.loss_func, nn.Module) else learn.loss_func
-    res = Learner(learn.dls, deepcopy(learn.model), loss_func=loss_func, opt_func=learn.opt_func, lr=learn.lr, splitter=learn.splitter,
+    model = deepcopy(learn.model, _computed(*learn.model.modules()))
+    res = Learner(learn.dls, model, loss_func=loss_func, opt_func=learn.opt_func, lr=learn.lr, splitter=learn.splitter,
                   cbs=[*own, *cbs], path=learn.path, model_dir=learn.model_dir, wd=learn.wd, wd_bn_bias=learn.wd_bn_bias,
                   train_bn=learn.train_bn, moms=learn.moms)
     res.remove_cbs([cb for cb in res.cbs if isinstance(cb, ProgressCallback)])
@@ -85,9 +101,21 @@ def branch_of(learn, cbs) -> Learner:
     return res
 
 def _copy(cb):
-    res = copy(cb)
-    res.__dict__.update({k: deepcopy(v) for k,v in vars(cb).items() if k != 'learn'}, learn=None)
+    res,memo = copy(cb),_computed(cb)
+    res.__dict__.update({k: deepcopy(v, memo) for k,v in vars(cb).items() if k != 'learn'}, learn=None)
     return res
+
+# Copies of tensors that `deepcopy` refuses, as they were computed: AWD_LSTM keeps its weights after dropout, RNNCallback outputs
+def _computed(*objs):
+    return {id(t): t.detach().clone() for o in objs for t in tree_leaves(vars(o)) if isinstance(t, Tensor) and not t.is_leaf}
+
+# The order of the texts of a language model's loaders, which each shuffle changes
+def _orders(learn): return [(dl, list(dl.items.idxs)) for dl in learn.dls.loaders if isinstance(dl, LMDataLoader)]
+
+def _put_back(orders):
+    for dl,idxs in orders:
+        dl.items.idxs[:] = idxs
+        dl.make_chunks()
 
 def _copy_opt(learn, res):
     res.create_opt()

@@ -28,6 +28,7 @@ class GradientNoiseScale(LoopCallback):
     "Measure the gradient noise scale from the micro-batches of each step, with its 90% interval"
     order,run_valid,name = 10.4,False,'gradient_noise_scale'   # at the step: after unscaling (10), before clipping (11)
     compares_micro_batches,needs_joint_gradients,sums_over_ranks = True,True,True
+    kept_bytes = 2*8*StepTable.room        # of `x` and `y` in `rows`, on the device
     def __init__(self,
         beta:float=.95, # Weight of the past in the averages, for each measured step; .95 averages over about 20 steps
         every:int=1     # Measure one step in `every` steps
@@ -76,11 +77,13 @@ class GradientNoiseScale(LoopCallback):
     def detach(self): self.tidy()
 
     # ---- the micro-batches of an accumulated batch
+    def norms_of(self, params): return MicroNorms(params)
+
     def before_batch(self):
         if self._off: return
         if self.learn.gradient_accumulation.opens:
             self._stop()
-            if self._n_opened%self.every == 0: self.norms = MicroNorms(self._params)
+            if self._n_opened%self.every == 0: self.norms = self.norms_of(self._params)
             self._n_opened += 1
         elif self.norms is not None: self.norms.settle(len(self._so_far().weights))
 
@@ -100,21 +103,21 @@ class GradientNoiseScale(LoopCallback):
     def before_step(self):
         if self.norms is None: return
         sums,sq_mean = self.summed or self._sums(self._closed()),grad_norm(self._params).square()
-        q,k,weight,n = map(_in_float64(sq_mean.device), sums)
-        x,y = noise_and_signal(q, weight, k, sq_mean.to(q), n)
+        sq_norms,sq_weights,weight,n = map(_in_float64(sq_mean.device), sums)
+        x,y = noise_and_signal(sq_norms, sq_weights, weight, sq_mean.to(sq_norms), n)
         self._stop()
         self.ratio.add(x, y)
         self.rows.append(dict(fit=self._n_fits, x=x, y=y, accum_bs=self.learn.gradient_accumulation.accum_bs))
 
     def _sums(self, record):
-        "Sum of `weight*|g|**2`, number of micro-batches with a weight above 0, sum of the weights, and items; NaN if one was not measured"
+        "Sums of `|weight*g|**2`, `weight**2` and `weight` over the micro-batches, and items; NaN if one was not measured"
         norms = self.norms.settle(len(record.weights))
         if not len(record.weights): return 0.,0.,0.,0.                  # a rank without items
         if not self.learn.gradient_accumulation.normalize or len(norms) != len(record.weights): return (math.nan,)*4
         to = _in_float64(norms[0].device)
         w = torch.stack([to(w) for w in record.weights])
         own = torch.stack(norms).to(w)*(to(record.target)/to(self._loss_scale()))   # of w*g
-        return torch.where(w > 0, own.square()/w, 0.).sum(), (w > 0).sum().to(w), w.sum(), to(record.n_items)
+        return own.square().sum(), w.square().sum(), w.sum(), to(record.n_items)
 
     def _loss_scale(self):
         "The factor of the losses before `backward`: 1 without fp16"
@@ -207,6 +210,10 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         store_attr('min_accum_bs,max_accum_bs,beta,monotone')
         self.start_accum_bs,self._size,self._judged,self._own,self.changes = min_accum_bs,min_accum_bs,0,GradientNoiseScale(beta),[]
 
+    @property
+    def kept_bytes(self): return self._own.kept_bytes
+    def norms_of(self, params): return self._own.norms_of(params)
+
     def before_fit(self):
         if not hasattr(self.learn, 'gradient_noise_scale'):
             self.learn.add_cb(self._own)
@@ -253,12 +260,12 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         self._size,self._judged,self.changes = state['size'],state['judged'],[Change(*c) for c in state['changes']]
 
 # %% ../../nbs/api/batch_size/01_noise.ipynb #54ce9f5b
-# tr(S) of the gradient of one item, and |G|**2 of the true gradient, from one step. Both are unbiased, so the second may be below 0.
-# NaN or infinite with fewer than two micro-batches. sq_norms: `weight*|g|**2` of each micro-batch, added up; weight: sum of the
-# weights; k: number of micro-batches with a weight above 0; sq_mean: |G|**2 of the accumulated gradient
-def noise_and_signal(sq_norms, weight, k, sq_mean, n_items):
-    t = (sq_norms - weight*sq_mean)/(k-1)
-    return t*n_items/weight, sq_mean - t/weight
+# tr(S) of the gradient of one item, and |G|**2 of the true gradient, from one step. The second may be below 0. NaN or infinite with fewer
+# than two micro-batches that have a weight. sq_norms, sq_weights, weight: sums of `|weight*g|**2`, `weight**2` and `weight` over the
+# micro-batches; sq_mean: |G|**2 of the accumulated gradient
+def noise_and_signal(sq_norms, sq_weights, weight, sq_mean, n_items):
+    t = (sq_norms - sq_weights*sq_mean)/(weight**2 - sq_weights)   # of T/W
+    return t*n_items, sq_mean - t
 
 # %% ../../nbs/api/batch_size/01_noise.ipynb #bdf5cb6c
 _z90 = 1.6449   # normal quantile of a 90% interval

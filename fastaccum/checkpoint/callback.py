@@ -43,7 +43,8 @@ class TrainingCheckpoint(LoopCallback):
                              "damaged checkpoint costs little).")
         store_attr()
         self.now,self.folder = None,None       # the `CheckpointedFit` while a fit runs, the `CheckpointFolder`
-        self.given,self.fingerprints,self.told = Given(),DataFingerprints(),{}     # what it knows from one fit to the next
+        self.given,self.fingerprints = Given(),DataFingerprints()                  # what it knows from one fit to the next
+        self.told,self.left = set(),None       # paths that it has warned of; path -> why, of the last fit that trained
 
     # What `Learner.fit` does with this callback. `train` trains with all callbacks `cbs` of the fit, and with those that it is given.
     # A fit inside a fit is an ordinary one
@@ -55,7 +56,7 @@ class TrainingCheckpoint(LoopCallback):
         check_resumable(learn, cbs, ranks)
         self.folder = CheckpointFolder.at((learn.path/learn.model_dir/self.fname).resolve(), ranks)
         if self.folder.stopped: return say(ranks, f"no fit after {self.folder.stopped}.")
-        self.now = CheckpointedFit(self, learn, cbs, ranks, settings)
+        self.now,self.left = CheckpointedFit(self, learn, cbs, ranks, settings),None
         try: self.now.run(train)
         finally: self.now = None
 
@@ -65,14 +66,19 @@ class TrainingCheckpoint(LoopCallback):
         if self.now is not None: self.now.begin_epoch()
     def after_batch(self):
         if self.now is not None and self.loop.closed: self.now.after_step()
+    def after_cancel_fit(self):
+        if self.now is not None: self.now.cut_short()
 
     def report(self) -> dict: # Path -> why
-        "What a checkpoint of the `Learner` would leave out"
+        "What a checkpoint of the `Learner` leaves out; after a fit, what those of the fit left out"
+        if self.now is None and self.left is not None: return dict(self.left)
+        if self.learn.opt is None: self.learn.create_opt()
         return {**LearnerState(self.learn, self.given).left_out(), **drawn_in_workers(self.learn.dls.train)}
 
     # Warn of what a checkpoint leaves out, once
     def tell(self, wrong):
         new = {k: v for k,v in wrong.items() if k not in self.told}
+        self.left = {**(self.left or {}), **wrong}
         self.told.update(new)
         if new and not self.now.ranks.rank:
             warn(f"A run that continues from a checkpoint will not have: {'; '.join(f'{k} ({v})' for k,v in new.items())}. If training "

@@ -56,6 +56,7 @@ def _names(form): return ' or '.join(t.__name__ for t in (form if isinstance(for
 # Make sure that a value that `encode` made may take the place of `old`. `vs`: the `Values` that will decode it. `exact`: the type stays the
 # same, as that of a library's own objects does; a user's may be a number first and a tensor later, and None at any time
 def check_value(vs, e, old, path, exact=False):
+    if isinstance(e, Tensor): vs.seen[path] = e
     if type(e) in scalars or isinstance(e, Tensor): return _check_type(e, old, path, exact)
     if not (type(e) is tuple and len(e) == 3 and type(e[0]) is str and type(e[1]) in (str,type(None))): refuse(path, e, 'a saved value')
     kind,name,parts = e
@@ -125,7 +126,8 @@ def _same_type(e, old):
     return type(old).__name__ == (_name_of(e) if e is not None else 'NoneType')
 
 def _check_same(o, old, path):
-    if o is not None and old is not None and type(o) is not type(old): refuse(path, o, f'a {type(old).__name__}')
+    alike = type(o) is type(old) or _family(o) == _family(old) == 'number'
+    if o is not None and old is not None and not alike: refuse(path, o, f'a {type(old).__name__}')
 
 # Values that are made again: does that work?
 def _check_made(vs, kind, name, parts, path):
@@ -247,7 +249,8 @@ def _check_group(a, b, path):
 def _check_stats(s, first, p, path):
     if first is None: return
     extra = {'do_wd','force_train'}
-    for k in first.keys() - s.keys() - extra: raise WrongEntry(f'`{path}` has no `{k}`')
+    if s.keys() <= extra: first = {}                       # that of a frozen bias, which has had no step
+    for k in first.keys() - s.keys(): raise WrongEntry(f'`{path}` has no `{k}`')
     for k,v in s.items():
         if k not in first and k not in extra: refuse(f'{path}.keys()', k, 'a name of the optimizer')
         b = first.get(k, True)

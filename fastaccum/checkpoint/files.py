@@ -74,24 +74,42 @@ def read_checkpoint(path, device='cpu'):
         with open(path, 'rb') as f: return read_checkpoint(f, device)
     _check_digest(path)
     place = lambda storage, location: storage if location == 'cpu' else torch.serialization.default_restore_location(storage, str(device))
+    made = {}
     return _changed(torch.load(path, map_location=place, weights_only=True), dict,
-                    lambda d: d['from_device'].to(device) if 'from_device' in d else None)
+                    lambda d: moved(d['from_device'], made, lambda t: t.to(device)) if 'from_device' in d else None)
 
 # %% ../../nbs/api/checkpoint/06_files.ipynb #0aff60f7
 # A copy of a state on the CPU, and its tensors to pass as `spare` the next time: reusing the memory of a copy that is no longer
 # needed is faster than allocating
 def copied(state, spare=None):
     made,used,spare = {},{},spare or {}
+    def on_host(t):
+        if t.layout != torch.strided: return t.cpu().clone()
+        new = spare[len(t)].pop() if spare.get(len(t)) else torch.empty(len(t), dtype=torch.uint8)
+        used.setdefault(len(t), []).append(new)
+        return new.copy_(t)
     def copy_of(t):
-        key = t.data_ptr(),t.dtype,t.shape,t.stride()      # tied weights stay one
-        if key not in made:
-            kind = t.dtype,t.shape
-            new = (spare[kind].pop() if spare.get(kind) else torch.empty(t.shape, dtype=t.dtype) if t.layout == torch.strided
-                   else t.detach().cpu().clone())
-            used.setdefault(kind, []).append(new.copy_(t.detach()))
-            made[key] = new if t.device.type == 'cpu' else dict(from_device=new)
-        return made[key]
+        new = moved(t, made, on_host)
+        return new if t.device.type == 'cpu' else dict(from_device=new)
     return _changed(state, Tensor, copy_of),used
+
+# A copy of a tensor, made by `copy_of`. Tensors of one storage (tied weights, views) have one again; `made` holds those of earlier calls
+def moved(t, made, copy_of):
+    if t.layout != torch.strided: return copy_of(t.detach())
+    key = storage_id(t)
+    if key not in made: made[key] = t,copy_of(bytes_of(t))  # with `t`, so that no other storage gets its id
+    return placed_as(t, made[key][1])
+
+# The same for all tensors of one storage; None for a sparse one
+def storage_id(t): return t.untyped_storage()._cdata if t.layout == torch.strided else None
+
+# All bytes of the storage of a tensor, as a tensor
+def bytes_of(t): return t.detach().as_strided((t.untyped_storage().nbytes()//t.element_size(),), (1,), 0).view(torch.uint8)
+
+# The tensor that is in the storage of `whole` what `t` is in its own
+def placed_as(t, whole):
+    size = t.element_size()
+    return whole[:len(whole)//size*size].view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
 
 # %% ../../nbs/api/checkpoint/06_files.ipynb #2815b3be
 # A copy of nested lists, tuples and dicts, with `f(v)` for each `v` of type `cls`, unless that is None

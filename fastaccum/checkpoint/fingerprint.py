@@ -166,10 +166,10 @@ def data_wrong(saved, now):
     res = []
     for k in {**saved, **now}:
         a,b = saved.get(k),now.get(k)
-        if a is None or b is None: res.append(f"the dataset `{k}` is {'not in the file' if a is None else 'missing here'}"); continue
+        if a is None or b is None: res.append(f"the dataset `{k}` is {'not in the checkpoint' if a is None else 'missing here'}"); continue
         # validation is the same with any batch size
         of,skip = ('',{'sample'}) if k == 'train' else (f' of `{k}`',{'sample','batch size'})
-        res += [f'{key}{of}: {a.get(key)} in the file, {b.get(key)} here' for key in {**a, **b} if key not in skip
+        res += [f'{key}{of}: {a.get(key)} in the checkpoint, {b.get(key)} now' for key in {**a, **b} if key not in skip
                 and a.get(key) != b.get(key)]
         n = sum(x != y for x,y in zip(a['sample'], b['sample']))
         if n and a['items'] == b['items']:
@@ -195,6 +195,7 @@ def beginning(learn):
 def fit_settings(learn, cbs, **kwargs):
     opt = learn.opt
     if isinstance(opt, (OptimWrapper,Lookahead)): opt = opt.opt
+    hypers = {k: setting(kwargs.pop(k)) for k in ('lr','wd') if k in kwargs}
     res = {'fastaccum': fastaccum.__version__, **{k: setting(v) for k,v in kwargs.items()}, 'batches': len(learn.dls.train),
            'loss': setting(own_loss(learn)), 'model': _modules_of(get_model(learn.model)),
            'optimizer': [type(opt).__name__, *[getattr(f, 'func', f).__name__ for f in getattr(opt, 'cbs', ())], setting(learn.opt_func)],
@@ -202,8 +203,8 @@ def fit_settings(learn, cbs, **kwargs):
     for cb in cbs:
         if _has_settings(cb):
             res[cb.name] = {'class': type(cb).__name__, **{k: setting(v) for k,v in _own_arguments(cb).items()}}
-        if isinstance(cb, ParamScheduler): res[f'schedule of {" and ".join(cb.scheds)}'] = [_schedule(f) for f in cb.scheds.values()]
-    return res
+    schedules = {k: _schedule(f) for cb in cbs if isinstance(cb, ParamScheduler) for k,f in cb.scheds.items()}
+    return dict(res, hypers={k: v for k,v in hypers.items() if k not in schedules}, schedules=schedules)
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #5ab0c913
 # What the modules of a model are, besides their tensors: an activation, the `p` of a dropout, the functions of PyTorch that forward calls
@@ -230,22 +231,45 @@ def _own_arguments(cb):
     names = inspect.signature(type(cb).__init__).parameters
     return {n: vars(cb).get(n, vars(cb).get(f'_{n}')) for n in names if n != 'self'}
 
+# For each parameter group: the largest value of a schedule, and those after each hundredth of the fit. Between two of these, parts of a
+# `combine_scheds` may meet
 def _schedule(f):
-    return [_schedule(o) for o in f] if isinstance(f, (list,L)) else [setting(f(pos)) for pos in (0., .25, .5, .75, 1.)]
+    fs = list(f) if isinstance(f, (list,L)) else [f]
+    values = [np.ravel([g(i/100) for g in fs]).tolist() for i in range(101)]
+    parts = [o for g in fs for o in closure_of(g).get('scheds', ())] if all(isinstance(g, types.FunctionType) for g in fs) else []
+    ends = [np.ravel(v).tolist() for o in parts for v in (getattr(o, 'start', ()), getattr(o, 'end', ()))]
+    return dict(most=np.max([v for v in values+ends if len(v) == len(values[0])], axis=0).tolist(), values=values)
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #3fa7a2f6
 # How a checkpoint differs from the training run that should continue from it: `saved` and `now` from `fit_settings`,
 # `model` and `ours` are the model's `state_dict`s
 def differences(saved, now, model=None, ours=None):
-    res = [f'{k}: {saved.get(k)} in the file, {now.get(k)} here' for k in {**saved, **now} if k != 'model' and saved.get(k) != now.get(k)]
-    a,b = saved.get('model', {}),now.get('model', {})
-    changed = [f"the model's {k or 'forward'}: {a.get(k)} in the file, {b.get(k)} here" for k in {**a, **b} if a.get(k) != b.get(k)]
+    parts = lambda *names: [{k: v for n in names for k,v in s.get(n, {}).items()} for s in (saved, now)]
+    differ = lambda a, b, skip=(): [k for k in {**a, **b} if k not in skip and a.get(k) != b.get(k)]
+    a,b = parts('hypers', 'schedules')
+    res = [_hyper_differs(k, a.get(k), b.get(k)) for k in differ(a, b)]
+    res += [f'{k}: {saved.get(k)} in the checkpoint, {now.get(k)} now' for k in differ(saved, now, ('model','hypers','schedules'))]
+    a,b = parts('model')
+    changed = [f"the model's {k or 'forward'}: {a.get(k)} in the checkpoint, {b.get(k)} now" for k in differ(a, b)]
     res += changed[:3] + ([f'and {len(changed)-3} more of its modules'] if len(changed) > 3 else [])
     if model is None: return res
     what = lambda t: f'{tuple(t.shape)} {t.dtype}' if isinstance(t, Tensor) else 'nothing' if t is None else type(t).__name__
-    wrong = [f"the model's {k}: {what(model.get(k))} in the file, {what(ours.get(k))} here" for k in {**model, **ours}
+    wrong = [f"the model's {k}: {what(model.get(k))} in the checkpoint, {what(ours.get(k))} now" for k in {**model, **ours}
              if what(model.get(k)) != what(ours.get(k))]
     return res + wrong[:3] + ([f'and {len(wrong)-3} more of its tensors'] if len(wrong) > 3 else [])
+
+# A hyperparameter by its largest values; if these are the same, by those where two schedules differ most
+def _hyper_differs(name, a, b):
+    scheduled,when = isinstance(a, dict) and isinstance(b, dict),''
+    if scheduled and a['most'] == b['most']:
+        far = [max((abs(x-y) for x,y in zip(v, w)), default=0.) for v,w in zip(a['values'], b['values'])]
+        i = far.index(max(far))
+        a,b,when = a['values'][i],b['values'][i],f' after {i}% of the fit'
+    def shown(v):
+        if isinstance(v, dict): return f"{'' if scheduled else 'a schedule up to '}{shown(v['most'])}"
+        if isinstance(v, list): return shown(v[0]) if len({*map(shown, v)}) == 1 else f"[{', '.join(map(shown, v))}]"
+        return f'{v:.6g}' if isinstance(v, float) else str(v)
+    return f'{name} {shown(a)} in the checkpoint, {shown(b)} now{when}'
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #264db295
 _touch = 'after_pred','after_loss','before_backward','after_backward','before_step'
@@ -282,7 +306,8 @@ def callbacks_wrong(saved, now):
         (a,touches,args),(b,touches_now,args_now) = (o.get(k, (0, False, [])) for o in (saved, now))
         if a == b:
             for was,here in zip(args, args_now):
-                wrong = [f'{k}.{n}: {was.get(n)} in the file, {here.get(n)} here' for n in {**was, **here} if was.get(n) != here.get(n)]
+                wrong = [f'{k}.{n}: {was.get(n)} in the checkpoint, {here.get(n)} now' for n in {**was, **here}
+                         if was.get(n) != here.get(n)]
                 (refused if here['fastai'] else told).extend(wrong)
             continue
         what = f"{k} {'was added' if not a else 'was removed' if not b else f'is attached {b} times instead of {a}'}"

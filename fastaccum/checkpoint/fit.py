@@ -10,8 +10,8 @@ import signal, threading
 from math import inf
 from time import monotonic
 from fastai.basics import *
-from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import LRFinder
+from fastai.callback.tracker import EarlyStoppingCallback
 from .check import WrongEntry, check_form, plain, refuse
 from .digests import StepDigests
 from .fingerprint import beginning, callback_list, callbacks_wrong, data_wrong, differences, fit_settings
@@ -19,6 +19,8 @@ from .files import beginning_mark
 from .loaders import check_loader, check_order, item_order, list_order, persistent, rest_of_loader
 from .state import LearnerState, learner_device, state_form
 from .values import digest
+from ..loop.learner import contexts_of_fit, is_fastais
+from ..loop.events import keeps_state
 from ..loop.ranks import OneRank
 
 # %% auto #0
@@ -29,7 +31,8 @@ _signals = 'SIGINT','SIGTERM','SIGUSR1'
 
 # The outline of what a fit adds to the state of the Learner
 _data = {str: {'sample': [str], 'items': (int,type(None)), str: plain}}
-_form = dict(beginning=str, settings={'data': _data, 'model': {str: str}, 'callbacks': {str: list}, str: plain})
+_schedules = {str: {'most': [(int,float)], 'values': [[(int,float)]]}}
+_form = dict(beginning=str, settings={'data': _data, 'model': {str: str}, 'callbacks': {str: list}, 'schedules?': _schedules, str: plain})
 _form_in_epoch:dict = dict(batch=int, new_workers=bool, data=_data,
                            learner={**{k: int for k in ('epoch','n_epoch','n_iter','train_iter')}, 'pct_train': (int,float), str: object})
 
@@ -39,7 +42,7 @@ class CheckpointedFit:
     def __init__(self, cb, learn, cbs, ranks, settings):
         self.cb,self.learn,self.ranks,self.folder = cb,learn,ranks,cb.folder
         self.lr_find = any(isinstance(c, LRFinder) for c in cbs)
-        self.begun,self.steps,self.signal,self.cancelled = False,0,None,False
+        self.begun,self.steps,self.signal,self.cancelled,self.cut = False,0,None,False,None
         # batches of this epoch that another process trained; random numbers at its beginning; did it start its workers?
         self.before,self.epoch_rng,self.new_workers = 0,None,True
         cb.given.record(learn, cbs)
@@ -57,7 +60,7 @@ class CheckpointedFit:
             self._tell_of_beginning(state)
         if state is None or 'batch' in state: self._train(train, state)
         else: self._skip(state)
-        self.folder.fit_ended(self.number, self.cancelled)
+        self.folder.fit_ended(self.number, self.cancelled, self.cut)
         if self.signal == 'SIGINT': raise KeyboardInterrupt
         self.folder.stop(self.signal)
 
@@ -147,7 +150,7 @@ class CheckpointedFit:
     # `Learner._do_fit`
     def _rest_of_fit(self, epoch):
         learn = self.learn
-        with learn.one_batch.fit():
+        with contexts_of_fit(learn):
             for learn.epoch in range(epoch, learn.n_epoch): learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
 
     # `Learner.all_batches` of the interrupted epoch: by now all callbacks have begun the fit and the epoch, and then get their state
@@ -208,6 +211,12 @@ class CheckpointedFit:
             self.cancelled = True
             raise CancelFitException(self.signal)
 
+    # A callback ended the fit, and none that is there for it
+    def cut_short(self):
+        learn = self.learn
+        if any(isinstance(cb, (LRFinder,EarlyStoppingCallback)) for cb in learn.cbs): return
+        self.cut = f'A callback ended fit {self.number} in epoch {learn.epoch} of {learn.n_epoch}.'
+
     def _plan_next(self):
         steps,minutes = (None,None) if self.lr_find else (self.cb.every_steps,self.cb.every_minutes)
         self.next_step = inf if steps is None else self.steps + steps
@@ -246,14 +255,19 @@ def say(ranks, text):
 
 # Raise an error if a fit of `learn` with the callbacks `cbs` cannot resume in the middle
 def check_resumable(learn, cbs, ranks):
+    if keeps_state(learn.model, cbs):
+        raise ValueError("This model keeps state from one batch to the next (the Learner has a ModelResetter), so a language model's epoch "
+                         "cannot resume in the middle. Leave out TrainingCheckpoint and save each epoch: `fit_one_cycle(10, "
+                         "cbs=SaveModelCallback(every_epoch=True, with_opt=True))`. Was it killed in epoch 4? Then `learn.load('model_3')` "
+                         "and the same line with `start_epoch=4` train the rest, with other random numbers.")
     check_loader(learn.dls.train)
+    if not is_fastais(learn.all_batches):
+        raise ValueError(f"{type(learn).__name__} has an all_batches of its own, from {learn.all_batches.__module__}, which the rest of an "
+                         "interrupted epoch would go without: move what it does into a callback, or leave out TrainingCheckpoint.")
     if num_distrib() > 1 and type(ranks) is OneRank:
         raise ValueError("Several processes train, and TrainingCheckpoint would save the training of each one separately: add "
                          "DataParallel() to the Learner's callbacks, which trains them together, or leave out TrainingCheckpoint.")
     if 'TrainingCheckpoint' in ranks.refuses: raise ValueError(f"TrainingCheckpoint {ranks.refuses['TrainingCheckpoint']}")
-    if any(isinstance(cb, ModelResetter) for cb in cbs):
-        raise ValueError("The Learner has a ModelResetter, so this model keeps a state from one batch to the next that is not in its "
-                         "`state_dict`: TrainingCheckpoint cannot save it.")
 
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #2705798f
 # Call `f` with the name of the first of each of these signals; a second one, or one after the context, acts as before.

@@ -32,7 +32,7 @@ class CheckpointFolder:
 
     def _begin(self, path, ranks):
         self.path,self.ranks,self.pid = path,ranks,os.getpid()
-        self.n_fits,self.unfinished,self.stopped = 0,False,None   # of this process; stopped: the signal that ended a fit
+        self.n_fits,self.unfinished,self.stopped,self.cut = 0,False,None,None   # of this process; stopped: the signal that ended a fit
         self.writer,self.news,self.spare,self.files,self.cramped = None,[],None,[],False   # news: what the writer warns of
 
     # The object that this process has for `path`, or a new one
@@ -71,8 +71,9 @@ class CheckpointFolder:
         return first(n for n,b in began.items() if b == words) or first(n for n,b in began.items() if b and b[:2] == words[:2])
 
     def fit_begins(self): self.unfinished = True
-    # A script may have left out the fits before it
-    def fit_ended(self, number, cancelled): self.n_fits,self.unfinished = self.n_fits if cancelled else number,cancelled
+    # A script may have left out the fits before it. `cut`: who ended it before its last epoch, and when
+    def fit_ended(self, number, cancelled, cut=None):
+        self.n_fits,self.unfinished,self.cut = self.n_fits if cancelled else number,cancelled,cut
     # No other fit begins in this process after a signal; None: there was none
     def stop(self, signal):
         self.stopped = signal
@@ -167,8 +168,10 @@ class CheckpointFolder:
         if not self.n_fits or self.unfinished or self.stopped or later or _failed(): return
         if not self.ranks.all_ended(): return
         self.finish()
-        if self.files: print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}. Did it end too "
-                             f"early? To continue it, move {self.files[-1].name} back from {self.path.name}-finished to {self.path}.")
+        if not self.files: return
+        end = f'{self.path.name}-finished/{self.files[-1].name}'
+        print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}; its end is {end}.")
+        if self.cut: print(f'{self.cut} Did the run end too early? To continue it with its next fit, move {end} back to {self.path}.')
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #5c2b7e91
 # The fit's number, and how many of its loader batches were done

@@ -112,7 +112,7 @@ def take_notes(loaders, vs):
 def put_notes(notes, loaders, vs):
     for path,o in _held(_handlers(loaders)):
         if path not in notes: continue
-        if isinstance(o, types.FunctionType): set_closure(o, {k: vs.decode(e, None, path) for k,e in notes[path].items()})
+        if isinstance(o, types.FunctionType): set_closure(o, {k: vs.decode(e, None, f'{path}.{k}') for k,e in notes[path].items()})
         else: vs.set_attrs(o, notes[path], path)
 
 def check_notes(notes, loaders, vs):

@@ -17,6 +17,7 @@ from .generators import check_notes, put_notes, rng_state, set_rng_state, take_n
 from .loaders import make_persistent, persistent, sampler_weights
 from .values import Values, has_state_dict, scalars
 from ..core.functions import closure_of, set_closure
+from ..core.host import stays_on_host, to_host
 from ..core.memory import device_of
 from ..core.random import generator_types
 from ..loop.batch_loop import LoopCallback
@@ -40,7 +41,10 @@ class LearnerState:
     # Objects that are saved elsewhere, or made by the script: callbacks may refer to them without owning them
     def _known(self):
         learn = self.learn
-        res = dict(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=self.loss,
+        # what fastaccum's callbacks save themselves, as the loss scale is
+        ours = {name: cb for name,cb in self.cbs if isinstance(cb, LoopCallback)}
+        res = {f'cbs.{name}.{k}': o for name,cb in ours.items() for k,o in vars(cb).items() if has_state_dict(o)}
+        res.update(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=self.loss,
                    whole_model=learn.model)
         for i,dl in enumerate(learn.dls.loaders): res.update({f'dls[{i}]': dl, f'dls[{i}].dataset': getattr(dl, 'dataset', None)})
         res.update({f'cbs.{name}': cb for name,cb in self.cbs}, **{f'metrics[{i}]': m for i,m in enumerate(learn.metrics)})
@@ -54,10 +58,9 @@ class LearnerState:
     # `weights`: model and optimizer too
     def take(self, weights=True):
         learn,vs = self.learn,self.vs
-        here = vars(learn)
-        res = dict(learner=loadable({k: here[k] for k in _of_learner if k in here}), model_attrs=self.given.changed_of(self.model, vs))
-        if weights: res.update(self.take_weights())
-        else: res['has_grad'] = self._has_grad()      # `lr_find` restores the weights, and leaves zeros as gradients
+        # in the order of `put`: what occurs twice is saved where it comes back first
+        here,res = vars(learn),self.take_weights() if weights else dict(has_grad=self._has_grad()) # `lr_find` leaves zeros as gradients
+        res.update(learner=loadable({k: here[k] for k in _of_learner if k in here}), model_attrs=self.given.changed_of(self.model, vs))
         res['callbacks'] = [(name, state) for name,cb in self.cbs if _has_part(cb) and (state := self._of_callback(name, cb))]
         skip = {*_of_learner, *_no_state, *(name for name,_ in self.cbs)}
         res['more'] = vs.attrs(learn, 'learn', skip | self.given.unchanged(learn, vs))
@@ -73,9 +76,9 @@ class LearnerState:
     def take_weights(self):
         whole,_,_ = self._sharding()
         model,*more = self.vs.take_module(self.model, 'model', whole, attrs=False)
-        return dict(model=model, model_more=more, opt=self.vs.strict(whole(self.learn.opt.state_dict()), 'opt.state_dict()'),
-                    has_grad=self._has_grad(), frozen_idx=_inner(self.learn.opt).frozen_idx,
-                    loss_func=self.vs.strict(_held(self.loss), 'loss_func', code=True))
+        return dict(model=model, model_more=more, loss_func=self.vs.strict(_held(self.loss), 'loss_func', code=True),
+                    opt=self.vs.strict(whole(self.learn.opt.state_dict()), 'opt.state_dict()'),
+                    has_grad=self._has_grad(), frozen_idx=_inner(self.learn.opt).frozen_idx)
 
     # Path -> why a checkpoint would leave it out: tries to save, without a file
     def left_out(self):
@@ -232,7 +235,9 @@ class LearnerState:
     # Zeros or None: fastai decays the weights of a parameter with zero gradients, even a frozen one
     def _set_grads(self, has_grad):
         for p,layout in zip(params_of(self.learn.opt), has_grad):
-            p.grad = None if layout is None else torch.zeros_like(p, layout=getattr(torch, layout.split('.')[1]))
+            dtype = getattr(p, 'grad_dtype', None)
+            p.grad = None if layout is None else torch.zeros_like(p, dtype=dtype, layout=getattr(torch, layout.split('.')[1]))
+            if stays_on_host(p): to_host(p)
 
     def _users_metrics(self):
         return [m for m in self.learn.metrics if not type(m).__module__.startswith(('fastai.','fastaccum.'))]

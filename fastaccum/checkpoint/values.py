@@ -14,6 +14,7 @@ import pandas as pd
 from fastai.basics import *
 from fastai.callback.hook import Hook, Hooks
 from torch.utils.hooks import RemovableHandle
+from .files import bytes_of, placed_as, storage_id
 from ..core.functions import notes_of
 from ..core.random import generator_types, put_state, state_of
 
@@ -31,20 +32,21 @@ class Values:
         self.known,self.wrong,self.seen,self.used,self.kinds = known,{},{},{},{}   # wrong: path -> what cannot be saved or restored
         self.code = True                                                           # are functions allowed?
         self.names = {id(o): n for n,o in known.items()}
-        self.storages = {_storage(o): n for n,o in known.items() if isinstance(o, Tensor) and o.numel()}
+        self.storages = {storage_id(o): n for n,o in known.items() if isinstance(o, Tensor) and o.numel()}
+        self.homes,self.taken = {},{*self.storages}      # storage of a saved tensor -> both tensors; storages that hold something else
 
     # -- take apart
     # What `decode` puts back: tensors, numbers, strings, lists and tuples. `own`: the content, even of a known object
     def encode(self, o, path, own=False):
         if type(o) in scalars: return o
         if id(o) in self.names and not own: return 'known',self.names[id(o)],None
-        if isinstance(o, Tensor): return self.take_tensor(o)
         if isinstance(o, np.generic): return self.encode(o.item(), path)
         if type(o) not in self.kinds: self.kinds[type(o)] = _is_code(o),first(k for k,(fits,*_) in kinds.items() if fits(o))
         is_code,kind = self.kinds[type(o)]
         if is_code and self.code: return 'kept',None,None
         if id(o) in self.seen: return 'same',None,self.seen[id(o)][0]
         self.seen[id(o)] = path,o         # keeps `o` alive, so that no other object gets its id
+        if isinstance(o, Tensor): return self.take_tensor(o)
         if kind is not None: return kind,type(o).__name__,kinds[kind][1](self, o, path)
         self.wrong[path] = f'a {type(o).__name__} cannot be saved'
         return 'kept',None,None
@@ -75,8 +77,9 @@ class Values:
 
     # A tensor; if it is part of a known one, its place there
     def take_tensor(self, t):
-        name = self.storages.get(_storage(t)) if self.storages and t.numel() else None
-        return t.detach().as_subclass(Tensor) if name is None else ('view', name, [t.storage_offset(), list(t.shape), list(t.stride())])
+        name = self.storages.get(storage_id(t)) if self.storages and t.numel() else None
+        if name is None: return t.detach().resolve_conj().resolve_neg().as_subclass(Tensor)
+        return 'view',name,[t.storage_offset(), list(t.shape), list(t.stride())]
 
     # As `encode`; None, and nothing is `wrong`, if it has a part that cannot be saved
     def tried(self, o, path):
@@ -113,20 +116,33 @@ class Values:
     # -- put back
     # Put the saved value into `old` if possible (a tensor, a list, a dict, an object); else a new value
     def decode(self, e, old, path):
-        if isinstance(e, Tensor): return self.into(old, e)
-        if not isinstance(e, tuple): return e
-        kind,name,e = e
-        if kind in ('kept','same','known'): return {'kept': {}, 'same': self.seen, 'known': self.known}[kind].get(name or e, old)
-        res = self.seen[path] = kinds[kind][2](self, old, name, e, path)
+        if not isinstance(e, (Tensor,tuple)): return e
+        if isinstance(e, Tensor): res = self.into(old, e)
+        else:
+            kind,name,e = e
+            if kind == 'same' and e not in self.seen: return self.lacks(path, f'it was one object with {e}, which is not there', old)
+            if kind in ('kept','same','known'): return {'kept': {}, 'same': self.seen, 'known': self.known}[kind].get(name or e, old)
+            res = kinds[kind][2](self, old, name, e, path)
+        self.seen[path] = res
         return res
 
-    # Copy a tensor into `old`; `t` itself if it does not fit
+    # Copy a tensor into `old`, if that is alike and holds nothing else; else `t`, where the tensors now are that had one storage with it
     def into(self, old, t):
-        if not (isinstance(old, Tensor) and old.shape == t.shape and old.dtype == t.dtype and id(old) not in self.used): return t
-        if old.layout == torch.strided and 0 in old.stride(): return t       # expanded: elements share their memory
-        self.used[id(old)] = old
-        with torch.no_grad(): old.copy_(t)
-        return old
+        key = storage_id(t)
+        _,home = self.homes.get(key, (None, None))
+        fits = id(old) not in self.used and _alike(old, t)
+        if fits and key is not None: fits = storage_id(old) == storage_id(home) if home is not None else storage_id(old) not in self.taken
+        if fits: self.used[id(old)] = _copy(old, t)
+        res = old if fits else t
+        if key is None: return res
+        if home is None: self.settle(t, res)
+        elif not fits: res = placed_as(t, bytes_of(home))
+        return res
+
+    # `live` now holds the saved tensor `t`
+    def settle(self, t, live):
+        self.homes[storage_id(t)] = t,live
+        self.taken.add(storage_id(live))
 
     def each_back(self, es, old, path):
         old = list(old) if isinstance(old, (list,tuple,L)) else []
@@ -157,8 +173,11 @@ class Values:
         extra = {k: self.decode(v, None, f'{path}.{k}') for k,v in tensors.items() if not isinstance(v, Tensor)}
         tensors.update(extra)         # in place, as this `OrderedDict` holds the versions of its modules
         m.load_state_dict(tensors)
-        buffers = dict(m.named_buffers())
-        for k,v in others.items(): self.into(buffers.get(k), v)
+        buffers,live = dict(m.named_buffers()),m.state_dict(keep_vars=True)
+        for k,v in others.items():
+            if k in buffers and buffers[k].shape == v.shape: _copy(buffers[k], v)
+        for k,v in {**tensors, **others}.items():
+            if _alike(now := live.get(k, buffers.get(k)), v): self.settle(v, now)
         for k,p in m.named_parameters():
             if p.requires_grad == (k in frozen): p.requires_grad_(k not in frozen)
         for k,o in m.named_modules(): o.training = k not in evaluated
@@ -275,13 +294,19 @@ def _is_plain_object(o):
 def is_users(cls):
     return not (getattr(sys.modules.get(cls.__module__), '__file__', None) or '').startswith(_libraries)
 
-def _storage(t):
-    try: return t.untyped_storage()._cdata
-    except (NotImplementedError,RuntimeError): return None    # of a sparse tensor
+# Have two tensors the same place in storages of the same size? Not if they are expanded: their elements share memory
+def _alike(a, b):
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.dtype,a.shape,a.layout) != (b.dtype,b.shape,b.layout): return False
+    if a.layout != torch.strided: return True
+    place,other = ([t.storage_offset(), t.untyped_storage().nbytes(), *(s for s,n in zip(t.stride(), t.shape) if n > 1)] for t in (a, b))
+    return place == other and 0 not in place[2:]
+
+def _copy(old, t):
+    with torch.no_grad(): return old.copy_(t)
 
 def _put_view(vs, old, name, e, path):
     base = vs.known.get(name)
-    if base is None or (isinstance(old, Tensor) and _storage(old) == _storage(base)): return old
+    if base is None or (isinstance(old, Tensor) and storage_id(old) == storage_id(base)): return old
     offset,shape,stride = e
     return base.detach().as_strided(shape, stride, offset)
 

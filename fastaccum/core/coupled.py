@@ -71,7 +71,8 @@ class CoupledBatch:
 
     def backward(self) -> None:
         "Second forward pass and backward pass of each part, from the gradients that the loss's backward pass has left"
-        start,(grads,self.grads) = self.first,(self.grads, {})
+        start,grads = self.first,dict(self.grads)
+        self.grads.clear()                        # the graph of the loss holds on to it
         for i,n in enumerate(self.sizes) if grads else ():
             out,self.kept = self.kept,None
             if out is None:

@@ -65,6 +65,17 @@ def rounded_at_step(opt):
         after()
         for h in handles: h.remove()
 
+# Inside this context gradients are summed in `dtype`, if it is not None. If the optimizer rejects this type, the sums are rounded once, at
+# the step; `opt` may wrap it, as fastai's `OptimWrapper`
+@contextmanager
+def summed_for(params, dtype, opt=None):
+    opt = getattr(opt, 'opt', opt)
+    with ExitStack() as stack:
+        if dtype is not None:
+            stack.enter_context(summed_in(params, dtype))
+            if isinstance(opt, torch.optim.Optimizer) and not takes_wide(opt): stack.enter_context(rounded_at_step(opt))
+        yield
+
 def _put(p, grad, dtype):
     p.grad = None
     if hasattr(p, 'grad_dtype'): p.grad_dtype = dtype

@@ -7,6 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/memory.html.md"""
 # %% ../../nbs/api/core/06_memory.ipynb #ee6002b5
 from __future__ import annotations
 import gc, weakref
+from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,10 +42,13 @@ class PeakMemory:
             self.peak = self.follower.peak
         else: self.peak = self.counter.max_memory_allocated(self.device) - self.before
 
-    def __str__(self): return f'{self.peak/2**20:.1f} MiB'
+    def __str__(self): return as_bytes(self.peak)
     def __repr__(self): return f'PeakMemory({self})'
 
 # %% ../../nbs/api/core/06_memory.ipynb #3eef526c
+# A number of bytes in MiB, or in KiB if it is less than one
+def as_bytes(n): return f'{n/2**20:.1f} MiB' if abs(n) >= 2**20 else f'{n/2**10:.1f} KiB'
+
 # Bytes of the tensor storages that operators create while this mode is on: how many are `live` now, and their `peak`
 class StorageFollower(TorchDispatchMode):
     def __init__(self):
@@ -80,6 +84,12 @@ def backend(device): return getattr(torch, torch.device(device).type, None)
 
 # Device of the module's first parameter; the CPU if it has none
 def device_of(module) -> torch.device: return next((p.device for p in module.parameters()), torch.device('cpu'))
+
+# A stream for copies of one kind; None if the device has no streams
+@lru_cache(None)
+def side_stream(device, kind='activations'):
+    mod = backend(device)
+    return mod.Stream(device) if hasattr(mod, 'Stream') and device.type != 'cpu' else None
 
 # %% ../../nbs/api/core/06_memory.ipynb #59ae7cdd
 # Messages of RuntimeErrors without that type. The table in the notebook names the sources

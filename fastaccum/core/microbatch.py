@@ -190,12 +190,12 @@ class Joined:
         return out
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #9fed098a
-# The micro-batches of a loader batch of `n` items: inputs, targets, and `yb1` and `lam` of each of the `mixers`, like fastai's MixUp
-def split_batch(xb, yb, n, size, mixers=(), views=False, lists=None):
+# The micro-batches of a loader batch of `n` items: inputs, targets, and the values that callbacks keep `beside` them, such as MixUp's
+# `yb1` and `lam`
+def split_batch(xb, yb, n, size, beside=(), views=False, lists=None):
     m = len(part_sizes(n, size))
     # column by column, as there may be as many inputs as items
     columns = lambda b: [tuple(p) for p in zip(*(split_items(o, size, n, views, lists) for o in b))] if len(b) else [()]*m
     # CutMix has one `lam` for all items
-    lams = [split_items(o.lam, size, n) if o.lam.dim() and len(o.lam) == n else [o.lam]*m for o in mixers]
-    mixed = zip(*(zip(split_items(o.yb1, size, n), lam) for o,lam in zip(mixers, lams))) if mixers else [()]*m
-    return list(zip(columns(xb), columns(yb), mixed))
+    kept = [[v]*m if isinstance(v, Tensor) and len(v.shape[:1]) and len(v) != n else split_items(v, size, n) for v in beside]
+    return list(zip(columns(xb), columns(yb), zip(*kept) if beside else [()]*m))

@@ -19,16 +19,29 @@ from .probe import _Batch, _Untouched, _own_copy
 __all__ = []
 
 # %% ../../nbs/api/core/14_values.ipynb #c0a3d006
-# What a loss object keeps of its last call, such as the parts of a loss. After several micro-batches it has the values of all of them
+# What a loss object keeps: of its last call, such as the parts of a loss (after several micro-batches it has the values of all), and what
+# callbacks put there for the items of a batch, such as a weight for each
 class LossValues:
     def __init__(self, loss_func=None):
         none = loss_func is None or mixer_of(loss_func) is not None or is_known(loss_func)
         self.loss_func,self.holder = loss_func,None if none else holder_of(loss_func)
         self.fits,self.parts,self.news,self._before,self._looks = {},[],[],{},{}   # fits: ways in which micro-batches may make up a value
+        self.given = []                                                            # what callbacks have put there for this batch
+        self.end()
 
     # How a value is made of those of micro-batches; None: not known
     @property
     def kinds(self): return {k: fits[0] if fits else None for k,fits in self.fits.items()}
+
+    # The tensors with a row for each of a loader batch's `n` items that were put there since the last batch ended: their names
+    def look(self, n):
+        new = [k for k,v in vars(self.holder).items() if _is_rows(v, n) and not _same(v, self._left.get(k))]
+        self.given = new if n > 1 else []
+        return self.given
+
+    # A loader batch has ended
+    def end(self):
+        self._left = {k: (v, v._version) for k,v in vars(self.holder).items() if _is_rows(v)} if self.holder is not None else {}
 
     # A loader batch begins, after `start` micro-batches of its accumulated batch
     def begin(self, start):
@@ -37,7 +50,7 @@ class LossValues:
     # A micro-batch has been counted, as number `i` of its accumulated batch. `rule`, `shown`: see `LossRule`
     def add(self, i, n, pred, yb, rule, shown=None):
         held = vars(self.holder)
-        new = [k for k,v in held.items() if k not in self.fits and v is not self._before.get(k) and leaves_of(v)]
+        new = [k for k,v in held.items() if k not in (*self.fits, *self.given) and v is not self._before.get(k) and leaves_of(v)]
         unsure = [k for k,left in self._looks.items() if left]
         if new or unsure: self._measure(new + unsure, pred, yb, n, rule, shown)
         self.parts.append((i, n, {k: tree_map(_detached, held[k]) for k,kind in self.kinds.items() if kind and k in held}))
@@ -99,6 +112,8 @@ def leaves_of(v):
     return leaves if ok else []
 
 def _detached(v): return v.detach() if isinstance(v, Tensor) else v
+def _is_rows(v, n=None): return isinstance(v, Tensor) and v.dim() > 0 and n in (None, len(v)) and not v.is_inference()
+def _same(v, left): return left is not None and left[0] is v and left[1] == v._version
 
 # One value of those of micro-batches
 def joined(kind, vals, weights, sizes, normalize=True):

@@ -178,6 +178,7 @@ class EpochAxis:
 # %% ../../nbs/api/logs/01_steps.ipynb #378e84a3
 # Rows of numbers, in columns that stay on the device of their values until they are read
 class StepTable:
+    room = 1024         # rows of a new column
     def __init__(self): self.n,self.cols,self.kinds,self.late = 0,{},{},[]
 
     def __len__(self): return self.n
@@ -204,7 +205,7 @@ class StepTable:
         places = self.cols.setdefault(name, {})
         old = places.get(device)
         if old is None or len(old) <= self.n:
-            size = max(1024, 2*self.n)
+            size = max(self.room, 2*self.n)
             places[device] = np.full(size, np.nan) if device is None else torch.full((size,), np.nan, dtype=_wide(device), device=device)
             if old is not None: places[device][:len(old)] = old
         return places[device]
@@ -293,7 +294,7 @@ def grad_norm(params) -> Tensor:
     grads = [p.grad for p in params if p.grad is not None]
     grads = [g.coalesce().values() if g.is_sparse else g for g in grads]
     if not grads: return torch.tensor(0.)
-    return torch.stack([n.to(grads[0].device) for n in torch._foreach_norm([g.float() for g in grads])]).norm()
+    return torch.stack([n.to(grads[0].device) for n in torch._foreach_norm(grads, 2, dtype=torch.float32)]).norm()
 
 # %% ../../nbs/api/logs/01_steps.ipynb #20ed03bd
 # Give a row from `step_row` to the Learner's `TensorBoardCallback`, on its own axis of loader batches; it already has `train_loss` and

@@ -14,7 +14,7 @@ from ..core.random import RandomState
 from .events import EventTable, cancels, with_context
 from .rows import Rows
 import fastaccum.loop.learner
-from .learner import check_one_batch, is_fastais
+from .learner import check_one_batch, does_the_same, is_fastais
 _all_ = ['cancels']
 
 # %% auto #0
@@ -375,10 +375,12 @@ def is_stock(learn, name): return name not in learn.__dict__ and is_fastais(geta
 def check_own_loop(learn):
     check_one_batch(learn)
     methods = 'one_batch','_do_one_batch','_do_grad_opt','_with_events','_call_one','__call__'
-    own = next((m for m in methods if not is_fastais(getattr(type(learn), m)) or m in learn.__dict__ and m != 'one_batch'), None)
+    def theirs(m): return m in learn.__dict__ and m != 'one_batch' or not does_the_same(m, getattr(type(learn), m))
+    own = first(m for m in methods if theirs(m))
     if own is None: return
-    raise TypeError(f"{type(learn).__name__} has a {own} of its own, which fastaccum's batch loop would bypass: train it without "
-                    "fastaccum's callbacks, or move what it does into a callback.")
+    f = getattr(learn if own != 'one_batch' else type(learn), own)
+    raise TypeError(f"{type(learn).__name__} has a {own} of its own, from {getattr(f, '__module__', type(f).__name__)}, which fastaccum's "
+                    "batch loop would bypass: train it without fastaccum's callbacks, or move what it does into a callback.")
 
 # fastai's callbacks of the same names are attached: probably the imports are in the wrong order
 def warn_of_fastais(learn):

@@ -27,7 +27,7 @@ _known = dict(
     opens_rows=('ParamScheduler', 'WandbCallback', 'GANDiscriminativeLR'),             # and one `before_batch`
     rows_of_steps_only=_of_gans,                                                       # whatever `log_accum_batch` is
     repeats_rows=('TensorBoardCallback',),                                             # in validation it would repeat the last row
-    mixes=('MixHandler',), finds_lr=('LRFinder',))
+    finds_lr=('LRFinder',), resets_model=('ModelResetter',))
 # Those whose `after_batch` does not read `learn.pred`
 _never_read_pred = ('TrainEvalCallback', 'Recorder', 'ParamScheduler', 'LRFinder', 'ProgressCallback', 'CSVLogger', 'ShortEpochCallback',
                     'TerminateOnNaNCallback', 'WandbCallback', 'TensorBoardCallback', 'ActivationStats')
@@ -40,6 +40,18 @@ def is_a(cls, *names): return any(c.__name__ in names for c in cls.__mro__)
 def declares(cb, what):
     own = getattr(type(cb), what, None)
     return is_a(type(cb), *_known[what]) if own is None else own
+
+# Does a callback mix items, as fastai's MixUp and CutMix and tsai's do? They keep the targets of the other items and their shares: a method
+# of its class sets `yb1` and `lam`
+@lru_cache(None)
+def mixes(cls):
+    codes = [f.__code__ for c in cls.__mro__ for f in vars(c).values() if hasattr(f, '__code__')]
+    return all(any(name in code.co_names for code in codes) for name in ('yb1','lam'))
+
+# Does a model keep state from one batch to the next? (fastai's text classifiers have a `ModelResetter`, too, but their `SentenceEncoder`
+# resets itself at each call)
+def keeps_state(model, cbs):
+    return any(declares(cb, 'resets_model') for cb in cbs) and not any(is_a(type(m), 'SentenceEncoder') for m in model.modules())
 
 # %% ../../nbs/api/loop/02_events.ipynb #3058487c
 # The exception as `Callback.__call__` changes it: its message says where it comes from
@@ -73,7 +85,7 @@ class EventTable:
         table.update({s: first(cb for cb in self.cbs if getattr(type(cb), 'slot', None) == s) for s in ('accumulation','precision')})
         table['LRFinder'] = first(cb for cb in self.cbs if declares(cb, 'finds_lr'))
         table['recorded'] = any(getattr(type(cb), 'after_batch', None) is Recorder.after_batch for cb in self.cbs)
-        table['mixers'] = [cb for cb in self.cbs if declares(cb, 'mixes')]
+        table['mixers'] = [cb for cb in self.cbs if mixes(type(cb))]
         table['mute_in_validation'] = [cb for cb in self.cbs if declares(cb, 'repeats_rows')]
         table['outsiders'] = [cb for cb in self.cbs if hears_between_steps(cb)]
         table.update({ev: [] for ev in _batch_events})       # new lists: another event may be iterating over the old one

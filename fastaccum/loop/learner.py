@@ -41,6 +41,42 @@ def _loop_of(learn):
 # Is a method of `Learner` fastai's own? Its code tells, whoever has patched it, and when
 def is_fastais(f): return Path(getattr(getattr(f, '__code__', None), 'co_filename', '')).is_relative_to(Path(fastai.__file__).parent)
 
+# Does `f`, put in the place of fastai's method by a library, do the same? It may use no names but those that this work takes, and must do
+# to a stand-in for a Learner what fastai's does
+def does_the_same(name, f):
+    if is_fastais(f): return True
+    code = getattr(f, '__code__', None)
+    if name not in _same or code is None: return False
+    names,args,notes = _same[name]
+    if code.co_freevars or not names.issuperset(code.co_names): return False
+    trial = _OnTrial()
+    try: f(trial, *args)
+    except Exception: return False
+    return trial.notes == notes
+
+# Stands in for a Learner, its loaders and its model (one of layers would draw random numbers), and notes what a method does with it
+class _OnTrial:
+    device = torch.device('cpu')
+    def __init__(self):
+        self.dls,self.model,self.notes = self,self,[]
+        self.cbs = L(_Listens(self.notes, 2), _Listens(self.notes, 1))
+    def parameters(self): return iter([torch.zeros(())])
+    def _set_device(self, b): return b
+    def _split(self, b): self.notes.append(('split', self.iter, b))
+    def _do_one_batch(self): "Not called"
+    def _with_events(self, f, *args): self.notes.append((f.__name__, *args))
+
+class _Listens:
+    def __init__(self, notes, order): self.notes,self.order = notes,order
+    def __call__(self, event_name): self.notes.append((self.order, event_name))
+
+# Method -> the names that it may use, the arguments of its trial, and what it does then
+_same = dict(
+    one_batch=(set('iter dls device model parameters next getattr default_device to_device _set_device _split _with_events _do_one_batch '
+                   'CancelBatchException'.split()),
+               (3, (1, 2)), [('split', 3, (1, 2)), ('_do_one_batch', 'batch', CancelBatchException)]),
+    _call_one=(set('event hasattr Exception cbs sorted'.split()), ('before_batch',), [(1, 'before_batch'), (2, 'before_batch')]))
+
 # `one_batch` of a Learner may have been replaced by a function, which would bypass fastaccum's loop, or be bypassed by it
 def check_one_batch(learn):
     own = learn.__dict__.get('one_batch')
@@ -82,12 +118,7 @@ def get_preds(theirs, self, *args, **kwargs):
 @replaces
 def _do_fit(theirs, self):
     "fastai's method, inside the `during_fit` context of each callback that has one. However the fit ends, the callbacks are tidied"
-    with ExitStack() as stack:
-        for cb in self.cbs.sorted('order'):
-            if hasattr(type(cb), 'during_fit'): stack.enter_context(cb.during_fit())
-        loop = _loop_of(self)
-        if loop is not None: stack.enter_context(loop.fit())
-        theirs(self)
+    with contexts_of_fit(self): theirs(self)
 
 @replaces
 def validation_context(theirs, self, cbs=None, inner=False):
@@ -123,6 +154,16 @@ def export(theirs, self, *args, **kwargs):
     with self.removed_cbs(ours), nullcontext() if cb is None or not cb.many else cb.exporting(self): return theirs(self, *args, **kwargs)
 
 # %% ../../nbs/api/loop/05_learner.ipynb #ec4b0b8e
+# Context of a fit: those of its callbacks. However it ends, the callbacks are tidied
+@contextmanager
+def contexts_of_fit(learn):
+    with ExitStack() as stack:
+        for cb in learn.cbs.sorted('order'):
+            if hasattr(type(cb), 'during_fit'): stack.enter_context(cb.during_fit())
+        loop = _loop_of(learn)
+        if loop is not None: stack.enter_context(loop.fit())
+        yield
+
 # Context in which a validation sends the events of a fit. These would reset the callbacks in `fitting`: only the `Recorder` gets them
 @contextmanager
 def as_a_fit(learn, fitting):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib, operator, weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import lru_cache
 from typing import Any
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 import fastaccum.loop.batch_loop  # whose `_do_fit` opens the contexts
 from ..core.checks import is_count
-from ..core.memory import backend
+from ..core.memory import backend, side_stream
 from ..core.random import Replay
 
 # %% auto #0
@@ -112,12 +111,6 @@ class OnHost:
         t.record_stream(now)
         return t
 
-# A stream for copies; None if the device has no streams
-@lru_cache(None)
-def side_stream(device):
-    mod = backend(device)
-    return mod.Stream(device) if hasattr(mod, 'Stream') and device.type != 'cpu' else None
-
 # %% ../../nbs/api/memory/01_activations.ipynb #1393f18d
 class Compile(Callback):
     "Compile the model for the fit with `torch.compile`, for any number of items. If that fails, the model trains uncompiled"
@@ -125,6 +118,12 @@ class Compile(Callback):
     def __init__(self,
         **kwargs:Any # Arguments of `torch.compile`: mode, backend, fullgraph, options, ...
     ) -> None: self.kwargs = kwargs
+
+    @property
+    def cuda_graphs(self) -> bool:
+        "Do the arguments ask for CUDA graphs? They do not go with accumulation: `GradientAccumulation` raises an error"
+        graphs = self.kwargs.get('mode') in ('reduce-overhead', 'max-autotune') or self.kwargs.get('backend') == 'cudagraphs'
+        return graphs or bool((self.kwargs.get('options') or {}).get('triton.cudagraphs'))
 
     @contextmanager
     def during_fit(self):

@@ -1,4 +1,4 @@
-"""How much memory will a training step take, part by part, and how much would each tool save? A forecast that does not run the model
+"""How much memory will a training step take, part by part, and how much would each tool save? A forecast that needs none of it
 
 Docs: https://fastaccum.github.io/fastaccum/api/memory/advice.html.md"""
 
@@ -8,23 +8,29 @@ Docs: https://fastaccum.github.io/fastaccum/api/memory/advice.html.md"""
 from __future__ import annotations
 import math
 from contextlib import ExitStack, contextmanager, nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import cached_property
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from ..accumulation.batch import cut_at_head, predict_in_parts
 from ..accumulation.callback import GradientAccumulation
 from .activations import ActivationCheckpointing, ActivationOffload, find_blocks
 from ..core.checks import is_positive
-from ..core.losses import count_items
-from ..core.memory import StorageFollower
-from ..core.microbatch import map_tensors, part_sizes, split_items
-from ..core.random import Snapshot
+from ..core.coupled import CoupledBatch
+from ..core.grads import summed_for
+from ..core.losses import count_items, n_items
+from ..core.memory import StorageFollower, as_bytes, device_of, is_out_of_memory, side_stream
+from ..core.microbatch import _holds_items, map_tensors, part_sizes, tensors_in
+from ..core.probe import LossProbe
+from ..core.random import RandomState, Snapshot
+from ..core.watch import CoupledWatch, hooks_of_others
+from ..loop.events import keeps_state
 from ..precision.callback import MixedPrecision, _in_fp32
 
 # %% auto #0
@@ -35,7 +41,7 @@ __all__ = ['MemoryAdvice']
 def memory_advice(self:Learner,
     gib:float|None=None # Memory of the device, in GiB, that training should fit
 ): # A `MemoryAdvice`
-    "The memory that training takes with the present callbacks, and what each fastaccum tool would save. Runs no training step"
+    "The memory that training takes with the present callbacks, and what each fastaccum tool would save. The Learner is not changed"
     if gib is not None and not is_positive(gib):
         raise ValueError(f"gib={gib!r}: pass the memory of the device in GiB, a number above 0.")
     return MemoryAdvice(self, gib)
@@ -47,8 +53,8 @@ class MemoryAdvice:
         learn:Learner,       # Is not changed
         gib:float|None=None  # GiB that training should fit
     ):
-        f = forecast_of(learn)
-        self.gib,self.forecast,self.now = gib,f,present_plan(learn, f.bs)
+        f = Forecast(learn)
+        self.gib,self.forecast,self.now = gib,f,f.now
         self.params,self.grads,self.state,self.bs = f.params,f.grads,f.state,f.bs
         self.peak = self.peak_at(self.now.size)
         self.micro_batch_size = self._largest(self.now)
@@ -58,16 +64,16 @@ class MemoryAdvice:
     ) -> int: # Bytes
         "The `peak` with micro-batches of `k` items"
         if k < 1: raise ValueError(f"k={k}: a micro-batch has at least 1 item.")
-        return self.cost(replace(self.now, size=k))[0]
+        return self.cost(replace(self.now, size=k)).peak
 
     def cost(self,
         plan:Plan # How to train
-    ) -> tuple: # Peak in bytes, floating-point operations per item
+    ) -> Cost: # Peak in bytes, floating-point operations per item, and when the peak is
         "What training with `plan` takes"
         return self.forecast.cost(plan)
 
     def _fits(self, plan):
-        try: return self.params + self.cost(plan)[0] <= .9*self.gib*2**30
+        try: return self.params + self.cost(plan).peak <= .9*self.gib*2**30
         except ValueError: return False  # BatchNorm may be unable to train on so few items
 
     def _largest(self, plan):
@@ -84,6 +90,7 @@ class MemoryAdvice:
     def _plans(self):
         now,few = self.now,max(2, self.now.size//8)
         res = {'as it is': now}
+        if not self.forecast.can_split: few = now.size
         if few < now.size: res[f'micro_batch_size={few}'] = replace(now, size=few)
         if now.recompute is None and self.forecast.has_blocks:
             res['ActivationCheckpointing(selective=True)'] = replace(now, recompute=ActivationCheckpointing(selective=True))
@@ -97,9 +104,9 @@ class MemoryAdvice:
     @cached_property
     def table(self) -> pd.DataFrame: # A row for each of fastaccum's tools
         "Peak and saving in MiB, floating-point operations relative to now, and passes through the model per loader batch"
-        rows,(peak,flops) = {},self.cost(self.now)
+        rows,(peak,flops,_) = {},self.cost(self.now)
         for name,plan in self._plans().items():
-            p,f = self.cost(plan)
+            p,f,_ = self.cost(plan)
             rows[name] = dict(peak_mib=p/2**20, saves_mib=(peak-p)/2**20, compute=f/flops if flops else 1.,
                               passes=math.ceil(self.bs/plan.size))
         return pd.DataFrame.from_dict(rows, orient='index')
@@ -115,22 +122,29 @@ class MemoryAdvice:
         i = next((i for i,k in enumerate(sizes) if k >= min(8, self.bs)), sizes.index(max(sizes)))
         if not sizes[i]: return None
         lines,k = [],sizes[i]
-        if self.now.accumulates: lines = [f'learn.gradient_accumulation.micro_batch_size = {k}']
+        if k < self.now.size and not self.forecast.can_split: return None
+        if self.now.acc is not None: lines = [f'learn.gradient_accumulation.micro_batch_size = {k}']
         elif k < self.bs: lines = [f'learn.add_cb(GradientAccumulation(micro_batch_size={k}))']
         if i: lines.append(f"learn.add_cb(ActivationCheckpointing({'selective=True' if tools[i].selective else ''}))")
         return '\n'.join(lines)
 
     def __str__(self):
-        mib = lambda n: f'{n/2**20:.1f} MiB'
-        lines = [f'parameters {mib(self.params)}, gradients {mib(self.grads)}, optimizer state {mib(self.state)}; with micro-batches of '
-                 f'{self.now.size} items, a peak of {mib(self.peak)} on top of the parameters', '', self.table.round(2).to_string()]
+        peak,_,when = self.cost(self.now)
+        items = f'batches of {self.forecast.valid.n} items' if when == 'validation' else f'micro-batches of {self.now.size} items'
+        shown = self.table.assign(**{k: [*map(as_bytes, self.table[k]*2**20)] for k in ('peak_mib','saves_mib')})
+        shown = shown.rename(columns=dict(peak_mib='peak', saves_mib='saves')).round(2).to_string()
+        lines = [f"parameters {as_bytes(self.params)}, gradients {as_bytes(self.grads)}, optimizer state {as_bytes(self.state)}; a peak of "
+                 f'{as_bytes(peak)} on top of the parameters, in {when}, with {items}', '', shown, '',
+                 'compute: floating-point operations of an item, compared with now; passes: forward and backward passes for a loader batch']
         if self.gib is not None:
             k = self.micro_batch_size
             enough = f'are enough for micro-batches of at most {k} items' if k else 'are not enough for even one item'
-            lines += ['', f'{self.gib:g} GiB, less a tenth, {enough}',
-                      *([self.call] if self.call else [])]
-        return '\n'.join(lines)
+            lines += ['', f'{self.gib:g} GiB, less a tenth, {enough}', *([self.call] if self.call else [])]
+            if k and k < self.bs and not self.forecast.can_split:
+                lines += [f'This model keeps state from batch to batch, so its batches cannot be split: load {k} items at a time (bs={k}).']
+        return '\n'.join([*lines, *(['', *self.forecast.notes] if self.forecast.notes else [])])
     __repr__ = __str__
+
 
 # %% ../../nbs/api/memory/02_advice.ipynb #a56397db
 @patch
@@ -142,7 +156,7 @@ def plot(self:MemoryAdvice,
     plans = {'as it is': self.now}
     if self.now.recompute is None and self.forecast.has_blocks: plans['recomputed'] = replace(self.now, recompute=ActivationCheckpointing())
     ax = ax or plt.subplots(figsize=(6, 2.8))[1]
-    for name,plan in plans.items(): ax.plot(ks, [(self.params + self.cost(replace(plan, size=k))[0])/2**30 for k in ks], '.-', label=name)
+    for name,plan in plans.items(): ax.plot(ks, [(self.params + self.cost(replace(plan, size=k)).peak)/2**30 for k in ks], '.-', label=name)
     if self.gib is not None: ax.axhline(.9*self.gib, color='grey', ls='--', label=f'{self.gib:g} GiB less a tenth')
     ax.set_xscale('log', base=2)
     ax.set(xlabel='items of a micro-batch', ylabel='parameters and peak, GiB', ylim=(0, None))
@@ -154,37 +168,65 @@ def plot(self:MemoryAdvice,
 @dataclass(frozen=True)
 class Plan:
     size:int            # Items of a micro-batch
-    accum_bs:int        # Items of an accumulated batch
+    acc:Any=None        # The Learner's `GradientAccumulation`
     recompute:Any=None  # An `ActivationCheckpointing`
     offload:Any=None    # An `ActivationOffload`
     amp:Any=None        # A dtype to compute in
-    wide:bool=False     # Are gradients summed in fp32?
-    accumulates:bool=False # Is there a `GradientAccumulation` already?
+
+    @property
+    def coupled(self): return self.acc is not None and self.acc.coupled
 
 # How `learn` would train now; bs: items of its loader batch
 def present_plan(learn, bs) -> Plan:
     def attached(cls): return first(cb for cb in learn.cbs if isinstance(cb, cls))
     acc,precision = attached(GradientAccumulation),attached(MixedPrecision)
     k = getattr(acc, 'micro_batch_size', None)
-    accum_bs = bs if acc is None or acc.per_loader_batch else acc.size_at(0, len(learn.dls.train), 1)
-    return Plan(min(k, bs) if isinstance(k, int) else bs, accum_bs, attached(ActivationCheckpointing), attached(ActivationOffload),
-                None if precision is None else precision.amp_mode.dtype, getattr(acc, 'grad_dtype', None) is not None,
-                acc is not None)
+    return Plan(min(k, bs) if isinstance(k, int) else bs, acc, attached(ActivationCheckpointing), attached(ActivationOffload),
+                None if precision is None else precision.amp_mode.dtype)
+
+# What training with a plan takes
+class Cost(NamedTuple):
+    peak:int     # Bytes, except the parameters
+    flops:float  # Floating-point operations per item
+    when:str     # The part of training with this peak
 
 # %% ../../nbs/api/memory/02_advice.ipynb #484b5d05
-# Counts bytes, as its base class does, and floating-point operations
+# Notes the bytes in use after each allocation, and counts floating-point operations. reads: may values of tensors be read? If not, each is
+# 1: some optimizers (Lamb: is the norm 0?) and the measuring of a loss read values, which do not change how much they keep
 class Costs(StorageFollower):
-    flops = 0
+    def __init__(self, reads=True):
+        super().__init__()
+        self.reads,self.trace,self.flops,self.checked = reads,[0],0,0
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.reads and func is torch.ops.aten._local_scalar_dense.default: return 1
         res = super().__torch_dispatch__(func, types, args, kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count is not None: self.flops += count(*args, **(kwargs or {}), out_val=res)
         return res
 
-# For optimizers that read the value of a tensor (Lamb: is the norm 0?), which does not change how much they keep
-class NoValues(StorageFollower):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return 1 if func is torch.ops.aten._local_scalar_dense.default else super().__torch_dispatch__(func, types, args, kwargs)
+    def follow(self, storage, n):
+        super().follow(storage, n)
+        self.trace.append(self.live)
+
+    # The prediction is made. As long as it was not, there was that of the batch before
+    def predicted(self, pred): self.n_forward,self.pred = len(self.trace),self.bytes_of(pred)
+
+    # Bytes of the tensors in `tree` that were made in this mode
+    def bytes_of(self, tree): return sum({s._cdata: self.sizes.get(s._cdata, 0) for s in self.storages(tree)}.values())
+
+# What `k` items take. costs: number of items -> `Costs`. If these are of two smaller numbers they grow in proportion, allocation by
+# allocation, or by their peaks if the two did not allocate alike
+class Pass:
+    def __init__(self, costs, k):
+        (i,a),(j,b) = min(costs.items()),max(costs.items())
+        def far(a, b): return a if i == j else a + (b-a)*(k-i)/(j-i)
+        def peak(a, b): return max(map(far, a, b), default=0) if len(a) == len(b) else far(max(a), max(b))
+        self.forward,self.rest = peak(a.trace[:a.n_forward], b.trace[:b.n_forward]),peak(a.trace[a.n_forward:], b.trace[b.n_forward:])
+        self.pred,self.checked,self.flops = far(a.pred, b.pred),far(a.checked, b.checked),far(a.flops, b.flops)
+
+    # Peak in bytes, if the prediction of the batch before has so many
+    def peak(self, before): return max(self.forward + before, self.rest)
 
 # fastai's losses convert tensors to its own types, which fake tensors do not allow: skip that
 @contextmanager
@@ -193,136 +235,292 @@ def no_subclasses():
     try: yield
     finally: torch.as_subclass = plain
 
-# Forward and backward on a micro-batch, as fastaccum's batch loop does it. Adds to the model's gradients
-def one_pass(model, loss_func, xb, yb, plan, train=True) -> Costs:
-    device = next((p.device.type for p in model.parameters()), 'cpu')
-    with ExitStack() as stack:
-        if not train: stack.enter_context(torch.no_grad())
-        elif plan.recompute is not None: stack.enter_context(plan.recompute.recomputed(model))
-        if train and plan.offload is not None: stack.enter_context(gone(plan.offload.mover(model)))
-        costs = stack.enter_context(Costs())
-        with torch.autocast(device, plan.amp) if plan.amp else nullcontext(): pred = model(*xb)
-        if plan.amp: pred = _in_fp32(pred)
-        if len(yb):
-            loss = loss_func(pred, *yb)
-            if train: loss.backward()
-    return costs
-
 # Tensors that an `ActivationOffload` would move take no memory; they come back as tensors of the same shape
 def gone(mover):
     def pack(t): return t.detach() if mover.stays(t) else (t.device, t.dtype, t.size(), t.stride())
     def unpack(o): return o if isinstance(o, Tensor) else torch.empty_strided(o[2], o[3], dtype=o[1], device=o[0])
     return saved_tensors_hooks(pack, unpack)
 
+# `f`, a part of a model, which gets a batch in `m` micro-batches, and perhaps a second time. It computes the first and the last of them,
+# and the first of the second time. For the others there are outputs of the same shape, which take memory but no time
+class Sampled:
+    def __init__(self, f, m, costs): self.f,self.m,self.costs,self.n_calls,self.k = f,m,costs,0,0
+
+    def __call__(self, *xb):
+        k,self.n_calls = n_items(xb),self.n_calls+1
+        if self.n_calls not in (1, self.m, self.m+1) and k <= self.k:
+            self.costs.flops += self.flops
+            shape = lambda t: (len(t)*k//self.k, *t.shape[1:]) if t.dim() else ()
+            return map_tensors(lambda t: t.new_empty(shape(t), requires_grad=t.requires_grad), self.like)
+        before,out = self.costs.flops,self.f(*xb)
+        if self.n_calls == 1:
+            self.k,self.flops = k,self.costs.flops-before
+            self.like = map_tensors(lambda t: t.new_empty((), requires_grad=t.requires_grad).expand(t.shape), out)
+        return out
+
 # %% ../../nbs/api/memory/02_advice.ipynb #0a85813d
-# What a step of `learn` would take, on fake tensors. `learn` is not changed
+# What a fit of `learn` takes. The model runs on fake tensors or, if `why` says that it cannot, with few real items. `learn` is not changed
 class Forecast:
     def __init__(self, learn):
-        self.loss_func,self.mode,self.costs = learn.loss_func,FakeTensorMode(allow_non_fake_inputs=True),{}
-        xb,yb = example_batch(learn)
-        self.bs,self.device = count_items(xb, yb)[0],torch.device(learn.dls.device or 'cpu')
-        # enumerate, in fastai's `all_batches`, holds on to the first batch of an epoch
-        self.batch = sum(t.nbytes for t in tree_leaves((xb,yb)) if isinstance(t, Tensor))*min(2, len(learn.dls.train))
-        fake = lambda t: self.mode.from_tensor(t.as_subclass(Tensor).detach()).to(self.device)
-        self.xb,self.yb = map_tensors(fake, xb),map_tensors(fake, yb)
-        memo = {id(t): nn.Parameter(fake(t), t.requires_grad) if isinstance(t, nn.Parameter) else fake(t)
-                for t in (*learn.model.parameters(), *learn.model.buffers())}
-        self.model = deepcopy(learn.model, memo)
-        self.ps = [p for p in self.model.parameters() if p.requires_grad]
-        self.params,self.grads = (sum(p.nbytes for p in ps) for ps in (learn.model.parameters(), self.ps))
-        with self.mode: self.optimizer(learn, memo)
+        self.learn,self.device,self.mode = learn,torch.device(learn.dls.device or 'cpu'),FakeTensorMode(allow_non_fake_inputs=True)
+        self.train,self.valid = (example(learn.dls, dl) for dl in (learn.dls.train, learn.dls.valid))
+        self.bs,self.ps,self.costs,self.runs = self.train.n,[p for p in learn.model.parameters() if p.requires_grad],{},{}
+        self.now,self.params = present_plan(learn, self.bs),sum(p.nbytes for p in learn.model.parameters())
+        self.grad_dtype = getattr(self.now.acc, 'grad_dtype', None)
+        # modules may have tensors beside parameters and buffers
+        self.fakes = {id(t): self.fake(t) for m in learn.model.modules() for t in tree_leaves(vars(m)) if isinstance(t, Tensor)}
+        self.most = 16                            # items of a real run
+        self.measures = first(cb for cb in learn.cbs if hasattr(type(cb), 'norms_of'))    # gradients of micro-batches
+        self.no_state = self.no_loss = None       # why is the optimizer's state, or the loss, not known?
+        self.measured = 0                         # bytes of a prediction, if the loss is measured on it
+        try: self.optimizer()
+        except Exception as e:
+            self.no_state,self.state,self.keeps = reason(e),0,True
+            self.grads = self.step = sum(p.nbytes for p in self.ps)
+        self.on_host = getattr(self.now.acc, 'grad_device', None) is not None and self.device.type != 'cpu'
+        if self.on_host:                          # on the device are one and its sum, two more if copies have a stream of their own
+            most = self.grads*max((p.numel() for p in self.ps), default=0)//max(1, sum(p.numel() for p in self.ps))
+            self.step,self.grads = self.step-self.grads+most,most*(1 if side_stream(self.device, 'gradients') is None else 3)
+        self.why = needs_run(learn.model)
+        try: self.cost(self.now)
+        except Exception as e:
+            if self.why is not None: raise
+            self.why = f'it does not run on tensors without values ({reason(e)})'
 
     @property
     def has_blocks(self):
-        try: return bool(find_blocks(self.model))
+        try: return bool(find_blocks(self.learn.model))
         except ValueError: return False
 
-    # Step the fake parameters to find the bytes of `state` and of a `step`'s temporaries, and whether zero gradients stay between steps
-    def optimizer(self, learn, memo):
-        for p in self.ps: p.grad = torch.zeros_like(p)
-        opt = learn.opt_func
-        opt = deepcopy(opt, memo) if isinstance(opt, OptimWrapper) else opt(learn.splitter(self.model), lr=learn.lr)
-        if learn.wd is not None: opt.set_hypers(wd=learn.wd)
-        with NoValues() as f: opt.step()
-        self.state = f.live
-        with NoValues() as f: opt.step()
-        self.step = f.peak
-        opt.zero_grad()
-        self.keeps = any(p.grad is not None for p in self.ps)
+    @property
+    def can_split(self): return not keeps_state(self.learn.model, self.learn.cbs)
 
-    # What training with `plan` takes: peak in bytes, floating-point operations per item. Computed once
-    def cost(self, plan) -> tuple:
-        if plan not in self.costs: self.costs[plan] = self.run(plan)
+    # What cannot be known, and why
+    @property
+    def notes(self) -> list:
+        outside = ', '.join(type(cb).__name__ for cb in self.learn.cbs if changes_batches(cb))
+        return [text for why,text in (
+            (self.why, f'The model ran with at most {self.most} items, from which memory grows in proportion, because {self.why}.'),
+            (self.no_loss, f'The loss is not counted: without callbacks it fails ({self.no_loss}).'),
+            (self.measured, 'The loss function is measured now and then, which may take a few predictions more, of '
+                            f'{as_bytes(self.measured)} each.'),
+            (self.no_state, f"The optimizer's state is not counted: it does not step tensors without values ({self.no_state})."),
+            (self.on_host, 'Gradients are on the host: those on their way there are counted as the largest.'),
+            (outside, f'What {outside} may do to batches, predictions or losses is not counted.'),
+            (self.device.type != 'cpu', 'What kernels take for themselves, such as the workspace of cuDNN, is not counted.')) if why]
+
+    # A tensor of the same shape without data
+    def fake(self, t):
+        o = self.mode.from_tensor(t.as_subclass(Tensor).detach()).to(self.device)
+        return nn.Parameter(o, t.requires_grad) if isinstance(t, nn.Parameter) else o
+
+    # A copy of the model on these
+    @cached_property
+    def model(self): return deepcopy(self.learn.model, dict(self.fakes))
+
+    # Step fake parameters, for the bytes of gradients, of the optimizer's state, and of a step with the gradients. Do zero gradients stay?
+    def optimizer(self):
+        learn,of,ps = self.learn,lambda p: self.fakes[id(p)],[self.fakes[id(p)] for p in self.ps]
+        made,first_step,later = [Costs(reads=False) for _ in range(3)]
+        with self.mode:
+            with made:
+                if isinstance(learn.opt_func, OptimWrapper): opt = deepcopy(learn.opt_func, dict(self.fakes))
+                else:
+                    groups = [of(g) if isinstance(g, Tensor) else [*map(of, g)] for g in L(learn.splitter(learn.model))]
+                    opt = learn.opt_func(groups, lr=learn.lr)
+            if learn.wd is not None: opt.set_hypers(wd=learn.wd)
+            with summed_for(ps, self.grad_dtype, opt):
+                for c in (first_step, later):
+                    with c:
+                        self.grads = zero_grads(ps, self.grad_dtype)
+                        opt.step()
+                opt.zero_grad()
+                self.keeps = any(p.grad is not None for p in ps)
+        self.state,self.step = made.live + first_step.live,later.peak       # the gradients of the first step are gone
+
+    # What training with `plan` takes; computed once
+    def cost(self, plan) -> Cost:
+        if plan not in self.costs: self.costs[plan] = self.compute(plan)
         return self.costs[plan]
 
-    def run(self, plan):
-        keeps = self.keeps or plan.accum_bs > plan.size
-        grads = self.grads if keeps else 0
-        k = part_sizes(self.bs, plan.size)[0] if plan.size < self.bs else plan.size
-        act,flops = self.passed(plan, k, keeps)
-        valid,_ = self.passed(plan, k, keeps, train=False)
-        sums = sum(2*p.numel() for p in self.ps if p.dtype in (torch.bfloat16,torch.float16)) if plan.wide else 0
-        return sums + self.state + self.batch + max(grads+act, self.grads+self.step, (self.grads if self.keeps else 0)+valid), flops/k
+    def compute(self, plan):
+        learn,t,v,acc = self.learn,self.train,self.valid,plan.acc
+        k,accum_bs = part_sizes(t.n, plan.size)[0],t.n if acc is None or acc.per_loader_batch else acc.size_at(0, len(learn.dls.train), 1)
+        keeps,n = self.keeps or accum_bs > plan.size,t.n if plan.coupled else k
+        train = last = self.passed(plan, True, n, k, keeps)
+        if v is not None:
+            splits = plan.size < t.n or getattr(acc, 'micro_batch_size', None) is not None
+            whole = not splits or not self.can_split or hooks_of_others(learn.model)
+            last = self.passed(plan, False, v.n, v.n if whole else min(plan.size, v.n), False)
+        # enumerate, in fastai's `all_batches`, holds on to the first batch, the third, ... Only among these a coupled batch is checked
+        held = t.nbytes*t.several
+        peaks = {'training': max(0, held-train.checked) + keeps*self.grads + train.peak(max(t.several*train.pred, last.pred)),
+                 "the optimizer's step": held + train.pred + self.step}
+        peaks = {when: t.nbytes + peak for when,peak in peaks.items()}
+        if v is not None:
+            peaks['validation'] = v.nbytes*(1+v.several) + self.keeps*self.grads + last.peak(max(v.several*last.pred, train.pred))
+        when = max(peaks, key=peaks.get)
+        return Cost(int(self.state + getattr(self.measures, 'kept_bytes', 0) + peaks[when]), train.flops/n, when)
 
-    # Peak bytes and floating-point operations of a micro-batch of `k` items
-    def passed(self, plan, k, keeps, train=True):
-        with self.mode, no_subclasses():
-            for p in self.ps: p.grad = torch.zeros_like(p) if keeps else None
-            xb,yb = (some_items(b, k, self.bs) for b in (self.xb, self.yb))
-            costs = one_pass(self.model.train(train), self.loss_func, xb, yb, plan, train)
-        return costs.peak,costs.flops
+    # What `n` items in micro-batches of `k` take
+    def passed(self, plan, train, n, k, keeps) -> Pass:
+        sizes = [k] if self.why is None or k <= self.most else [self.most//2, self.most]
+        try: costs = {i: self.follow(plan, train, n, n if i == k else i*-(-n//k), i, keeps) for i in sizes}
+        except Exception as e:
+            if self.why is None or not is_out_of_memory(e) or max(sizes) == 1: raise
+            self.most = max(sizes)//2
+        else: return Pass(costs, k)
+        return self.passed(plan, train, n, k, keeps)    # outside `except`, because the traceback keeps the activations alive
+
+    # The costs of a micro-batch, or of all those that share a loss, in training or in validation: of `n` items, chosen `among` so many
+    def follow(self, plan, train, among, n, k, keeps):
+        key = replace(plan, size=k),train,among,n,keeps
+        if key in self.runs: return self.runs[key]
+        learn,ex,real = self.learn,self.train if train else self.valid,self.why is not None
+        model,ps = (learn.model,self.ps) if real else (self.model,[self.fakes[id(p)] for p in self.ps])
+        def tensor(t): return t.as_subclass(Tensor).to(device_of(model)) if real else self.fake(t)
+        xb,yb = (map_tensors(tensor, some_items(b, n, among, ex.n)) for b in (ex.xb, ex.yb))
+        with untouched(model) if real else self.mode, nullcontext() if real else no_subclasses():
+            costs = self.run(model, ps, xb, yb, n, key[0], train, keeps)
+        self.runs[key] = costs
+        return costs
+
+    # As the batch loop and a `GradientAccumulation` do it
+    def run(self, model, ps, xb, yb, n, plan, train, keeps):
+        learn,k,m = self.learn,plan.size,-(-n//plan.size)
+        def call(f, *xb):
+            with torch.autocast(device_of(model).type, plan.amp) if plan.amp else nullcontext(): pred = f(*xb)
+            return _in_fp32(pred) if plan.amp else pred
+        model.train(train)
+        with ExitStack() as stack:
+            coupled,norms = None,None
+            if train:
+                stack.enter_context(summed_for(ps, self.grad_dtype))
+                if keeps: zero_grads(ps, self.grad_dtype)
+                if plan.recompute is not None: stack.enter_context(plan.recompute.recomputed(model))
+                if plan.offload is not None: stack.enter_context(gone(plan.offload.mover(model)))
+                norms = self.measures and self.measures.norms_of(ps)
+                if norms is not None: stack.callback(norms.remove)
+            else: stack.enter_context(torch.no_grad())
+            costs = stack.enter_context(Costs())
+            part,rest = cut_at_head(call, model, train and n > k and plan.coupled)
+            if n > k: part = Sampled(part, m, costs)
+            if n == k: pred = rest(part(*xb))
+            elif train:
+                coupled = CoupledBatch(part, xb, n, k, model, watch=first_watch())
+                pred = rest(coupled.outputs())
+            else: pred = predict_in_parts(part, xb, n, k, bool(plan.coupled))
+            costs.predicted(pred)
+            loss = self.loss(costs, pred, yb, train, n)
+            if train: loss.backward()
+            before = costs.flops
+            if coupled is not None:
+                coupled.backward()
+                costs.checked = costs.bytes_of(coupled.passes.outs)
+                costs.flops += (m-1)*(costs.flops - before - m*part.flops)    # the backward passes of the others
+            if norms is not None: norms.end()
+        return costs
+
+    # The loss, with what fastai's callbacks for text models do, and as a `GradientAccumulation` measures it
+    def loss(self, costs, pred, yb, train, n):
+        learn,acc,now = self.learn,self.now.acc,StandIn(pred, train)
+        cbs = [copy(cb) for cb in learn.cbs.sorted('order') if type(cb).__module__ == 'fastai.callback.rnn']
+        def fire(event):
+            for cb in cbs: cb(event)
+        for cb in cbs: cb.learn = now; setattr(now, cb.name, cb)
+        fire('after_pred')
+        try: now.loss_grad = learn.loss_func(now.pred, *yb)
+        except Exception as e:
+            if self.why is None: raise
+            self.no_loss,now.loss_grad = reason(e),sum(t.float().sum() for t in tensors_in(now.pred) if t.is_floating_point())
+        fire('after_loss')
+        if train and acc is not None and acc.check_loss and acc.normalize and acc.weight is None and not acc.coupled:
+            costs.reads = self.why is not None
+            probe = LossProbe(learn.loss_func)
+            probe.look(now.pred, yb, n, now.loss_grad)
+            costs.reads,self.measured = True,0 if probe.known else costs.pred
+        return now.loss_grad.mean()
 
 # %% ../../nbs/api/memory/02_advice.ipynb #846b3c2d
-# `xb` and `yb` of the first batch of an epoch, without an effect on the random numbers
-def example_batch(learn) -> tuple:
-    dl = learn.dls.train
-    kept,rng = Snapshot(nn.Module(), learn.model.parameters(), gradients=False),getattr(dl, 'rng', None)
-    state = rng and rng.getstate()
-    try: b = dl.one_batch()
-    finally:
-        kept.rng.restore()
-        if rng is not None: dl.rng = rng; rng.setstate(state)
-    i = getattr(learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
-    return b[:i],b[i:]
+# A batch, and whether its loader has others
+class Example(NamedTuple):
+    xb:tuple
+    yb:tuple
+    n:int       # Items
+    nbytes:int
+    several:bool
 
-# The first `k` of the `n` items of a batch, repeated from the start if there are fewer
-def some_items(b, k, n):
-    if k <= n: return split_items(b, k, n)[0]
-    return map_tensors(lambda t: t.repeat(-(-k//n), *[1]*(t.dim()-1))[:k] if t.dim() and len(t)==n else t, b)
+# The first batch of an epoch of `dl`, without an effect on random numbers; None if it has none
+def example(dls, dl) -> Example|None:
+    if dl is None or not len(dl): return None
+    rng,own,texts = RandomState(dl.device or 'cpu'),getattr(dl, 'rng', None),getattr(getattr(dl, 'items', None), 'idxs', None)
+    state,order = own and own.getstate(),texts and [*texts]
+    try: b = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
+    finally:
+        rng.restore()
+        if own is not None: dl.rng = own; own.setstate(state)
+        if order is not None:                     # fastai's `LMDataLoader` shuffles its texts in place
+            dl.items.idxs[:] = order
+            dl.make_chunks()
+    i = getattr(dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
+    xb,yb = b[:i],b[i:]
+    return Example(xb, yb, count_items(xb, yb)[0], sum(t.nbytes for t in tree_leaves(b) if isinstance(t, Tensor)), len(dl) > 1)
+
+# `k` of the first `among` items of a batch of `n`, evenly chosen, since some loaders sort them; `among` may be more than `n`
+def some_items(b, k, among, n):
+    def chosen(o):
+        if isinstance(o, Tensor) and o.dim() and len(o)%n == 0: return o.unflatten(0, (-1, n))[:,ix].flatten(0, 1)
+        if isinstance(o, dict): return type(o)({key: chosen(v) for key,v in o.items()})
+        if not isinstance(o, (list,tuple,L)): return o
+        if len(o) == n and not _holds_items(o, n): return [o[i] for i in ix]
+        return (o._make if hasattr(o, '_make') else type(o))([*map(chosen, o)])
+    ix = [i*among//k%n for i in range(k)]
+    return b if k == n else tuple(map(chosen, b))
 
 # %% ../../nbs/api/memory/02_advice.ipynb #278e950b
-# The forecast from one real micro-batch, for models that read the value of a tensor
-class Measured(Forecast):
-    def __init__(self, learn):
-        super().__init__(learn)
-        self.learn,self.k,self.seen = learn,present_plan(learn, self.bs).size,{}
+# In place of the Learner, for callbacks of a prediction and its loss
+class StandIn:
+    def __init__(self, pred, training): self.pred,self.training,self.loss_grad = pred,training,None
 
-    def passed(self, plan, k, keeps, train=True):
-        tools = plan.recompute,plan.offload,plan.amp,train
-        if tools not in self.seen: self.seen[tools] = self.measure(plan, train)
-        peak,flops = (int(v*k/self.k) for v in self.seen[tools])
-        return peak + (0 if keeps or not train else self.grads),flops
+# Why the model must run with real items, or None
+def needs_run(model):
+    m = first(m for m in model.modules() if isinstance(m, nn.RNNBase))
+    return m and f'PyTorch knows the memory of {type(m).__name__} only when it runs'
 
-    def measure(self, plan, train):
-        model,(xb,yb) = self.learn.model,example_batch(self.learn)
-        ps,modes = list(model.parameters()),{m: m.training for m in model.modules()}
-        grads = [p.grad for p in ps]
-        for p in ps: p.grad = None
-        kept = Snapshot(model, ps, gradients=False)
-        try:
-            for p in ps: p.grad = torch.zeros_like(p) if p.requires_grad else None
-            costs = one_pass(model.train(train), self.loss_func, *(some_items(b, self.k, self.bs) for b in (xb,yb)), plan, train)
-        finally:
-            kept.restore()
-            for p,g in zip(ps, grads): p.grad = g
-            for m,mode in modes.items(): m.training = mode
-        return costs.peak,costs.flops
+# Context after which the modules, their buffers and gradients, and random numbers are as before. In it there are no gradients
+@contextmanager
+def untouched(model):
+    ps,before = list(model.parameters()),[(vars(m), dict(vars(m))) for m in model.modules()]
+    grads = [p.grad for p in ps]
+    for p in ps: p.grad = None
+    kept = Snapshot(model, ps, gradients=False)
+    try: yield
+    finally:
+        for now,then in before:
+            now.clear()
+            now.update(then)
+        kept.restore()
+        for p,g in zip(ps, grads): p.grad = g
 
-# Forecast the steps of `learn`; on fake tensors, if the model runs on them
-def forecast_of(learn) -> Forecast:
-    f = Forecast(learn)
-    try: f.cost(present_plan(learn, f.bs))
-    except Exception as e:
-        f = Measured(learn)
-        f.why = f'{type(e).__name__}: {e}'.splitlines()[0]
-    return f
+# Zero gradients of the type in which they are summed: `dtype`, if that is wider. Returns their bytes
+def zero_grads(ps, dtype):
+    for p in ps:
+        p.grad,g = None,torch.zeros_like(p, dtype=dtype if dtype is not None and p.dtype.itemsize < 4 else p.dtype)
+        p.grad = g if hasattr(p, 'grad_dtype') else torch.zeros_like(p)
+        if p.grad.dtype != g.dtype: p.grad.data = g          # older PyTorch versions
+    return sum(p.grad.nbytes for p in ps)
+
+# What checks the first loader batch of a coupled fit
+def first_watch():
+    watch = CoupledWatch()
+    watch.views = {}                              # of the rows of outputs: where they stand does not matter here
+    return watch
+
+_known = 'fastaccum','fastai.learner','fastai.callback.core','fastai.callback.rnn'
+
+# May this callback change a batch, its prediction or its loss? The Learner's own and fastaccum's are known
+def changes_batches(cb):
+    if f'{type(cb).__module__}.'.startswith(tuple(f'{m}.' for m in _known)): return False
+    return any(hasattr(type(cb), e) for e in ('before_batch','after_pred','after_loss','before_backward'))
+
+def reason(e): return f'{type(e).__name__}: {e}'.splitlines()[0]

@@ -10,7 +10,7 @@ from fastai.basics import *
 from importlib.util import find_spec
 from ..core.checks import is_positive
 from ..loop.batch_loop import LoopCallback, check_single
-from ..loop.events import declares, is_a
+from ..loop.events import is_a, mixes
 from ..loop.learner import replaces
 from .processes import has_left, in_group, start_group, tell_and_leave
 from .ranks import Ranks
@@ -233,7 +233,7 @@ def _check_coupled(cb, acc):
     if not cb.brings_ranks.joint_gradients: why = f"{type(cb).__name__} does not gather the ranks' outputs: use DataParallel"
     elif isinstance(acc.coupled, str): why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
     elif cb.overlap: why = "overlap=True sends gradients in the last backward pass, and there is one for each micro-batch: leave it out"
-    elif any(declares(o, 'mixes') for o in cb.learn.cbs): why = "MixUp and CutMix mix the items of each rank: leave them out"
+    elif any(mixes(type(o)) for o in cb.learn.cbs): why = "MixUp and CutMix mix the items of each rank: leave them out"
     elif acc.micro_batch_size == 'auto':
         why = ("a rank that runs out of memory would have to start again after the others have received its outputs: pass a number as "
                "micro_batch_size")

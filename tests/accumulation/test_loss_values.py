@@ -105,3 +105,34 @@ def test_told():
     for metrics in (False, True):
         _,told = fitted(data, 32, Odd(), ['mse'], GradientAccumulation(micro_batch_size=8), metrics=LossMetrics('most'), train_metrics=metrics)
         assert [t[:11] for t in told]==['LossMetrics']*metrics
+
+class WeightedItems(nn.Module):
+    "Its weights are set for each batch, as tsai's `WeightedPerSampleLoss` does"
+    weights = None
+    def __init__(self): super().__init__(); self.rates = torch.tensor([1., 2., 1., .5])        # of its own: 4 outputs, and 4 items
+    def forward(self, pred, y):
+        each = ((pred-y).pow(2)*self.rates).mean(1)
+        return (each if self.weights is None else each*self.weights).mean()
+
+class GivesWeights(Callback):
+    "A weight for each item, which is known by its target"
+    order = 65
+    def __init__(self, in_place=False): self.in_place = in_place
+    def before_batch(self):
+        f,new = self.learn.loss_func,self.y[:,0].abs()+.1 if self.training else None
+        if self.in_place and new is not None and f.weights is not None and f.weights.shape == new.shape: f.weights.copy_(new)
+        else: f.weights = new
+
+@pytest.mark.parametrize('in_place', [False, True])
+@pytest.mark.parametrize('bs,acc', [(8, dict(accum_bs=16)), (16, dict(micro_batch_size=5)), (4, dict(accum_bs=16, micro_batch_size=3))])
+def test_weights_of_items(bs, acc, in_place, recwarn):
+    "What a callback gives the loss for the items of a batch is split with them, and whole again afterwards"
+    data = Data(torch.randn(32, 6, generator=torch.manual_seed(0)), torch.randn(32, 4))
+    whole,learn = (learner(data, n, *cbs, GivesWeights(in_place), opt_func=plain, loss_func=WeightedItems())
+                   for n,cbs in ((16, ()), (bs, (GradientAccumulation(**acc),))))
+    class Whole(Callback):
+        order,run_valid = 70,False
+        def after_batch(self): assert len(self.learn.loss_func.weights) == len(self.y) and len(self.learn.loss_func.rates) == 4
+    learn.add_cb(Whole())
+    for o in (whole, learn): o.fit(2, .05)
+    assert rel_err(weights(learn.model), weights(whole.model)) < 1e-6

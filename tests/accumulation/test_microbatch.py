@@ -872,3 +872,14 @@ def test_next_fit(event, ex):
     except (ValueError, KeyboardInterrupt): pass
     learn.fit(1, .1)
     check_items(learn, data, [range(32), range(32, 64)])
+
+def test_error_in_a_part():
+    "A loss that needs all items of the batch fails in a micro-batch: its error says so, once"
+    def pairs(pred, y): return F.cross_entropy(pred, y) + pred[torch.arange(16)].mean()
+    for bs in (16, 17):
+        learn = learner(Data(data.x[:34], data.y[0][:34]), bs, Acc(micro_batch_size=5), loss_func=pairs)
+        with pytest.raises(IndexError, match=r"out of (range|bounds).*\(In micro-batch 1 of 4, with [45] of the loader batch's 1[67] items. A loss.*coupled=True") as e: learn.fit(1)
+        assert str(e.value).count('In micro-batch')==1
+    learn = learner(data, 8, Acc(), loss_func=pairs)
+    with pytest.raises(IndexError) as e: learn.fit(1)
+    assert 'In micro-batch' not in str(e.value)

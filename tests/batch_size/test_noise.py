@@ -5,7 +5,7 @@ from bench.measure import SyncCounter
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.core.microbatch import *
-from fastaccum.batch_size.noise import AdaptiveGradientAccumulation, GradientNoiseScale, fieller
+from fastaccum.batch_size.noise import AdaptiveGradientAccumulation, GradientNoiseScale, fieller, noise_and_signal
 from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
 from fastaccum.logs.steps import StepLogger
 import fastaccum.accumulation.callback
@@ -27,6 +27,14 @@ def true_weight(kind, y):
     return (y != -100).sum().item()
 class_weight = tensor([.1, 1., 3., .5])
 
+def estimates(w, gs, n_items):
+    "T in items and y, from weights and gradients of the micro-batches of a step"
+    W,s = sum(w),sum(wi*wi for wi in w)
+    if len(w) < 2: return math.nan,math.nan
+    G = sum(wi*g for wi,g in zip(w, gs))/W
+    t = sum((wi*g)@(wi*g) - wi*wi*G@G for wi,g in zip(w, gs))/(W - s/W)
+    return float(t*n_items/W),float(G@G - t/W)
+
 def truth(learn, kind):
     "T and y of each step, from the gradients of its micro-batches one by one"
     res = []
@@ -34,10 +42,7 @@ def truth(learn, kind):
         w = [true_weight(kind, y) for y, in s.ys]
         gs = [big_batch(learn.model, s.weights, learn.loss_func, x, [y])[0] for (x,),(y,),wi in zip(s.xs, s.ys, w) if wi]
         w = [wi for wi in w if wi]
-        W,K = sum(w),len(w)
-        G = sum(wi*g for wi,g in zip(w, gs))/W
-        t = (sum(wi*g@g for wi,g in zip(w, gs)) - W*G@G)/(K-1) if K > 1 else math.nan
-        res.append((float(t*s.n_items/W), float(G@G - t/W)))
+        res.append(estimates(w, gs, s.n_items))
     return res
 
 def measured(learn):
@@ -65,6 +70,26 @@ def test_exact(kind, kw):
         else: assert not math.isfinite(got[0])
     n = sum(math.isfinite(w[0]) for w in want)
     assert learn.gradient_noise_scale.estimate().n_steps==n > 1
+
+@pytest.mark.parametrize('bs,k', [(2, 64), (8, 32)])
+def test_class_weights(bs, k, n_runs=200, n_steps=60, dim=20):
+    "Which classes are in a micro-batch decides its weight: the interval holds as often as with equal weights. Classes differ in their mean, too"
+    g = torch.Generator().manual_seed(0)
+    p,mu = torch.tensor([.6, .2, .12, .08]).double(),torch.randn(4, dim, generator=g).double()
+    w = 1/p/len(p)
+    mu += torch.eye(dim)[0]/2 - (p*w)@mu                       # their weighted mean is the true gradient
+    trace,true = float((p*w**2)@((mu-mu.mean(0)).square().sum(1) + dim)),.25
+    m,xs = torch.zeros(n_runs, 5).double(),0.
+    for _ in range(n_steps):
+        of = torch.multinomial(p, n_runs*k*bs, True, generator=g).view(n_runs, k, bs)
+        W,v = w[of].sum(2),(w[of][...,None]*mu[of]).sum(2)
+        v += w[of].square().sum(2, keepdim=True).sqrt()*torch.randn(n_runs, k, dim, generator=g).double()
+        mean = v.sum(1)/W.sum(1)[:,None]
+        x,y = noise_and_signal(v.square().sum((1, 2)), W.square().sum(1), W.sum(1), mean.square().sum(1), k*bs)
+        m,xs = torch.lerp(torch.stack([x, y, x*x, y*y, x*y], 1), m, .95),xs + x.mean()/n_steps
+    b,low,high,*_ = fieller(m, torch.full((n_runs,), n_steps).double(), .95).unbind(-1)
+    assert float(xs)==pytest.approx(trace, rel=.05) and float(b.median())==pytest.approx(trace/true, rel=.1)
+    assert .84 < ((low <= trace/true) & (trace/true <= high)).double().mean() < .96
 
 def test_clipping_does_not_matter():
     learn = make('elements', GradientAccumulation(32), GradientNoiseScale(), GradientClip(1e-3))
@@ -119,9 +144,7 @@ def test_restarts_do_not_matter(amid):
         parts = []
         for i,((xb,),(yb,)) in enumerate(zip(s.xs, s.ys)): parts += list(zip(*(o.tensor_split(-(-len(o)//(4 if s.batches[i][1] >= 2 else 8 if amid else 16))) for o in (xb, yb))))
         gs,w = [big_batch(final.model, s.weights, final.loss_func, a, [b])[0] for a,b in parts],[b.numel() for _,b in parts]
-        W,K = sum(w),len(w); G = sum(a*g for a,g in zip(w, gs))/W
-        t = float((sum(a*g@g for a,g in zip(w, gs)) - W*G@G)/(K-1)*s.n_items/W)
-        same([x], [t])
+        same([x], [estimates(w, gs, s.n_items)[0]])
 
 def test_cancelled():
     "A micro-batch that was cancelled is no part of it; a step that was cancelled goes on"

@@ -290,21 +290,21 @@ def test_refused():
         before = weights(learn.model)
         with pytest.raises(ValueError, match=what): fit(learn)
         assert torch.equal(weights(learn.model), before)
-    refused('epochs: 4 in the file, 5 here', fit=lambda l: l.fit_one_cycle(5, .05))
-    refused('schedule of lr and mom', fit=lambda l: l.fit_one_cycle(4, .06))
-    refused('schedule of lr and mom', fit=lambda l: l.fit(4, .06))
+    refused('epochs: 4 in the checkpoint, 5 now', fit=lambda l: l.fit_one_cycle(5, .05))
+    refused('Fit 1: lr 0.05 in the checkpoint, 0.06 now. Undo', fit=lambda l: l.fit_one_cycle(4, .06))
+    refused('lr a schedule up to 0.05 in the checkpoint, 0.06 now', fit=lambda l: l.fit(4, .06))
     refused("'accum_bs': 24.*'accum_bs': 32", dict(cbs=lambda: [GradientAccumulation(32)]))
     refused('gradient_accumulation', {})
     refused('GradientAccumulationSchedule', dict(cbs=lambda: [GradientAccumulationSchedule(24, 32)]))
     refused('mixed_precision: None', dict(cbs=lambda: [GradientAccumulation(24), MixedPrecision('bf16')]))
     refused('optimizer', dict(**case, opt_func=Adam))
-    refused(r"model's 0.weight: \(16, 6\) torch.float32 in the file, \(12, 6\)", dict(**case, model=nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 4))))
-    refused('nothing in the file', dict(**case, model=nn.Sequential(*net(), nn.Linear(4, 4))))
-    refused('batch size: 8 in the file, 4 here', learn=learner(data, 4, TrainingCheckpoint(), GradientAccumulation(24), model=net()))
-    refused('items: 61 in the file, 8 here', learn=learner(Data(torch.randn(8, 6), torch.randn(8, 4)), 8, TrainingCheckpoint(), GradientAccumulation(24), model=net()))
+    refused(r"model's 0.weight: \(16, 6\) torch.float32 in the checkpoint, \(12, 6\)", dict(**case, model=nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 4))))
+    refused('nothing in the checkpoint', dict(**case, model=nn.Sequential(*net(), nn.Linear(4, 4))))
+    refused('batch size: 8 in the checkpoint, 4 now', learn=learner(data, 4, TrainingCheckpoint(), GradientAccumulation(24), model=net()))
+    refused('items: 61 in the checkpoint, 8 now', learn=learner(Data(torch.randn(8, 6), torch.randn(8, 4)), 8, TrainingCheckpoint(), GradientAccumulation(24), model=net()))
     with pytest.MonkeyPatch.context() as m:
         m.setattr('fastaccum.__version__', '0.0.0')
-        refused(r'fastaccum: .* in the file, 0.0.0 here')
+        refused(r'fastaccum: .* in the checkpoint, 0.0.0 now')
     new_process()
     run(case, TrainingCheckpoint(resume=False))
 
@@ -316,6 +316,15 @@ def test_refused_precision():
         with pytest.raises((RuntimeError, ValueError), match='interrupted' if n == 0 else "'bf16'.*'fp16'"): learn.fit_one_cycle(4, .05)
         new_process()
     test_eq_bits(run(bf16, TrainingCheckpoint(every_steps=2)), whole)
+
+def test_own_all_batches(monkeypatch):
+    "A library's, which may load batches in its own way: the rest of an interrupted epoch would go without it"
+    def all_batches(self):
+        self.n_iter = len(self.dl)
+        for i,b in enumerate(self.dl): self.one_batch(i, b)
+    monkeypatch.setattr(Learner, 'all_batches', all_batches)
+    learner(data, 8, GradientAccumulation(24)).fit(1)          # it calls the batch loop
+    with pytest.raises(ValueError, match=f'an all_batches of its own, from {__name__}'): learner(data, 8, TrainingCheckpoint()).fit(1)
 
 def test_refused_before_training():
     def refused(what, *cbs, **kwargs):

@@ -82,6 +82,7 @@ class End(Interrupt):
         if how == 'Ctrl-C': os.kill(os.getpid(), signal.SIGINT)
         if how == 'kill': os.kill(os.getpid(), signal.SIGKILL)
         if how == 'SIGTERM': os.kill(os.getpid(), signal.SIGTERM)
+        if how == 'early': raise CancelFitException
 def job(): train('run1', stop=End((1, 3)))
 if __name__ == '__main__':
     if how in ('fork', 'spawn'):
@@ -127,7 +128,13 @@ def test_failed_child():
     assert run.returncode==0, run.stderr
 
 def test_message_at_exit():
-    assert 'Did it end too early? To continue it, move 1-end.pt back from run1-finished to' in script('normal').stdout
+    "It asks only where a callback ended the last fit"
+    end = 'the run is complete after 1 fit; its end is run1-finished/1-end.pt.'
+    out = script('normal').stdout
+    assert end in out and 'too early' not in out
+    shutil.rmtree('models')
+    out = script('early').stdout
+    assert end in out and 'A callback ended fit 1 in epoch 1 of 2. Did the run end too early?' in out and f"move run1-finished/1-end.pt back to {Path('models/run1').resolve()}." in out
     Path('models/run1').mkdir()
     Path('models/run1-finished/1-end.pt').rename('models/run1/1-end.pt')
     assert 'fit 1 was finished; its end state is loaded' in script('normal').stdout

@@ -10,6 +10,7 @@ from fastai.callback.training import GradientClip
 from fastai.data.all import RandomSplitter, TfmdDL
 from test_checkpoint import Interrupt, Stateless, data, fastai_dl, make, net, new_process, one_process, run, test_eq_bits
 from fastaccum.checkpoint.callback import *
+from fastaccum.checkpoint.folder import CheckpointFolder
 
 def check(case, at=(2, 3), every=3):
     "Interrupted and resumed, it is the whole run"
@@ -36,6 +37,53 @@ class Unfreezes(Callback):
     def before_epoch(self):
         if self.learn.epoch == 1: self.learn.unfreeze()
 def two_groups(m): return [params(m[0]), params(m[1:])]
+
+class Names(Callback):
+    "A tensor with several names and views, and one of the model's; made at once, or in the first batch"
+    run_valid = False
+    def __init__(self, lazy, row_first):
+        self.lazy,self.row_first,self.n = lazy,row_first,0
+        if not lazy: self.make()
+    def make(self):
+        buf = torch.zeros(3, 4)
+        if self.row_first: self.row = buf[0]
+        self.buf = self.same = buf
+        self.row,self.more = buf[0],[buf, dict(t=buf.T, row=buf[0], part=buf[1:,1:])]
+    def after_batch(self):
+        if not hasattr(self, 'buf'): self.make()
+        if not hasattr(self, 'weight'): self.weight = self.learn.model[0].weight; self.inside = dict(w=self.weight, row=self.weight.data[0])
+        self.n += 1
+        self.row += self.n; self.same[1] += .1; self.more[1]['t'][3,2] += 2.; self.more[1]['part'] *= 1.1
+        self.inside['row'].mul_(1+1e-4*self.buf.sum().sigmoid().item()); self.weight.data[1] += 1e-3
+    def check(self):
+        assert self.same is self.buf and self.more[0] is self.buf and self.weight is self.learn.model[0].weight is self.inside['w']
+        assert {t.untyped_storage().data_ptr() for t in (self.buf, self.row, *self.more[1].values())} == {self.buf.data_ptr()}
+        assert self.inside['row'].data_ptr() == self.weight.data_ptr()
+
+@pytest.mark.parametrize('lazy,row_first,background', [(False, False, False), (True, False, True), (True, True, False), (False, True, True)])
+def test_names_and_views(lazy, row_first, background):
+    "A write to one shows in the others after a restart, too"
+    case = dict(cbs=lambda: [Names(lazy, row_first)], fit=lambda l: l.fit(2, .05))
+    whole = run(case)
+    run(case, TrainingCheckpoint(every_steps=2, background=background), stop=Interrupt((0, 5)))
+    for f in CheckpointFolder.in_use.values(): f.wait()
+    new_process()
+    learn = run(case, TrainingCheckpoint())
+    test_eq_bits(learn, whole)
+    for l in (whole, learn): l.names.check(); assert torch.equal(l.names.buf, whole.names.buf) and l.names.n == 16
+
+class Apart(Callback):
+    "Begins with views of the model and with two names of a tensor, and gives each a tensor of its own"
+    def before_fit(self): self.average,self.a = [p.data for p in self.learn.model.parameters()],torch.zeros(3); self.b = self.a
+    def after_step(self):
+        self.average = [a*.9 + p.data*.1 for a,p in zip(self.average, self.learn.model.parameters())]
+        self.a,self.b = self.a+1,self.b+2
+        for p,a in zip(self.learn.model.parameters(), self.average): p.data.lerp_(a, .01).add_((self.b-self.a).mean(), alpha=1e-4)
+
+def test_no_longer_views():
+    "What was restored does not overwrite what its place belonged to when the fit began"
+    learn,_ = check(dict(cbs=lambda: [Apart()]))
+    assert torch.equal(learn.apart.b, 2*learn.apart.a)
 
 class Becomes(Callback):
     "Attributes that become something of another type"
@@ -106,7 +154,7 @@ def fresh(case):
         return run({k: v() if k in ('loss_func','model') else v for k,v in case.items()}, *cbs, stop=stop)
     return start
 
-cases = dict(clip=dict(cbs=lambda: [Clip()]), ema=dict(cbs=lambda: [EMA()]), unfreezes=dict(splitter=two_groups, cbs=lambda: [Unfreezes()], fit=lambda l: (l.freeze(), l.fit(4, .05))),
+cases = dict(clip=dict(cbs=lambda: [Clip()]), ema=dict(cbs=lambda: [EMA()]), frozen=dict(splitter=two_groups, opt_func=Adam, fit=lambda l: (l.freeze(), l.fit(4, .05))), unfreezes=dict(splitter=two_groups, cbs=lambda: [Unfreezes()], fit=lambda l: (l.freeze(), l.fit(4, .05))),
              tables=dict(cbs=lambda: [Tables()]), model=dict(model=Scaled), loss=dict(loss_func=Learnt), closure=dict(loss_func=closure),
              global_generator=dict(dl_type=lambda d, batch_size: DataLoader(d, bs=batch_size, shuffle=True, after_item=noisy)),
              sampler=dict(cbs=lambda: [Curriculum()], dl_type=lambda d, batch_size: torch_data.DataLoader(d, batch_size, sampler=torch_data.WeightedRandomSampler(torch.ones(61), 61))))
@@ -154,10 +202,36 @@ def test_arguments_are_this_scripts():
     learn = run(case(4), TrainingCheckpoint(every_steps=3))
     assert learn.early_stopping.patience == 4 and len(learn.recorder.values) == 5 and learn.early_stopping.wait == 4
 
+class Lazy(Callback):
+    "Makes an object in its first batch: nobody makes it before the next process restores it"
+    run_valid = False
+    def after_batch(self):
+        if not hasattr(self, 'its'): self.its = Learnt()
+        self.its.calls += 1
+
+def test_cannot_restore():
+    case = dict(cbs=lambda: [Lazy()])
+    run(case, TrainingCheckpoint(every_steps=3), stop=Interrupt((1, 3)))
+    new_process()
+    with pytest.warns(UserWarning, match=r'states that cannot be restored: lazy.its \(there is no Learnt for its state\)\. Create'): run(case, TrainingCheckpoint())
+
 class Opened(Callback):
     def before_fit(self): self.file,self.iter = open(os.devnull),iter([1])
     def after_fit(self): self.file.close()
     def after_epoch(self): self.late = iter([2])
+
+class Cleans(Opened):
+    def after_fit(self): super().after_fit(); del self.file,self.iter,self.late
+
+def test_report_after_a_fit():
+    "It is what the fit said: callbacks of `fit` are gone by then, and others tidy up"
+    learn = make({}, TrainingCheckpoint(every_steps=3))
+    assert learn.training_checkpoint.report() == {}                      # before a fit too
+    said = {f'cleans.{k}': f'a {v} cannot be saved' for k,v in dict(file='TextIOWrapper', iter='list_iterator', late='list_iterator').items()}
+    with pytest.warns(UserWarning, match='will not have: cleans'): learn.fit(2, .05, cbs=Cleans())
+    assert learn.training_checkpoint.report() == said
+    learn.fit(1, .05)
+    assert learn.training_checkpoint.report() == {}
 
 def test_reported_once():
     with pytest.warns(UserWarning) as w: learn = run({}, TrainingCheckpoint(every_steps=3), Opened())

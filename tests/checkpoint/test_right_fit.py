@@ -9,15 +9,15 @@ from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.logs.steps import StepLogger
 
-quick = 'test_loop_over_seeds','test_same_seeds','test_other_seed','test_changed[max_norm]','test_changed[activation]','test_same[comment]','test_same[workers]'
+quick = 'test_changed[peak]','test_changed[moms]','test_loop_over_seeds','test_same_seeds','test_other_seed','test_changed[max_norm]','test_changed[activation]','test_same[comment]','test_same[workers]'
 
 torch.manual_seed(0)
 items = [(x, x.sum()[None].tanh()) for x in torch.randn(24, 4)]
 
-def script(seed=0, fits=1, stop=None, **kwargs):
+def script(seed=0, fits=1, stop=None, fit=lambda l, **kw: l.fit(2, .1, **kw), **kwargs):
     learn = make(seed, **kwargs)
     with learn.no_logging(), learn.no_bar():
-        for _ in range(fits): learn.fit(2, .1, cbs=[Stop(stop)] if stop else [])
+        for _ in range(fits): fit(learn, cbs=[Stop(stop)] if stop else [])
     return learn
 
 class Stop(Callback):
@@ -98,6 +98,7 @@ def test_hash_seed():
 
 # --- what is another run
 def clip(n): return dict(cbs=[GradientClip(n)])
+def fits(name, *args, **kwargs): return dict(fit=lambda l, cbs: getattr(l, name)(2, *args, cbs=cbs, **kwargs))
 class F1(nn.Module):
     def __init__(self): super().__init__(); self.a,self.b = nn.Linear(4, 4),nn.Linear(4, 1)
     def forward(self, x): return self.b(F.relu(self.a(x)))
@@ -123,10 +124,14 @@ Verbose.__name__ = 'EarlyStoppingCallback'
 k1,k2,other_name = .5,.7,.5
 
 changed = dict(
-    max_norm=(clip(1.), clip(2.), 'GradientClip.max_norm: 1.0 in the file, 2.0 here'), alpha=(dict(cbs=[MixUp(.2)]), dict(cbs=[MixUp(.4)]), 'MixUp.distrib'),
-    activation=(dict(), dict(act=nn.GELU), "the model's 1: ReLU\\(\\) in the file, GELU"), in_forward=(dict(net=F1), dict(net=F2), "the model's forward: F1\\(relu\\) in the file, F1\\(gelu\\) here"),
-    dropout=(dict(act=partial(nn.Dropout, .1)), dict(act=partial(nn.Dropout, .2)), "Dropout\\(p=0.1"), shuffle=(dict(), dict(dl=partial(dl_of_fastai, shuffle=False)), 'shuffle: True in the file, False here'),
-    torch_shuffle=(dict(dl=lambda: torch_data.DataLoader(items, 4, shuffle=True)), dict(dl=lambda: torch_data.DataLoader(items, 4)), 'shuffle: RandomSampler in the file'),
+    lr=(fits('fit', .003), fits('fit', .001), 'Fit 1: lr 0.003 in the checkpoint, 0.001 now. Undo'), wd=(fits('fit', .003, wd=.1), fits('fit', .003), 'Fit 1: wd 0.1 in the checkpoint, None now. Undo'),
+    peak=(fits('fit_one_cycle', .003, pct_start=.275), fits('fit_one_cycle', .001, pct_start=.275), 'Fit 1: lr 0.003 in the checkpoint, 0.001 now. Undo'),
+    moms=(fits('fit_one_cycle', .003), fits('fit_one_cycle', .003, moms=(.95, .8, .95)), 'Fit 1: mom 0.85 in the checkpoint, 0.8 now after 25% of the fit. Undo'),
+    flat=(fits('fit_flat_cos', .003), fits('fit_flat_cos', .003, pct_start=.8), 'Fit 1: lr .* in the checkpoint, .* now after 86% of the fit'),
+    max_norm=(clip(1.), clip(2.), 'GradientClip.max_norm: 1.0 in the checkpoint, 2.0 now'), alpha=(dict(cbs=[MixUp(.2)]), dict(cbs=[MixUp(.4)]), 'MixUp.distrib'),
+    activation=(dict(), dict(act=nn.GELU), "the model's 1: ReLU\\(\\) in the checkpoint, GELU"), in_forward=(dict(net=F1), dict(net=F2), "the model's forward: F1\\(relu\\) in the checkpoint, F1\\(gelu\\) now"),
+    dropout=(dict(act=partial(nn.Dropout, .1)), dict(act=partial(nn.Dropout, .2)), "Dropout\\(p=0.1"), shuffle=(dict(), dict(dl=partial(dl_of_fastai, shuffle=False)), 'shuffle: True in the checkpoint, False now'),
+    torch_shuffle=(dict(dl=lambda: torch_data.DataLoader(items, 4, shuffle=True)), dict(dl=lambda: torch_data.DataLoader(items, 4)), 'shuffle: RandomSampler in the checkpoint'),
     lambda_=(dict(loss=lambda p, y: (p-y).square().mean()*k1), dict(loss=lambda p, y: (p-y).square().mean()*k2), 'loss'))
 
 @pytest.mark.parametrize('case', changed)

@@ -29,17 +29,17 @@ def test_join():
     assert map_tensors(torch.neg, pair(tensor(1), [tensor(2)]))==pair(tensor(-1), [tensor(-2)])
     assert map_tensors(torch.add, [tensor(1), 'x'], [tensor(2), 'y'])==[tensor(3), 'x']
 
-def mixer(lam): return SimpleNamespace(yb1=(torch.arange(5)*10,), lam=lam)
+def mixed(lam): return [(torch.arange(5)*10,),lam]
 
 def test_split_batch():
     "Inputs, targets and MixUp's other targets are those of the part; `lam` too, if there is one an item"
-    mixers = [mixer(torch.arange(5)/10), mixer(tensor([.3])), mixer(tensor(.5))]
-    parts = split_batch((torch.arange(5), torch.arange(5)+1), (torch.arange(5)+2,), 5, 2, mixers)
-    seen = [[t.tolist() for t in tree_leaves(p)] for p in parts]
+    beside = [*mixed(torch.arange(5)/10), *mixed(tensor([.3])), *mixed(tensor(.5)), *mixed(.7)]
+    parts = split_batch((torch.arange(5), torch.arange(5)+1), (torch.arange(5)+2,), 5, 2, beside)
+    seen = [[t.tolist() if isinstance(t, torch.Tensor) else t for t in tree_leaves(p)] for p in parts]
     half = pytest.approx(.5)
     def row(*items):
         more = [*items],[o+1 for o in items],[o+2 for o in items],[10*o for o in items]
-        return [*more, pytest.approx([o/10 for o in items]), more[3], pytest.approx([.3]), more[3], half]
+        return [*more, pytest.approx([o/10 for o in items]), more[3], pytest.approx([.3]), more[3], half, more[3], .7]
     assert seen==[row(0, 1), row(2, 3), row(4)]
 
 def test_as_many_inputs_as_items():

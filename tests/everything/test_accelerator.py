@@ -8,6 +8,7 @@ from reference import *
 import simulated
 from fastai.callback.fp16 import MixedPrecision as _      # ours must come after it
 from fastaccum.checkpoint.callback import TrainingCheckpoint
+from fastaccum.memory.activations import Compile
 from fastaccum.precision.callback import MixedPrecision
 from fastaccum.logs.steps import StepLogger
 from test_exact import cls_w, ignored
@@ -398,3 +399,11 @@ def test_graphs():
     learn.model = graphed                              # a copy would not be the graphed one
     learn.fit(3, .02)
     assert rel_err(weights(learn.model), weights(plain.model)) < 1e-5
+
+@only_cuda
+@pytest.mark.xfail(reason='pytorch#169545, pytorch#181723: once this passes, `Compile` need not be refused', strict=True)
+def test_compiled_into_graphs(monkeypatch):
+    "Accumulation with a model that is compiled into CUDA graphs"
+    monkeypatch.setattr(Compile, 'cuda_graphs', False)
+    plain,compiled = fit_net('MLP'),fit_net('MLP', 'to_fp32', Compile(mode='reduce-overhead'))
+    assert rel_err(weights(compiled.model), weights(plain.model)) < 1e-5

@@ -97,6 +97,13 @@ def test_slots():
     table = loop_of(learn)
     assert (table.accumulation, table.precision, table.lr_finder)==(a, p, finder)
     assert table.table['mixers']==[mix]
+    class Mixes(Callback):                       # another library's: known by what it keeps
+        def before_batch(self): self.lam,self.yb1 = .5,self.y
+    class Reads(Callback):
+        def before_batch(self): return self.lam
+    mixes = Mixes()
+    learn.cbs = L(mix, Reads(), mixes, a, p)
+    assert table.table['mixers']==[mix, mixes]
     a.run = False
     assert table.accumulation is table.every_batch and table.precision is p
     a.run,a.running = True,False                 # added in mid-batch: it starts with the next one

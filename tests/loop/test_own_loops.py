@@ -3,7 +3,9 @@ import subprocess, sys
 import pytest
 from reference import *
 from reference import GradientAccumulation    # ours
+from fastai.callback.core import event
 from fastaccum.logs.steps import StepLogger
+from fastaccum.loop.learner import does_the_same
 from fastaccum.precision.callback import MixedPrecision
 
 torch.manual_seed(0)
@@ -46,6 +48,52 @@ def test_own_methods_are_refused(name):
     learn = make(GradientAccumulation(16))
     setattr(learn, name, partial(method, learn))
     with pytest.raises(TypeError, match=f'{name} of its own'): learn.fit(1)
+
+# what libraries put in the place of fastai's methods, at import
+def moves_itself(self, i, b):
+    self.iter = i
+    b = to_device(b, device=self.dls.device) if self.dls.device is not None else b
+    self._split(b)
+    self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+
+def in_a_loop(self, event_name):
+    if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
+    for cb in self.cbs.sorted('order'): cb(event_name)
+
+@pytest.mark.parametrize('f,name', [(moves_itself, 'one_batch'), (in_a_loop, '_call_one')])
+def test_patched_with_the_same(f, name, monkeypatch):
+    "The loop takes its place, and draws no random number for it"
+    set_seed(0)
+    whole,before = make(bs=16),torch.get_rng_state()
+    monkeypatch.setattr(Learner, name, f)
+    assert does_the_same(name, f) and torch.equal(torch.get_rng_state(), before)
+    learn = make(GradientAccumulation(16))
+    for l in (whole, learn): l.fit(2, .1)
+    assert rel_err(weights(learn.model), weights(whole.model)) < 1e-6
+
+seen = []
+def counts(self, i, b):
+    seen.append(i)
+    self.iter = i
+    self._split(self._set_device(b))
+    self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+def twice(self, i, b):
+    self.iter = i
+    for _ in range(2): self._split(self._set_device(b))
+    self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+def skips(self, i, b):
+    self._split(self._set_device(b))
+    self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+def swapped(self, event_name):
+    for cb in self.cbs: cb(event_name)
+
+@pytest.mark.parametrize('f,name', [(counts, 'one_batch'), (twice, 'one_batch'), (skips, 'one_batch'), (swapped, '_call_one')])
+def test_patched_with_something_else(f, name, monkeypatch):
+    monkeypatch.setattr(Learner, name, f)
+    learn = make()
+    learn.add_cb(GradientAccumulation(16))
+    with pytest.raises(TypeError, match=f'{name} of its own, from {f.__module__}'): learn.fit(1)
+    assert not seen
 
 def test_own_set_device_is_called():
     "Also if all tensors are where they should be"

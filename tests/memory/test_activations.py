@@ -118,6 +118,14 @@ def test_fits_in_a_row():
     assert learn.get_preds()[0].shape == (22,4)
 
 # -- Compiled -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('kwargs', [dict(mode='reduce-overhead'), dict(mode='max-autotune'), dict(options={'triton.cudagraphs': True}), dict(backend='cudagraphs')])
+def test_no_cuda_graphs(kwargs):
+    "PyTorch accumulates wrong gradients in them: an error before training, however the model was compiled"
+    with pytest.raises(ValueError, match='CUDA graphs.*max-autotune-no-cudagraphs'): fit(GradientAccumulation(8), Compile(**kwargs))
+    if 'backend' in kwargs: return
+    with pytest.raises(ValueError, match='CUDA graphs'): fit(GradientAccumulation(8), model=lambda: torch.compile(Net(), **kwargs))
+
 class Wrong(nn.Linear):
     def forward(self, x): return super().forward(x[...,1:])
 

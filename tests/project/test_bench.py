@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 from reference import rel_err, weights
 import torch
-from bench import against, batchnorm, contrastive, coupled, exact, gpu, memory, peers, report, saves, speed, syncs, toolbox
+from fastai.basics import Callback
+from torch import nn
+from bench import against, batchnorm, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, speed, syncs, toolbox
+from bench.clients import data
 from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
 from bench.jobs import job
 from bench.peers import PEERS, installed
@@ -227,3 +230,31 @@ def test_saves():
     "Training waits for less with the file in the background, for which a whole copy stays in memory"
     row = saves.run(rounds=1, megabytes=8)
     assert row['torch.save'] == 1 == row['memory'] and all(v > 0 for v in row.values()) and row.keys() >= {'checkpoint', 'background, wait', 'force to disk'}
+
+# -- Clients of fastai -------------------------------------------------------------------------------------------
+def client_case(loss_func=nn.MSELoss(), **kwargs):
+    x,y = data.numbers(32, 6),data.numbers(32, 4, seed=1)
+    return clients.Case('a case', data.make(x, y, lambda: nn.Linear(6, 4), lambda: loss_func), epochs=1, **kwargs)
+
+def spread(pred, y): return (pred-y).std()
+def sixteen(pred, y): return (pred-y)[torch.arange(16)].pow(2).mean()
+def fails(pred, y): raise RuntimeError('not this one')
+
+class Biased(Callback):
+    "Moves the weights after each micro-batch, without a word"
+    def after_loss(self): self.model.bias.data.mul_(1.1)
+
+@pytest.mark.parametrize('loss_func,kwargs,expected', [
+    (nn.MSELoss(), {}, 'exact'), (spread, {}, 'told'), (spread, dict(acc=dict(coupled=True)), 'exact'), (sixteen, {}, 'refused'), (fails, {}, 'fails'),
+    (nn.MSELoss(), dict(cbs=lambda: [Biased()]), 'bug')])
+def test_results_of_clients(loss_func, kwargs, expected):
+    what,off,said = clients.result(client_case(loss_func, **kwargs), 'micro-batches')
+    assert what==expected
+    assert off is None if what in ('refused', 'fails') else off < 1e-5 if what=='exact' else off > clients.EXACT
+    assert (what=='told')==('std' in said or 'spread' in said) and ('In micro-batch' in said)==(what=='refused')
+
+def test_no_client_has_a_bug():
+    rows = [r for o in clients.results().values() for r in o['rows']]
+    assert len(rows) > 200 and not [r for r in rows if r['result']=='bug']
+    assert {r['result'] for r in rows} <= {'exact', 'told', 'refused', 'fails'}
+    assert all(r['off'] < clients.EXACT or 'rounding error' in r['said'] for r in rows if r['result']=='exact')

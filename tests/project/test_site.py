@@ -19,7 +19,7 @@ quick = 'test_outputs',   # the others need the site
 def project(tmp_path_factory):
     "The folder of a project whose site is built"
     where = tmp_path_factory.mktemp('site')/'below'/'fastaccum'
-    for d in ('bench', 'nbs', 'tools', 'tests', 'fastaccum'): shutil.copytree(root/d, where/d, ignore=shutil.ignore_patterns('__pycache__', 'models'))
+    for d in ('bench', 'examples', 'nbs', 'tools', 'tests', 'fastaccum'): shutil.copytree(root/d, where/d, ignore=shutil.ignore_patterns('__pycache__', 'models'))
     for f in root.iterdir():
         if f.is_file(): shutil.copy(f, where)
     env = {**os.environ, 'PYTHONPATH': str(where), 'PYTHONWARNINGS': 'ignore'}
@@ -334,7 +334,7 @@ def test_all_pages(browser, base, site):
     assert browser.get_log('browser')==[]
     asked = requests(browser)
     assert len(asked) > len(seen)
-    assert [u for u in asked if not u.startswith((base, 'data:', 'blob:', 'about:', 'chrome:'))]==[]
+    assert [u for u in asked if not u.startswith((base, 'data:', 'blob:', 'about:', 'chrome:', 'chrome-untrusted:'))]==[]
 
 def test_search(browser, base):
     browser.get(f'{base}/index.html')

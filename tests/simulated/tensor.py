@@ -41,6 +41,7 @@ class SimTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if any(t not in (cls, Tensor, torch.nn.Parameter) for t in types): return NotImplemented  # a class that knows what to do with this one
         kwargs,name = kwargs or {},func._schema.name
         trace.add(name)
         if name == 'aten::_local_scalar_dense': waits.hit('read')
@@ -49,6 +50,7 @@ class SimTensor(Tensor):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         unwrap = lambda o: _unwrap(o, name)
         with sim.drawing() if draws else contextlib.nullcontext(): res = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+        if kwargs.get('device') is not None and not _made_here(kwargs): return res
         known = {id(o.raw): o for o in tree_leaves((args, kwargs)) if isinstance(o, SimTensor)}  # in-place operators return their argument
         return tree_map(lambda o: (known[id(o)] if id(o) in known else SimTensor(o)) if isinstance(o, Tensor) else o, res)
 
@@ -60,7 +62,9 @@ def _move(func, name, args, kwargs):
     if name == 'aten::copy_':
         to,of,non_blocking = args[0],args[1],kwargs.get('non_blocking') or (args[2] if len(args) > 2 else False)
         if isinstance(to, SimTensor) and isinstance(of, SimTensor): return
-        if not isinstance(to, SimTensor): waits.hit('copy to the host'); return to.copy_(of.raw)
+        if not isinstance(to, SimTensor):
+            trace.add('copy to the host') if non_blocking else waits.hit('copy to the host')     # as if into page-locked memory
+            return to.copy_(of.raw)
         _to_device(non_blocking)
         to.raw.copy_(of)
         return to

@@ -1,0 +1,116 @@
+"""Do the clients of fastai, and the libraries that its users take losses, models and optimizers from, work with accumulation? `make clients`
+
+Each case is a Learner as the client makes it. It trains as plain fastai with the big batch, and with `GradientAccumulation`: the big batch
+in micro-batches, and smaller loader batches. Dropout is off and BatchNorm is frozen: both see micro-batches by their nature. A result is
+
+- exact: the weights are the big batch's, to a thousandth of the distance that they moved, or to where training carries a rounding error
+- told: they are not, and a warning says so
+- refused: an error before the first step says why
+- fails: the client fails so without fastaccum, too
+- bug: anything else"""
+import io, json, re, warnings
+from collections import Counter
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+import pandas as pd, torch
+from torch import nn
+from fastai.basics import Callback, set_seed
+from fastai.callback.progress import ProgressCallback
+from fastaccum.accumulation.callback import GradientAccumulation
+
+OUT = Path(__file__).parents[1]/'clients.json'
+BS = 16                # Items of the big batch
+WAYS = {'micro-batches': (BS, dict(accum_bs=BS, micro_batch_size=5)), 'loader batches': (4, dict(accum_bs=BS))}
+EXACT = 1e-3           # Of the distance that the weights moved
+
+@dataclass
+class Case:
+    name:str                  # What is tried
+    make:Callable             # make(bs): a Learner whose loader gives `bs` items at a time, unshuffled; made anew for each fit
+    cbs:Callable = list       # cbs(): callbacks of the client
+    ways:tuple = tuple(WAYS)  # Random numbers that are drawn for each loader batch leave only micro-batches to compare
+    acc:dict = field(default_factory=dict)  # More arguments of `GradientAccumulation`
+    lr:float = .05
+    epochs:int = 2
+
+class Still(Callback):
+    "No dropout, and BatchNorm with the statistics that it has"
+    order,run_valid = 90,False
+    def before_batch(self):
+        for m in self.learn.model.modules():
+            if isinstance(m, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)): m.eval()
+
+class Rounded(Callback):
+    "Gradients that are off by a rounding error, as those that are added up in another order: how far does training carry that?"
+    def before_step(self):
+        for p in self.learn.model.parameters():
+            if p.grad is not None: p.grad.mul_(1 + 1e-7*torch.randn(p.shape, generator=torch.manual_seed(self.learn.train_iter)))
+
+def flat(model): return torch.cat([p.detach().flatten().double() for p in model.parameters()])
+
+def fitted(case, bs, *more): # Weights before and after, what was said
+    set_seed(0, reproducible=True)
+    learn = case.make(bs)
+    learn.add_cbs([*case.cbs(), Still(), *more])
+    learn.remove_cb(ProgressCallback)
+    start = flat(learn.model)
+    set_seed(1, reproducible=True)
+    with learn.no_logging(), redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        learn.fit(case.epochs, case.lr)
+    return start,flat(learn.model),[str(w.message) for w in said]
+
+def result(case, way): # (result, distance or None, the sentence that says it)
+    bs,kwargs = WAYS[way]
+    try: start,big,before = fitted(case, BS)
+    except Exception as e: return 'fails',None,sentence(e)
+    moved = (big-start).norm()
+    if not moved.isfinite() or moved == 0: return 'fails',None,'the weights do not move, or are not finite'
+    try: _,weights,said = fitted(case, bs, GradientAccumulation(**{**kwargs, **case.acc}))
+    except Exception as e: return ('refused' if ours(e) else 'bug'),None,f'{type(e).__name__}: {sentence(e)}'
+    off = float((weights-big).norm()/moved)
+    told = [m for m in said if m not in before and 'BatchNorm sees micro-batches' not in m]
+    if off < EXACT: return 'exact',off,sentence(told[0]) if told else ''
+    if told: return 'told',off,sentence(told[0])
+    _,rounded,_ = fitted(case, BS, Rounded())
+    far = float((rounded-big).norm()/moved)
+    return ('exact' if off < 10*far else 'bug'),off,f'Training carries a rounding error of the gradients to {far:.0e}.'
+
+# Was an error raised by fastaccum, or does it say what a micro-batch lacks?
+def ours(e):
+    if 'In micro-batch' in str(e): return True
+    tb = e.__traceback__
+    while tb.tb_next: tb = tb.tb_next
+    return 'fastaccum' in tb.tb_frame.f_globals.get('__name__', '')
+
+def sentence(text): return re.sub(r'\s+', ' ', str(text))[:300]
+
+def run(cases): # A row for each case and way
+    rows = []
+    for case in cases:
+        for way in case.ways:
+            what,off,said = result(case, way)
+            rows.append(dict(case=case.name, way=way, result=what, off=off, said=said))
+            print(f'{case.name:40} {way:15} {what:8} {"" if off is None else f"{off:.0e}":6} {said[:100]}', flush=True)
+    return rows
+
+# -- The page
+def results(): return json.loads(OUT.read_text())
+
+def summary(res): # A row for each package
+    def row(package, o):
+        n = Counter(r['result'] for r in o['rows'])
+        return dict(package=f"{package} {o['version'] or ''}", **{k: n.get(k, 0) for k in ('exact','told','refused','fails','bug')},
+                    run=o['date'], note=o['error'] or '')
+    return pd.DataFrame([row(k, o) for k,o in res.items()])
+
+def others(res, what): # The cases with this result, and what was said
+    rows = [dict(package=k, case=r['case'], way=r['way'], off='' if r['off'] is None else f"{r['off']:.0%}", said=r['said'])
+            for k,o in res.items() for r in o['rows'] if r['result'] == what]
+    return pd.DataFrame(rows)
+
+def markdown(df): # A table
+    def cell(v): return str(v).replace('|', '\\|').replace('<', '&lt;')
+    return '\n'.join(f"| {' | '.join(row)} |" for row in [[*df.columns], ['---']*len(df.columns), *([cell(v) for v in r] for r in df.values)])
