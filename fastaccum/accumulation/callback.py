@@ -65,7 +65,7 @@ class GradientAccumulation(LoopCallback):
         self.acc,self.ranks,self.fitting = GradientAccumulator([], 1, normalize),OneRank(),FittingSize()
         self.rule,self.coupled_watch,self.batch_lists,self.batch,self.running = LossRule(),CoupledWatch(),Lists(),None,False
         self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
-        self.n_before = 0                                # accumulated batches of the fit before this epoch
+        self.n_before,self.last_rule = 0,str(self.rule)  # accumulated batches of the fit before this epoch; what the last fit found
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
     # -- what other callbacks may read
@@ -117,7 +117,7 @@ class GradientAccumulation(LoopCallback):
         "What the loss averages over, and whether this is known, measured or assumed"
         if self.weight is not None: return 'what weight= returns'
         if not self.normalize: return 'nothing: gradients are added up (normalize=False)'
-        return str(self.rule)
+        return self.last_rule if self.rule.info is None else str(self.rule)      # a validation looks up none
 
     @property
     def step_values(self) -> dict: # Name -> value
@@ -204,7 +204,7 @@ class GradientAccumulation(LoopCallback):
         self.acc.reset(self.learn.opt)
 
     def after_fit(self):
-        self.running = False
+        self.running,self.last_rule = False,self.loss_rule
         self.rule.end()
         self.warn_of_loss()
         if not self.n_items: return

@@ -13,11 +13,11 @@ from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
-from fastai.text.data import LMDataLoader
 from torch.utils._pytree import tree_leaves
 from ..accumulation.callback import GradientAccumulation
 from ..checkpoint.callback import TrainingCheckpoint
 from ..checkpoint.generators import rng_state, set_rng_state
+from ..checkpoint.loaders import texts_in_order
 from ..checkpoint.state import learner_device
 from ..core.checks import is_count
 from ..loop.rows import takes_rows
@@ -41,15 +41,14 @@ def critical_batch(
     "Train a copy of `learn` with each step size on the same items, compare the losses, and print which size to use"
     sizes,n_items,cost = check_branches(learn, sizes, n_items, n_seeds, force)
     print(cost)
-    rows,device,orders = [],learner_device(learn),_orders(learn)
+    rows,device = [],learner_device(learn)
     rng = rng_state(device, learn.dls.loaders)
     try:
         for seed in range(n_seeds):
             for size in sizes:
-                rows.append(dict(accum_bs=size, seed=seed, **train_branch(learn, size, n_items, lr, scale_lr, seed)))
-                _put_back(orders)
+                with texts_in_order(learn.dls.loaders): branch = train_branch(learn, size, n_items, lr, scale_lr, seed)
+                rows.append(dict(accum_bs=size, seed=seed, **branch))
     finally:
-        _put_back(orders)
         set_rng_state(rng, device, learn.dls.loaders)
     runs = pd.DataFrame(rows)
     print(conclusion(runs, scale_lr))
@@ -108,14 +107,6 @@ def _copy(cb):
 # Copies of tensors that `deepcopy` refuses, as they were computed: AWD_LSTM keeps its weights after dropout, RNNCallback outputs
 def _computed(*objs):
     return {id(t): t.detach().clone() for o in objs for t in tree_leaves(vars(o)) if isinstance(t, Tensor) and not t.is_leaf}
-
-# The order of the texts of a language model's loaders, which each shuffle changes
-def _orders(learn): return [(dl, list(dl.items.idxs)) for dl in learn.dls.loaders if isinstance(dl, LMDataLoader)]
-
-def _put_back(orders):
-    for dl,idxs in orders:
-        dl.items.idxs[:] = idxs
-        dl.make_chunks()
 
 def _copy_opt(learn, res):
     res.create_opt()

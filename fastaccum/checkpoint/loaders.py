@@ -7,6 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/loaders.html.md"""
 # %% ../../nbs/api/checkpoint/07_loaders.ipynb #8bac8f21
 from __future__ import annotations
 import itertools
+from contextlib import contextmanager
 import torch.utils.data as torch_data
 from fastai.basics import *
 from fastai.text.data import LMDataLoader
@@ -107,3 +108,14 @@ def persistent(loaders): return [getattr(dl, '_iterator', None) is not None for 
 def make_persistent(loaders, running):
     for dl,was,now in zip(loaders, running, persistent(loaders)):
         if was and not now: iter(dl)
+
+# %% ../../nbs/api/checkpoint/07_loaders.ipynb #b6e2f1a2
+# Afterwards the language model's loaders among `loaders` have their texts in the present order again
+@contextmanager
+def texts_in_order(loaders):
+    orders = [(dl, list(dl.items.idxs)) for dl in loaders if isinstance(dl, LMDataLoader)]
+    try: yield
+    finally:
+        for dl,idxs in orders:
+            dl.items.idxs[:] = idxs
+            dl.make_chunks()

@@ -374,13 +374,14 @@ def is_stock(learn, name): return name not in learn.__dict__ and is_fastais(geta
 # A Learner may have a batch loop of its own, from a subclass or a patch, which fastaccum's loop would bypass
 def check_own_loop(learn):
     check_one_batch(learn)
-    methods = 'one_batch','_do_one_batch','_do_grad_opt','_with_events','_call_one','__call__'
-    def theirs(m): return m in learn.__dict__ and m != 'one_batch' or not does_the_same(m, getattr(type(learn), m))
-    own = first(m for m in methods if theirs(m))
-    if own is None: return
-    f = getattr(learn if own != 'one_batch' else type(learn), own)
-    raise TypeError(f"{type(learn).__name__} has a {own} of its own, from {getattr(f, '__module__', type(f).__name__)}, which fastaccum's "
-                    "batch loop would bypass: train it without fastaccum's callbacks, or move what it does into a callback.")
+    for name in ('one_batch','_do_one_batch','_do_grad_opt','_with_events','_call_one','__call__'):
+        f = None if name == 'one_batch' else learn.__dict__.get(name)      # the `one_batch` of a Learner itself is fastaccum's
+        if f is None:
+            f = getattr(type(learn), name)
+            if does_the_same(name, f): continue
+        raise TypeError(f"{type(learn).__name__} has a {name} of its own, from {getattr(f, '__module__', type(f).__name__)}, which "
+                        "fastaccum's batch loop would bypass: train it without fastaccum's callbacks, or move what it does into a "
+                        "callback.")
 
 # fastai's callbacks of the same names are attached: probably the imports are in the wrong order
 def warn_of_fastais(learn):

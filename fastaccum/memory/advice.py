@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from ..accumulation.batch import cut_at_head, predict_in_parts
 from ..accumulation.callback import GradientAccumulation
+from ..checkpoint.loaders import texts_in_order
 from .activations import ActivationCheckpointing, ActivationOffload, find_blocks
 from ..core.checks import is_positive
 from ..core.coupled import CoupledBatch
@@ -453,15 +454,13 @@ class Example(NamedTuple):
 # The first batch of an epoch of `dl`, without an effect on random numbers; None if it has none
 def example(dls, dl) -> Example|None:
     if dl is None or not len(dl): return None
-    rng,own,texts = RandomState(dl.device or 'cpu'),getattr(dl, 'rng', None),getattr(getattr(dl, 'items', None), 'idxs', None)
-    state,order = own and own.getstate(),texts and [*texts]
-    try: b = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
+    rng,own = RandomState(dl.device or 'cpu'),getattr(dl, 'rng', None)
+    state = own and own.getstate()
+    try:
+        with texts_in_order([dl]): b = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
     finally:
         rng.restore()
         if own is not None: dl.rng = own; own.setstate(state)
-        if order is not None:                     # fastai's `LMDataLoader` shuffles its texts in place
-            dl.items.idxs[:] = order
-            dl.make_chunks()
     i = getattr(dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     xb,yb = b[:i],b[i:]
     return Example(xb, yb, count_items(xb, yb)[0], sum(t.nbytes for t in tree_leaves(b) if isinstance(t, Tensor)), len(dl) > 1)
