@@ -7,6 +7,8 @@ PYTHONS := python3 $(addprefix python,$(shell sed -n 's/^pythons *= *//p' settin
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))
 # One thread is fastest for models as small as the tests', and they never log to a server
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
+# Pages need the pictures that Agg does not show
+PAGE_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline
 # By file, in the order of tests/conftest.py. Many cases wait for other processes, so three workers on two cores; the quick ones do not
 BY_FILE := --dist loadfile --no-loadscope-reorder
 .PHONY: help demo test cases bench snippets check mutants foreign clients trips docs export readme clean bump
@@ -41,13 +43,13 @@ cases: $(INSTALLED) ## every case of every test, and hidden slow cells (some 15 
 bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some ten minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(BIN)/python -m bench
 	$(TEST_ENV) $(BIN)/python -m bench.batch_size
-	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb nbs/coming_from.ipynb nbs/tutorials/how_exact.ipynb nbs/tutorials/find_batch_size.ipynb
+	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb nbs/coming_from.ipynb nbs/tutorials/how_exact.ipynb nbs/tutorials/find_batch_size.ipynb
 	$(BIN)/python tools/export.py
 endif
 
 clients: .venv/clients/.installed ## do the clients of fastai and other libraries' losses, models and optimizers work with accumulation? (ten minutes); PACKAGES="tsai timm"
 	$(TEST_ENV) .venv/clients/bin/python -W ignore -m bench.clients $(PACKAGES)
-	$(TEST_ENV) $(BIN)/jupyter-execute --inplace nbs/works_with.ipynb
+	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/works_with.ipynb
 	$(BIN)/python tools/export.py
 
 snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a reader would (some minutes)

@@ -80,3 +80,13 @@ def test_every_slow_cell_runs():
     hidden = {f'nbs/{f.relative_to(nbs).as_posix()}' for f in nbs.rglob('*.ipynb') for c in read_nb(f).cells
               if c.cell_type == 'code' and slow.search(c.source) and not is_visible(c)}
     assert hidden == {*re.search(r'(?m)^HIDDEN := (.*)', (nbs.parent/'Makefile').read_text())[1].split()}
+
+def draws(cell):
+    "Does a page show a picture that this cell draws? `show_results` of a table, and a picture that the cell closes or saves, are none"
+    return is_visible(cell) and bool(re.search(r'plt\.subplots|\.plot_\w+\(|show_results\([^)]*figsize', cell.source)) and 'redirect_stdout' not in cell.source
+
+def test_pictures_are_there():
+    "Executed with MPLBACKEND=Agg, a page loses them"
+    cells = [(f.stem, c) for f in api.parent.rglob('*.ipynb') for c in read_nb(f).cells if draws(c)]
+    assert len(cells) > 20
+    assert [(page, c['id']) for page,c in cells if not any('image/png' in o.get('data', {}) for o in c.outputs)] == []
