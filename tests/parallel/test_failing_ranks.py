@@ -18,20 +18,19 @@ def boom(): raise ValueError('boom')
 def stop(): raise CancelFitException
 
 def fit(dp, *cbs, model=None, n_epoch=2):
-    "The error of a fit, if there is one, and after how many seconds"
-    start = time.time()
+    "The error of a fit, if there is one, else its Learner"
     try:
         learn = learner(*data(), nn.CrossEntropyLoss(), model, bs=8, dp=dp, cbs=cbs)
         with quiet(learn): learn.fit(n_epoch)
-    except Exception as e: return f'{type(e).__name__}: {e}',time.time()-start
+    except Exception as e: return f'{type(e).__name__}: {e}'
     return learn
 
 def living_on(ranks, event='after_loss', dp=DataParallel):
-    "The processes catch the error, and go on for longer than the others should wait"
+    "The processes catch the error and go on, so that the others learn of it by a message, not by a lost connection"
     first = fit(dp, At(ranks, event, boom))
     again = fit(dp)
     if len(ranks) == 1: time.sleep(5)
-    return first,again if isinstance(again, tuple) else 'trains'
+    return first,again if isinstance(again, str) else 'trains'
 
 class Normed(nn.Sequential):
     def __init__(self): torch.manual_seed(1); super().__init__(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -86,10 +85,9 @@ def validates(call, dp=DataParallel, event='after_loss'):
             except RuntimeError: pass
         learn.validate()
         learn.add_cb(InValidation(event))
-        start = time.time()
         try:
             for _ in range(2): getattr(learn, call)()  # after a validation no rank waits for another, until the next one
-        except Exception as e: res = f'{type(e).__name__}: {e}',time.time()-start
+        except Exception as e: res = f'{type(e).__name__}: {e}'
     if rank == 1: time.sleep(5)
     return res
 
@@ -131,18 +129,18 @@ def failed(tmp_path_factory): return started(failures, 1, tmp_path_factory.mktem
 
 @pytest.mark.parametrize('f,n,failing', fails, ids=['one', 'one of three', 'early', 'sharded', 'sharded, one of three', 'sharded, early'])
 def test_a_rank_that_fails_tells_the_others(failed, f, n, failing):
-    for r,((error,seconds),again) in enumerate(failed[f.__name__,n]):
-        assert 'boom' in error and seconds < 10
+    for r,(error,again) in enumerate(failed[f.__name__,n]):
+        assert 'boom' in error
         assert error.startswith('ValueError') if r == failing else f'Stopped, as rank {failing} failed: ValueError' in error
-        assert 'start all ranks anew' in again[0]
+        assert 'start all ranks anew' in again
 
 @pytest.mark.parametrize('f', in_validation)
 def test_a_rank_that_fails_in_a_validation_alone_tells_the_others(failed, f):
-    (other,seconds),(own,_) = failed[f.__name__,2]
-    assert own.startswith('ValueError') and 'Stopped, as rank 1 failed: ValueError' in other and seconds < 10
+    other,own = failed[f.__name__,2]
+    assert own.startswith('ValueError') and 'Stopped, as rank 1 failed: ValueError' in other
 
 def test_an_error_on_all_ranks_leaves_the_group_as_it_is(results):
-    for r in results: assert 'boom' in r['all'][0][0] and r['all'][0][1] < 2 and r['all'][1] == 'trains'
+    for r in results: assert 'boom' in r['all'][0] and r['all'][1] == 'trains'
 
 @pytest.mark.parametrize('dp', ['DataParallel', 'FullyShard', 'LocalSGD'])
 def test_statistics_are_equal_after_a_cancelled_fit(results, dp):
@@ -154,7 +152,7 @@ def test_a_sharded_model_is_exported_whole(results):
 
 @pytest.mark.parametrize('case', ['layers (4, 4)', 'layers (4, 6)', 'layers later'])
 def test_other_layers_on_another_rank_are_an_error(results, case):
-    for r in results: assert 'go through different layers' in r[case][0] and r[case][1] < 10
+    for r in results: assert 'go through different layers' in r[case]
 
 def test_the_first_error_is_shown(tmp_path):
     (first,result), = started(messages, 1, tmp_path, __file__)()
