@@ -408,12 +408,14 @@ def plot(self:GradientAccumulation,
 ): # Matplotlib axes
     "Draw the items of each optimizer step over training"
     sizes,items = self._sizes(dl),self.plan(n_epoch, dl)
-    ax = ax or plt.subplots(figsize=(6, 2.6))[1]
+    ax = ax or plt.subplots(figsize=(7, 2.6), layout='constrained')[1]
     epochs = np.cumsum([0]+items)/sum(sizes)
     ax.step(epochs, [*items, *items[-1:]] or [0], where='post', label='items in a step')
     n_iter,batches = len(sizes),range(n_epoch*len(sizes))
     ax.plot([i/n_iter for i in batches], [self.size_at(i, n_iter, n_epoch) for i in batches], ':', label='accum_bs')
-    ax.set(xlabel='epoch', ylabel='items', ylim=(0, 1.08*ax.get_ylim()[1]), title=f'{len(items)} optimizer steps'); ax.legend()
+    ax.set(xlabel='epoch', ylabel='items', ylim=(0, 1.08*ax.get_ylim()[1]), title=f'{len(items)} optimizer steps')
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax
 
 # %% ../../nbs/api/accumulation/01_callback.ipynb #dd7faf39

@@ -184,12 +184,14 @@ def plot(self:GradientNoiseScale,
         reads.append(run.read())
     b,low,high,*_ = torch.stack(reads).numpy().T
     steps,sizes = range(1, len(b)+1),self.rows['accum_bs']
-    ax = ax or plt.subplots(figsize=(6, 2.8))[1]
+    ax = ax or plt.subplots(figsize=(7, 2.8), layout='constrained')[1]
     top = 10*max(b[np.isfinite(b)].max(initial=1), sizes.max())
     ax.fill_between(steps, np.maximum(low, .1), np.where(np.isfinite(high), high, 1e3*top), alpha=.25, label='90% interval', lw=0)
-    ax.plot(steps, np.where(np.isfinite(b), b, np.nan), label='noise scale')
+    ax.plot(steps, np.where(np.isfinite(b), b, np.nan), '.-', ms=3, label='noise scale')    # a gap where there is no estimate
     ax.plot(steps, sizes, 'k:', label='accum_bs')
-    ax.set(xlabel='measured step', ylabel='items', yscale='log', ylim=(max(.5, min(b.min(), sizes.min())/4), top)); ax.legend()
+    ax.set(xlabel='measured step', ylabel='items', yscale='log', ylim=(max(.5, min(b[np.isfinite(b)].min(initial=top), sizes.min())/4), top))
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax
 
 # %% ../../nbs/api/batch_size/01_noise.ipynb #68fd2fcb

@@ -87,26 +87,36 @@ class StepLogger(LoopCallback):
         return pd.DataFrame({k: self.rows[k] for k in self.rows.cols})
 
 # %% ../../nbs/api/logs/01_steps.ipynb #d632ad92
+_not_drawn = 'step','fit','epoch','accum_bs','skipped','noise_low','noise_high'
+
 @patch
 def plot(self:StepLogger,
-    names:list|None=None, # Columns, default all except counters
+    names:list|None=None, # Columns, default all that change, except counters
     x:str='step'          # 'step' or 'epoch'
 ): # Matplotlib axes
-    "Draw the columns over training. Red ticks mark skipped steps, and dotted lines mark a new fit"
+    "Draw the columns over training. Red ticks mark skipped steps, dotted grey lines a new fit, and a shaded band the noise scale's interval"
     if not len(self.rows): raise ValueError("StepLogger has no rows yet: train first.")
     df = self.to_df()
-    names = names or [n for n in df if n not in ('step','fit','epoch','accum_bs','skipped')]
+    names = names or [n for n in df if n in ('items','loss') or n not in _not_drawn and df[n].nunique() > 1]
     n_cols,n_rows = min(3, len(names)),math.ceil(len(names)/3)
-    fig,axs = plt.subplots(n_rows, n_cols, figsize=(3.4*n_cols, 2.4*n_rows), squeeze=False, layout='constrained')
+    fig,axs = plt.subplots(n_rows, n_cols, figsize=(3.4*n_cols, 2.4*n_rows + .3), squeeze=False, layout='constrained')
     for ax in axs.flat[len(names):]: ax.set_axis_off()
-    skipped = df[x][df.skipped]
+    skipped,others = df[x][df.skipped],{}                              # others: lines beside the columns, by their names in the legend
     for n,ax in zip(names, axs.flat):
-        ax.plot(df[x], df[n], label=n)
-        if n == 'items': ax.plot(df[x], df.accum_bs, ':', label='accum_bs')
-        if len(skipped): ax.plot(skipped, [0]*len(skipped), 'r|', transform=ax.get_xaxis_transform(), ms=12, clip_on=False, label='skipped')
+        alone = df[n].notna() & df[n].shift().isna() & df[n].shift(-1).isna()      # a line between gaps would not be seen
+        ax.plot(df[x], df[n], '.-' if alone.any() else '-')
+        if n == 'items': others['accum_bs'], = ax.plot(df[x], df.accum_bs, 'k:')
+        if n == 'noise_scale' and 'noise_low' in df:
+            top = 2*max(df[n][np.isfinite(df[n])].max(), 1)             # the interval's upper end may be infinite
+            others['90% interval'] = ax.fill_between(df[x], df.noise_low, df.noise_high.clip(upper=10*top), alpha=.25, lw=0)
+            ax.set_ylim(0, top)
+        if len(skipped):
+            others['skipped'], = ax.plot(skipped, [0]*len(skipped), 'r|', transform=ax.get_xaxis_transform(), ms=12, clip_on=False)
         for start in df[x][df.fit.diff() > 0]: ax.axvline(start, color='grey', ls=':')
         ax.set(xlabel=x, title=n)
-        if n == 'items' or n == names[0] and len(skipped): ax.legend()
+        if n == 'items': ax.set_ylim(0)
+        if x == 'step': ax.xaxis.get_major_locator().set_params(integer=True)
+    if others: fig.legend(others.values(), others.keys(), loc='outside lower center', ncol=len(others), frameon=False)
     return axs[0] if n_rows == 1 else axs
 
 # %% ../../nbs/api/logs/01_steps.ipynb #8ca5dc04
@@ -127,6 +137,7 @@ def plot_times(self:StepLogger,
     ax = ax or plt.subplots(figsize=(7, 2.8), layout='constrained')[1]
     ax.stackplot(df.step, 1e3*times.T.values/df['items'].values, labels=[f'{k} {share[f"{k}_s"]:.0%}' for k in _parts], step='mid')
     ax.set(xlabel='step', ylabel='ms an item', title=f'{most[1]:.0%}: {_slow_part[most[0]]}')
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax
 

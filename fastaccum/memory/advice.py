@@ -156,12 +156,13 @@ def plot(self:MemoryAdvice,
     ks = sorted({min(2**i, self.bs) for i in range(1, self.bs.bit_length()+1)})
     plans = {'as it is': self.now}
     if self.now.recompute is None and self.forecast.has_blocks: plans['recomputed'] = replace(self.now, recompute=ActivationCheckpointing())
-    ax = ax or plt.subplots(figsize=(6, 2.8))[1]
+    ax = ax or plt.subplots(figsize=(7, 2.8), layout='constrained')[1]
     for name,plan in plans.items(): ax.plot(ks, [(self.params + self.cost(replace(plan, size=k)).peak)/2**30 for k in ks], '.-', label=name)
     if self.gib is not None: ax.axhline(.9*self.gib, color='grey', ls='--', label=f'{self.gib:g} GiB less a tenth')
     ax.set_xscale('log', base=2)
+    ax.set_xticks(ks, ks)
     ax.set(xlabel='items of a micro-batch', ylabel='parameters and peak, GiB', ylim=(0, None))
-    ax.legend()
+    ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax
 
 # %% ../../nbs/api/memory/02_advice.ipynb #8dd96866

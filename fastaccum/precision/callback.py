@@ -253,9 +253,11 @@ def plot(self:MixedPrecision,
     if not self.scaler.is_enabled(): raise ValueError("bf16 has the range of fp32 and needs no loss scale: there is nothing to plot.")
     h = self.scaler.history()
     steps,skipped = range(1, len(h['scale'])+1),[i+1 for i,s in enumerate(h['skipped']) if s]
-    ax = ax or plt.subplots(figsize=(6, 2.6))[1]
+    ax = ax or plt.subplots(figsize=(7, 2.6), layout='constrained')[1]
     ax.step(steps, h['scale'], where='mid', label='loss scale')
     ax.plot(skipped, [h['scale'][i-1] for i in skipped], 'x', color='tab:red', label=f'skipped ({len(skipped)})')
     ax.set_yscale('log', base=2)
-    ax.set(xlabel='optimizer step', ylabel='loss scale'); ax.legend()
+    ax.set(xlabel='optimizer step', ylabel='loss scale')
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax
