@@ -189,7 +189,8 @@ def plot(self:GradientNoiseScale,
     ax.fill_between(steps, np.maximum(low, .1), np.where(np.isfinite(high), high, 1e3*top), alpha=.25, label='90% interval', lw=0)
     ax.plot(steps, np.where(np.isfinite(b), b, np.nan), '.-', ms=3, label='noise scale')    # a gap where there is no estimate
     ax.plot(steps, sizes, 'k:', label='accum_bs')
-    ax.set(xlabel='measured step', ylabel='items', yscale='log', ylim=(max(.5, min(b[np.isfinite(b)].min(initial=top), sizes.min())/4), top))
+    bottom = min(b[np.isfinite(b)].min(initial=top), sizes.min())/4
+    ax.set(xlabel='measured step', ylabel='items', yscale='log', ylim=(max(.5, bottom), top))
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax
