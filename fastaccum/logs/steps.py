@@ -94,7 +94,7 @@ def plot(self:StepLogger,
     names:list|None=None, # Columns, default all that change, except counters
     x:str='step'          # 'step' or 'epoch'
 ): # Matplotlib axes
-    "Draw the columns over training. Red ticks mark skipped steps, dotted grey lines a new fit, and a shaded band the noise scale's interval"
+    "Draw the columns over training. Red ticks mark skipped steps, dotted lines a new fit, and a shaded band the noise scale's interval"
     if not len(self.rows): raise ValueError("StepLogger has no rows yet: train first.")
     df = self.to_df()
     names = names or [n for n in df if n in ('items','loss') or n not in _not_drawn and df[n].nunique() > 1]
