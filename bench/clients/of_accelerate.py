@@ -1,0 +1,175 @@
+"Accelerate: its gradient-sync tests, and the examples of `examples/by_feature`"
+import tempfile
+from functools import partial
+import torch, torch.nn.functional as F
+from torch import nn
+from fastai.basics import Callback, SGD
+from fastai.callback.tracker import EarlyStoppingCallback
+from fastai.metrics import accuracy
+from fastai.optimizer import OptimWrapper
+from fastaccum.accumulation.callback import GradientAccumulation
+from fastaccum.core.accumulator import GradientAccumulator
+from fastaccum.parallel import DataParallel, LocalSGD
+from ..comm import CommCounter
+from . import BS, flat
+from .claims import CLOSE, Claim, Conformance, N, OnlyFits, Steps, alike, batches, both, by_hand, distance, learner, net, same, twice, values, x, y
+
+READ = dict(name='Accelerate', version='1.15.0.dev0', commit='16cb6eb80dd9aa8b4df1a63ef57863e455d53b83', date='2026-07-24', beside=('accelerate',))
+measured = ('Accelerate',)
+sync = 'test_utils/scripts/test_sync.py: '
+example = 'examples/by_feature/{}.py'.format
+
+def words(moved, big): # What a loop with Accelerate gives
+    off = distance(dict(moved=moved), dict(moved=big))
+    return f'Accelerate: {"exact" if off < CLOSE else f"{off:.0%} off"}'
+
+# -- A schedule that moves at each step
+adamw = partial(torch.optim.AdamW, lr=.01)
+def root(i): return i**.65
+def scheduled(bs, cbs, model=net):
+    rates = []
+    def move(learn):
+        learn.opt.set_hyper('lr', .01*root(len(rates)+1))
+        rates.append(learn.opt.hypers[0]['lr'])
+    learn = learner(bs, [*cbs, Steps(move)], opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), model=model)
+    def fit(l): l.fit(2, .01*root(1))
+    return values(learn, fit, moves=lambda l: rates)
+
+def loop(n_acc, model, train): # The loop of the documentation, in plain Accelerate
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    AcceleratorState._reset_state(True)
+    acc = Accelerator(cpu=True, gradient_accumulation_steps=n_acc)
+    opt = adamw(model.parameters())
+    sched = torch.optim.lr_scheduler.LambdaLR(opt, lambda i: root(i+1))
+    start = flat(model)
+    model,opt,sched = acc.prepare(model, opt, sched)
+    for _ in range(2):
+        loader = acc.prepare(torch.utils.data.DataLoader([*zip(x, y)], train))
+        for xb,yb in loader:
+            with acc.accumulate(model):
+                acc.backward(F.cross_entropy(model(xb), yb))
+                opt.step()
+                sched.step()
+                opt.zero_grad()
+    return flat(model)-start
+
+def their_schedule(): return words(loop(4, net(), 4), scheduled(BS, [])['moved'])
+
+# -- Memory runs out
+def fitting(bs, cbs): return scheduled(bs, cbs, lambda: OnlyFits(net(), 5) if cbs else net())
+def their_size():
+    "The example: train again with smaller batches until they fit, and accumulate as many as fit into the size that was asked for"
+    from accelerate.utils import find_executable_batch_size
+    tried = []
+    @find_executable_batch_size(starting_batch_size=BS)
+    def train(batch_size):
+        tried.append(batch_size)
+        return loop(BS//batch_size, OnlyFits(net(), 5), batch_size)
+    moved = train()
+    return f'{words(moved, scheduled(BS, [])["moved"])}: batches of {tried[-1]}, {BS//tried[-1]} of them a step, are steps of {tried[-1]*(BS//tried[-1])}'
+
+# -- Loops of one's own
+def forwards_first():
+    "Forward passes of all micro-batches, then all backward passes"
+    model = net()
+    acc,opt,start = GradientAccumulator(model.parameters(), N),torch.optim.SGD(model.parameters(), lr=.1),flat(model)
+    for _ in range(3):
+        for loss in [acc.add(F.cross_entropy(model(xb), yb), len(xb)) for xb,yb in batches(5, 1)]: loss.backward()
+        acc.finish()
+        opt.step()
+        opt.zero_grad()
+    return dict(moved=flat(model)-start)
+
+# -- Two ranks
+class Messages(Callback):
+    "How many messages each loader batch sends"
+    order,run_valid = 70,False
+    def before_fit(self): self.n = []
+    def before_train(self): self.mode = CommCounter().__enter__()
+    def before_batch(self): self.before = self.mode.calls
+    def after_batch(self): self.n.append(self.mode.calls-self.before)
+    def after_train(self): self.mode.__exit__(None, None, None)
+
+def ranked(*cbs, bs, metrics=None, fit=twice, more=lambda learn: {}):
+    learn = learner(bs, cbs, metrics=metrics)
+    return {**values(learn, fit), **more(learn)}
+
+def counted(learn): # Messages of loader batches that do not close a step, and whether all that do send alike
+    n = learn.messages.n
+    closing = {v for i,v in enumerate(n) if i%11 in (3, 7, 10)}
+    return dict(messages=torch.tensor([float(sum(v for i,v in enumerate(n) if i%11 not in (3, 7, 10))), float(len(closing))]))
+def silent(): return both(lambda: ranked(GradientAccumulation(BS), DataParallel(), Messages(), bs=4, more=counted))
+
+def validated(learn): return dict(valid=torch.tensor([float(v) for v in learn.validate()], dtype=torch.float64))
+def metrics(*cbs, bs=BS):
+    learn = learner(bs, cbs, metrics=accuracy)
+    learn.dls[1].n = 15                                # one rank has an item more than the other
+    return {**values(learn), **validated(learn)}
+
+def local():
+    learn = lambda: learner(4, [GradientAccumulation(BS), LocalSGD(2)], x=x[:32], y=y[:32])
+    return both(lambda: dict(moved=values(learn(), lambda l: l.fit(2, .1))['moved']))
+def local_by_hand():
+    "Each rank steps on its halves of four loader batches; averages after each second step, and at the end of an epoch"
+    models = net(),net()
+    start,opts = flat(models[0]),[torch.optim.SGD(m.parameters(), lr=.1) for m in models]
+    for _ in range(2):
+        for step in range(2):
+            for rank,(m,opt) in enumerate(zip(models, opts)):
+                at = [BS*step + 4*i + 2*rank + j for i in range(4) for j in range(2)]
+                opt.zero_grad()
+                F.cross_entropy(m(x[at]), y[at]).backward()
+                opt.step()
+        with torch.no_grad():
+            for ps in zip(*(m.parameters() for m in models)):
+                mean = sum(ps)/2
+                for p in ps: p.copy_(mean)
+    return dict(moved=flat(models[0])-start)
+
+# -- Other callbacks
+def stopped(bs, cbs):
+    learn = learner(bs, [*cbs, EarlyStoppingCallback(min_delta=.02, patience=1)])
+    return values(learn, lambda l: l.fit(30, .1), epochs=lambda l: len(l.recorder.values))
+
+def tracked(bs, cbs): return values(learner(bs, cbs), table=lambda l: [v for row in l.recorder.values for v in row])
+
+def folds(bs, cbs):
+    "Three folds, each with a Learner of its own, and the mean of what they predict"
+    res,preds = {},[]
+    for i in range(3):
+        train = torch.arange(N)%3 != i
+        learn = learner(bs, [type(cb)(cb.accum_bs, micro_batch_size=cb.micro_batch_size) for cb in cbs], x=x[train], y=y[train])
+        res |= {f'{k} {i}': v for k,v in values(learn).items()}
+        with learn.no_bar(): preds.append(learn.get_preds(dl=learn.dls.valid)[0])
+    return {**res, 'mean': sum(preds)/3}
+
+def profiled(bs, cbs):
+    "How often a profiler sees the optimizer step"
+    learn = learner(bs, cbs, opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof: res = values(learn)
+    return dict(res, steps=torch.tensor([float(sum(e.count for e in prof.key_averages() if e.key.startswith('Optimizer.step')))]))
+
+def cases():
+    claim = partial(Conformance, peers=measured)
+    return [
+        claim('Accumulated batches have the gradient of the whole batch, also the fewer ones that end an epoch', sync+'test_gradient_accumulation', 'two epochs'),
+        claim('The last loader batch has fewer items', example('gradient_accumulation'), 'ragged end'),
+        same('The schedule moves once a step (AdamW, LambdaLR)', sync+'test_gradient_accumulation_with_opt_and_scheduler', scheduled, theirs=their_schedule),
+        Claim('No message before the last micro-batch, and then the gradient of one process', sync+'test_distributed_sync',
+              lambda: alike({**ranked(bs=BS), 'messages': torch.tensor([0., 1.])}), {'two ranks': silent}),
+        Claim('Several forward passes, then their backward passes', sync+'test_distributed_sync_multiple_fwd',
+              lambda: dict(moved=by_hand([(x, y)]*3)), {'own loop': forwards_first}),
+        claim('A loop over another loader inside that of training changes nothing', sync+'test_dataloader_break', 'validation'),
+        claim('Each token counts alike in batches of different lengths', example('gradient_accumulation_for_autoregressive_models'), 'tokens'),
+        same('If memory runs out, smaller batches are accumulated to the size that was asked for', example('automatic_gradient_accumulation'), fitting,
+             micro='auto', small=None, theirs=their_size),
+        same('Training stops early in the same epoch', example('early_stopping'), stopped),
+        same('A tracker gets the losses of the big batch', example('tracking'), tracked),
+        claim('A run that is stopped in the middle of an epoch goes on with the items that are left', example('checkpointing'), 'resume'),
+        same('Cross validation: each fold, and the mean of their predictions', example('cross_validation'), folds),
+        same('A profiler sees the steps of the big batch', example('profiler'), profiled),
+        Claim('Metrics over all ranks count each item once', example('multi_process_metrics'), lambda: alike(metrics()),
+              {'two ranks': lambda: both(lambda: metrics(GradientAccumulation(BS), DataParallel(), bs=4))}),
+        Claim('Local SGD: ranks step on accumulated batches of their own, and average their weights', example('local_sgd'),
+              lambda: alike(local_by_hand()), {'two ranks': local})]
