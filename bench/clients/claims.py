@@ -5,7 +5,7 @@ and what else the claim is about, such as losses, rates or the number of steps. 
 `fastaccum.conformance`, in which `bench.exact` has measured the library, too. A result is named as for clients; refused is what such a claim asks for, where it says so."""
 import io, warnings
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Callable
 import torch, torch.nn.functional as F

@@ -1,9 +1,7 @@
 "Accelerate: its gradient-sync tests, and the examples of `examples/by_feature`"
-import tempfile
 from functools import partial
 import torch, torch.nn.functional as F
-from torch import nn
-from fastai.basics import Callback, SGD
+from fastai.basics import Callback
 from fastai.callback.tracker import EarlyStoppingCallback
 from fastai.metrics import accuracy
 from fastai.optimizer import OptimWrapper

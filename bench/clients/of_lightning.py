@@ -4,7 +4,7 @@ import torch, torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from fastai.basics import Callback, CancelFitException, Learner
-from fastai.callback.schedule import LRFinder  # and `Learner.lr_find`
+import fastai.callback.schedule  # noqa: F401 (`Learner.lr_find`)
 from fastai.callback.training import ShortEpochCallback
 from fastai.optimizer import OptimWrapper
 from fastaccum.accumulation.callback import GradientAccumulation, GradientAccumulationSchedule
@@ -12,7 +12,7 @@ from fastaccum.core.accumulator import GradientAccumulator
 from fastaccum.logs.steps import StepLogger
 from fastaccum.precision.callback import MixedPrecision
 from . import BS, flat
-from .claims import Claim, Conformance, N, Steps, batches, by_hand, learner, net, refused, same, tensor, twice, values, x, y
+from .claims import Claim, Conformance, Steps, batches, by_hand, learner, net, refused, same, tensor, values, x, y
 
 READ = dict(name='Lightning', version='2.6.2', commit='7f0c3436cd3f6ad3753125672024fc415cbcb414', date='2026-07-20', beside=())
 measured = ('Lightning',)

@@ -2,7 +2,7 @@
 import tempfile
 from contextlib import suppress
 from functools import partial
-import torch, torch.nn.functional as F
+import torch
 from torch import nn
 from fastai.basics import Callback, DataLoaders, Learner, SGD
 from fastai.callback.schedule import ParamScheduler, SchedLin
