@@ -11,6 +11,7 @@ from typing import Callable
 import torch, torch.nn.functional as F
 from torch import nn
 from fastai.basics import SGD, Callback, Learner, set_seed
+from fastai.losses import CrossEntropyLossFlat
 from fastaccum.accumulation.callback import GradientAccumulation
 from fastaccum.conformance import check
 from fastaccum.parallel import launch
@@ -58,6 +59,11 @@ def net():
 
 def learner(bs, cbs=(), x=x, y=y, model=net, loss_func=None, opt_func=SGD, cls=Learner, **kwargs):
     return cls(loaders(bs, x, y), model(), loss_func=loss_func or nn.CrossEntropyLoss(), opt_func=opt_func, cbs=[*cbs], **kwargs)
+
+# Sentences of 1 to 7 words: what comes after them does not count
+words,next_words = numbers(N, 7, 6),whole_numbers(3, N, 7)
+for i,o in enumerate(next_words): o[1 + i*i%7:] = -100
+def of_words(bs, cbs, loss_func=None): return values(learner(bs, cbs, x=words, y=next_words, loss_func=loss_func or CrossEntropyLossFlat()))
 
 def twice(learn): learn.fit(2, .1)
 

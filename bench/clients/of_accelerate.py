@@ -10,16 +10,16 @@ from fastaccum.core.accumulator import GradientAccumulator
 from fastaccum.parallel import DataParallel, LocalSGD
 from ..comm import CommCounter
 from . import BS, flat
-from .claims import CLOSE, Claim, Conformance, N, OnlyFits, Steps, alike, batches, both, by_hand, distance, learner, net, same, twice, values, x, y
+from .claims import CLOSE, Claim, Conformance, N, OnlyFits, Steps, alike, batches, both, by_hand, distance, learner, measured, net, next_words, of_words, same, twice, values, words, x, y
 
 READ = dict(name='Accelerate', version='1.15.0.dev0', commit='16cb6eb80dd9aa8b4df1a63ef57863e455d53b83', date='2026-07-24', beside=('accelerate',))
-measured = ('Accelerate',)
+labels = ('Accelerate',)
 sync = 'test_utils/scripts/test_sync.py: '
 example = 'examples/by_feature/{}.py'.format
 
-def words(moved, big): # What a loop with Accelerate gives
+def words_of(moved, big): # What a loop with Accelerate gives
     off = distance(dict(moved=moved), dict(moved=big))
-    return f'Accelerate: {"exact" if off < CLOSE else f"{off:.0%} off"}'
+    return 'exact' if off < CLOSE else f'{off:.0%} off'
 
 # -- A schedule that moves at each step
 adamw = partial(torch.optim.AdamW, lr=.01)
@@ -27,9 +27,9 @@ def root(i): return i**.65
 def scheduled(bs, cbs, model=net):
     rates = []
     def move(learn):
-        learn.opt.set_hyper('lr', .01*root(len(rates)+1))
+        learn.opt.set_hyper('lr', .01*root(len(rates)+2))
         rates.append(learn.opt.hypers[0]['lr'])
-    learn = learner(bs, [*cbs, Steps(move)], opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), model=model)
+    learn = learner(bs, [*cbs, Steps(move)], opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), model=model, x=x[:32], y=y[:32])
     def fit(l): l.fit(2, .01*root(1))
     return values(learn, fit, moves=lambda l: rates)
 
@@ -43,7 +43,7 @@ def loop(n_acc, model, train): # The loop of the documentation, in plain Acceler
     start = flat(model)
     model,opt,sched = acc.prepare(model, opt, sched)
     for _ in range(2):
-        loader = acc.prepare(torch.utils.data.DataLoader([*zip(x, y)], train))
+        loader = acc.prepare(torch.utils.data.DataLoader([*zip(x[:32], y[:32])], train))
         for xb,yb in loader:
             with acc.accumulate(model):
                 acc.backward(F.cross_entropy(model(xb), yb))
@@ -52,7 +52,7 @@ def loop(n_acc, model, train): # The loop of the documentation, in plain Acceler
                 opt.zero_grad()
     return flat(model)-start
 
-def their_schedule(): return words(loop(4, net(), 4), scheduled(BS, [])['moved'])
+def their_schedule(): return 'Accelerate: ' + words_of(loop(4, net(), 4), scheduled(BS, [])['moved'])
 
 # -- Memory runs out
 def fitting(bs, cbs): return scheduled(bs, cbs, lambda: OnlyFits(net(), 5) if cbs else net())
@@ -63,9 +63,27 @@ def their_size():
     @find_executable_batch_size(starting_batch_size=BS)
     def train(batch_size):
         tried.append(batch_size)
-        return loop(BS//batch_size, OnlyFits(net(), 5), batch_size)
-    moved = train()
-    return f'{words(moved, scheduled(BS, [])["moved"])}: batches of {tried[-1]}, {BS//tried[-1]} of them a step, are steps of {tried[-1]*(BS//tried[-1])}'
+        loop(BS//batch_size, OnlyFits(net(), 5), batch_size)
+    train()
+    return f'Accelerate: batches of {tried[-1]}, {BS//tried[-1]} of them a step, are steps of {tried[-1]*(BS//tried[-1])} items, not {BS}'
+
+# -- Words
+def counted_words():
+    "The loop of the example, which counts the words of a step itself"
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    AcceleratorState._reset_state(True)
+    acc,model = Accelerator(cpu=True, gradient_accumulation_steps=4),net()
+    start,opt = flat(model),torch.optim.SGD(model.parameters(), lr=.1)
+    model,opt = acc.prepare(model, opt)
+    parts = batches(4, 1, words, next_words)
+    for group in 2*[parts[:4], parts[4:8], parts[8:]]:
+        n = sum((yb != -100).sum() for _,yb in group)
+        for xb,yb in group: acc.backward(F.cross_entropy(model(xb).flatten(0, 1), yb.flatten(), reduction='sum')/n*4)
+        opt.step()
+        opt.zero_grad()
+    return flat(model)-start
+def their_words(): return f"{measured(labels, 'tokens')}; the example's loop, which counts the tokens itself: {words_of(counted_words(), of_words(BS, [])['moved'])}"
 
 # -- Loops of one's own
 def forwards_first():
@@ -149,9 +167,10 @@ def profiled(bs, cbs):
     return dict(res, steps=torch.tensor([float(sum(e.count for e in prof.key_averages() if e.key.startswith('Optimizer.step')))]))
 
 def cases():
-    claim = partial(Conformance, peers=measured)
+    claim = partial(Conformance, peers=labels)
     return [
-        claim('Accumulated batches have the gradient of the whole batch, also the fewer ones that end an epoch', sync+'test_gradient_accumulation', 'two epochs'),
+        claim('Accumulated loader batches give the gradient of the whole batch', sync+'test_gradient_accumulation', 'any size'),
+        claim('So do the fewer loader batches that end an epoch', sync+'test_gradient_accumulation', 'two epochs'),
         claim('The last loader batch has fewer items', example('gradient_accumulation'), 'ragged end'),
         same('The schedule moves once a step (AdamW, LambdaLR)', sync+'test_gradient_accumulation_with_opt_and_scheduler', scheduled, theirs=their_schedule),
         Claim('No message before the last micro-batch, and then the gradient of one process', sync+'test_distributed_sync',
@@ -159,7 +178,7 @@ def cases():
         Claim('Several forward passes, then their backward passes', sync+'test_distributed_sync_multiple_fwd',
               lambda: dict(moved=by_hand([(x, y)]*3)), {'own loop': forwards_first}),
         claim('A loop over another loader inside that of training changes nothing', sync+'test_dataloader_break', 'validation'),
-        claim('Each token counts alike in batches of different lengths', example('gradient_accumulation_for_autoregressive_models'), 'tokens'),
+        same('Each token counts alike in batches of different lengths', example('gradient_accumulation_for_autoregressive_models'), of_words, theirs=their_words),
         same('If memory runs out, smaller batches are accumulated to the size that was asked for', example('automatic_gradient_accumulation'), fitting,
              micro='auto', small=None, theirs=their_size),
         same('Training stops early in the same epoch', example('early_stopping'), stopped),

@@ -15,7 +15,7 @@ from . import BS, flat
 from .claims import Claim, Conformance, Steps, batches, by_hand, learner, net, refused, same, tensor, values, x, y
 
 READ = dict(name='Lightning', version='2.6.2', commit='7f0c3436cd3f6ad3753125672024fc415cbcb414', date='2026-07-20', beside=())
-measured = ('Lightning',)
+labels = ('Lightning',)
 scheduler = 'callbacks/test_gradient_accumulation_scheduler.py: '
 
 # -- Steps
@@ -48,7 +48,7 @@ def by_epoch(factors):
         steps = [b for f in factors for b in batches(4*f, 1)]
         return dict(moved=by_hand(steps), steps=tensor(len(steps)))
     return Claim(f'Another number of loader batches a step in each epoch: {factors}', scheduler+'test_trainer_accumulate_grad_batches_with_callback', big,
-                 {'loader batches': ours, 'both': lambda: ours(micro_batch_size=3)})
+                 {'loader batches': ours, 'loader batches, split': lambda: ours(micro_batch_size=3)})
 
 class Changes(Callback):
     "Whether the weights have changed after each loader batch"
@@ -164,7 +164,7 @@ def fits(*cbs, **kwargs): return lambda: values(learner(4, [cb() for cb in cbs],
 def with_lbfgs(bs, cbs): return values(learner(bs, cbs, opt_func=partial(OptimWrapper, opt=torch.optim.LBFGS)))
 
 def cases():
-    claim = partial(Conformance, peers=measured)
+    claim = partial(Conformance, peers=labels)
     acc = partial(GradientAccumulation, BS)
     return [
         *map(zeroed, (1, 2, 3)), by_epoch([1, 2, 2, 4]), by_epoch([2, 2, 1, 1]),

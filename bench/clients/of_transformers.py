@@ -2,7 +2,7 @@
 import tempfile
 from contextlib import suppress
 from functools import partial
-import torch
+import torch, torch.nn.functional as F
 from torch import nn
 from fastai.basics import Callback, DataLoaders, Learner, SGD
 from fastai.callback.schedule import ParamScheduler, SchedLin
@@ -17,12 +17,12 @@ from fastaccum.logs.steps import StepLogger
 from fastaccum.memory.activations import ActivationCheckpointing
 from fastaccum.parallel import DataParallel
 from . import BS, flat
-from .claims import Claim, Conformance, N, OnlyFits, alike, both, by_hand, learner, net, same, tensor, values, x, y
-from .data import numbers, whole_numbers
+from .claims import Claim, Conformance, OnlyFits, alike, both, by_hand, learner, net, of_words, same, tensor, values, x, y
+from .data import numbers
 
 # Single files were read, each at a commit of its own, which the claims name
 READ = dict(name='Transformers', version=None, commit=None, date=None, beside=())
-measured = ('Hugging Face Trainer','... with num_items_in_batch')
+labels = ('Hugging Face Trainer','... with num_items_in_batch')
 trainer = 'tests/trainer/test_trainer.py: '
 checkpointing = 'tests/trainer/test_trainer_checkpointing.py (22c22fa): '
 
@@ -32,12 +32,11 @@ def linear(bs, cbs):
     learn = learner(bs, [*cbs, ParamScheduler(dict(lr=SchedLin(.01, 0)))], opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), x=x[:32], y=y[:32])
     return values(learn, lambda l: l.fit(3, .01))
 
-LENGTH = 7
-words,next_words = numbers(N, LENGTH, 6),whole_numbers(3, N, LENGTH)
-for i,o in enumerate(next_words): o[1 + i*i%LENGTH:] = -100      # sentences of 1 to 7 words
-
-def of_tokens(bs, cbs, **kwargs): return values(learner(bs, cbs, x=words, y=next_words, loss_func=CrossEntropyLossFlat(**kwargs)))
-def smoothed(bs, cbs): return of_tokens(bs, cbs, label_smoothing=.1)
+def own_loss(pred, y):
+    "A loss of the user's own, over the words that are there"
+    return F.cross_entropy(pred.flatten(0, 1), y.flatten(), reduction='sum', ignore_index=-100)/(y != -100).sum()
+def of_own_loss(bs, cbs): return of_words(bs, cbs, own_loss)
+def smoothed(bs, cbs): return of_words(bs, cbs, CrossEntropyLossFlat(label_smoothing=.1))
 
 def steps_of(n, epochs):
     def ours(**kwargs):
@@ -45,7 +44,7 @@ def steps_of(n, epochs):
         with learn.no_bar(), learn.no_logging(): learn.fit(epochs)
         return dict(items=tensor([*learn.step_logger.rows['items']]))
     return Claim(f'The steps have all items of {n}, in {epochs} epoch{"s"*(epochs > 1)}', trainer+'test_num_batches_in_training_with_gradient_accumulation',
-                 lambda: dict(items=tensor(epochs*([20]*6 + [3]*(n == 123)))), {'loader batches': ours, 'both': partial(ours, micro_batch_size=3)})
+                 lambda: dict(items=tensor(epochs*([20]*6 + [3]*(n == 123)))), {'loader batches': ours, 'loader batches, split': partial(ours, micro_batch_size=3)})
 
 # -- Loader batches of other lengths
 class PerNumber(nn.Module):
@@ -107,22 +106,22 @@ def small(): return OnlyFits(net(), 5)
 def recomputed(bs, cbs): return values(learner(bs, [*cbs, *([ActivationCheckpointing(nn.Linear)] if cbs else [])]))
 
 def cases():
-    claim = partial(Conformance, peers=measured)
+    claim = partial(Conformance, peers=labels)
     return [
         same('Half the batch, and twice the accumulation: the same weights (AdamW, a rate that falls)', trainer+'test_gradient_accumulation', linear),
-        claim('The last loader batch has fewer items', trainer+'test_gradient_accumulation', 'ragged end'),
-        same('The logged losses of sentences of different lengths are the big batch\'s', trainer+'test_gradient_accumulation_loss_alignment_with_model_loss', of_tokens),
+        same('The logged losses of sentences of different lengths are the big batch\'s', trainer+'test_gradient_accumulation_loss_alignment_with_model_loss', of_words),
         claim('Each token counts alike (`num_items_in_batch`)', trainer+'test_gradient_accumulation_loss_alignment_with_model_loss', 'tokens'),
-        claim('Each token counts alike, with a loss of the user\'s own', trainer+'test_gradient_accumulation_loss_alignment_with_loss_func', 'own loss'),
+        same('Each token counts alike, with a loss of the user\'s own', trainer+'test_gradient_accumulation_loss_alignment_with_loss_func', of_own_loss),
         *(steps_of(n, epochs) for epochs in (1, 2) for n in (123, 120)),
+        claim('The last loader batch has fewer items', trainer+'test_num_batches_in_training_with_gradient_accumulation', 'ragged end'),
         claim('What an epoch leaves over makes a step of its own', trainer+'test_num_batches_in_training_with_gradient_accumulation', 'two epochs'),
         same('Label smoothing, where padding does not count', 'tests/trainer/test_trainer_utils.py (08d4e4f): test_label_smoothing', smoothed),
-        Claim('Loader batches of different lengths', 'tests/trainer/test_trainer_evaluation.py (0941546), of evaluation', dynamic_by_hand, {'loader batches': dynamic, 'both': lambda: dynamic(micro_batch_size=3)}),
+        Claim('Loader batches of different lengths', 'tests/trainer/test_trainer_evaluation.py (0941546), of evaluation', dynamic_by_hand, {'loader batches': dynamic, 'loader batches, split': lambda: dynamic(micro_batch_size=3)}),
         Claim('Each token counts alike on two devices (`average_tokens_across_devices`)', 'tests/trainer/distributed/scripts/loss_averaging.py (0d7e95d)',
-              lambda: alike(of_tokens(BS, [])), {'two ranks': lambda: both(lambda: of_tokens(4, [GradientAccumulation(BS), DataParallel()]))}),
-        claim('A run goes on in the middle of an epoch, with shuffled items', checkpointing+'test_can_resume_training', 'resume'),
+              lambda: alike(of_words(BS, [])), {'two ranks': lambda: both(lambda: of_words(4, [GradientAccumulation(BS), DataParallel()]))}),
+        claim('A run goes on in the middle of an epoch, with a loader of the user\'s own that shuffles', checkpointing+'test_can_resume_training', 'resume'),
         Claim('A run goes on from the middle of an accumulated batch', checkpointing+'test_resume_training_with_gradient_accumulation', lambda: whole(18),
-              {'loader batches': resumed, 'both': lambda: resumed(micro_batch_size=3)}),
+              {'loader batches': resumed, 'loader batches, split': lambda: resumed(micro_batch_size=3)}),
         Claim('A run with frozen parameters goes on from the middle of an accumulated batch', checkpointing+'test_resume_training_with_frozen_params', lambda: whole(18, frozen), {'loader batches': lambda: resumed(frozen)}),
         Claim('A run goes on whose micro-batch size was found when memory ran out', checkpointing+'test_auto_batch_size_with_resume_from_checkpoint', lambda: whole(4),
               {'micro-batches': lambda: resumed(small, at=2, bs=BS, micro_batch_size='auto')}),
