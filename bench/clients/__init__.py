@@ -136,7 +136,8 @@ def claims_of(library): # A row for each claim: what it says, who tests it, and 
 def read_from(library): # Which sources were read, and which version was measured
     read = library['read']
     what = f"version {read['version']}, commit {read['commit'][:7]} of {read['date']}" if read['commit'] else 'single files; a commit is named where it is known'
-    return f"Read: {what}. Measured: {read['name']} {library['measured']}."
+    below = f", below `{read['folder']}`" if read['folder'] else ''
+    return f"Read: {what}{below}. Measured: {read['name']} {library['measured']}. The claims were {about({'': library})}."
 
 def others(res, what): # The cases with this result, and what was said
     rows = [dict(package=k, case=r['case'], way=r['way'], off='' if r['off'] is None else f"{r['off']:.0%}", said=r['said'])

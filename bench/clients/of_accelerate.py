@@ -12,9 +12,9 @@ from ..comm import CommCounter
 from . import BS, flat
 from .claims import CLOSE, Claim, Conformance, N, OnlyFits, Steps, alike, batches, both, by_hand, distance, learner, measured, net, next_words, of_words, same, twice, values, words, x, y
 
-READ = dict(name='Accelerate', version='1.15.0.dev0', commit='16cb6eb80dd9aa8b4df1a63ef57863e455d53b83', date='2026-07-24', beside=('accelerate',))
+READ = dict(name='Accelerate', version='1.15.0.dev0', commit='16cb6eb80dd9aa8b4df1a63ef57863e455d53b83', date='2026-07-24', folder=None)
 labels = ('Accelerate',)
-sync = 'test_utils/scripts/test_sync.py: '
+sync = 'src/accelerate/test_utils/scripts/test_sync.py: '
 example = 'examples/by_feature/{}.py'.format
 
 def words_of(moved, big): # What a loop with Accelerate gives

@@ -14,7 +14,7 @@ from fastaccum.precision.callback import MixedPrecision
 from . import BS, flat
 from .claims import Claim, Conformance, Steps, batches, by_hand, learner, net, refused, same, tensor, values, x, y
 
-READ = dict(name='Lightning', version='2.6.2', commit='7f0c3436cd3f6ad3753125672024fc415cbcb414', date='2026-07-20', beside=())
+READ = dict(name='Lightning', version='2.6.2', commit='7f0c3436cd3f6ad3753125672024fc415cbcb414', date='2026-07-20', folder='tests/tests_pytorch')
 labels = ('Lightning',)
 scheduler = 'callbacks/test_gradient_accumulation_scheduler.py: '
 

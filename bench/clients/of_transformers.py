@@ -21,10 +21,10 @@ from .claims import Claim, Conformance, OnlyFits, alike, both, by_hand, learner,
 from .data import numbers
 
 # Single files were read, each at a commit of its own, which the claims name
-READ = dict(name='Transformers', version=None, commit=None, date=None, beside=())
+READ = dict(name='Transformers', version=None, commit=None, date=None, folder='tests/trainer')
 labels = ('Hugging Face Trainer','... with num_items_in_batch')
-trainer = 'tests/trainer/test_trainer.py: '
-checkpointing = 'tests/trainer/test_trainer_checkpointing.py (22c22fa): '
+trainer = 'test_trainer.py: '
+checkpointing = 'test_trainer_checkpointing.py (22c22fa): '
 
 # -- Weights, losses, steps
 def linear(bs, cbs):
@@ -115,9 +115,9 @@ def cases():
         *(steps_of(n, epochs) for epochs in (1, 2) for n in (123, 120)),
         claim('The last loader batch has fewer items', trainer+'test_num_batches_in_training_with_gradient_accumulation', 'ragged end'),
         claim('What an epoch leaves over makes a step of its own', trainer+'test_num_batches_in_training_with_gradient_accumulation', 'two epochs'),
-        same('Label smoothing, where padding does not count', 'tests/trainer/test_trainer_utils.py (08d4e4f): test_label_smoothing', smoothed),
-        Claim('Loader batches of different lengths', 'tests/trainer/test_trainer_evaluation.py (0941546), of evaluation', dynamic_by_hand, {'loader batches': dynamic, 'loader batches, split': lambda: dynamic(micro_batch_size=3)}),
-        Claim('Each token counts alike on two devices (`average_tokens_across_devices`)', 'tests/trainer/distributed/scripts/loss_averaging.py (0d7e95d)',
+        same('Label smoothing, where padding does not count', 'test_trainer_utils.py (08d4e4f): test_label_smoothing', smoothed),
+        Claim('Loader batches of different lengths', 'test_trainer_evaluation.py (0941546), of evaluation', dynamic_by_hand, {'loader batches': dynamic, 'loader batches, split': lambda: dynamic(micro_batch_size=3)}),
+        Claim('Each token counts alike on two devices (`average_tokens_across_devices`)', 'distributed/scripts/loss_averaging.py (0d7e95d)',
               lambda: alike(of_words(BS, [])), {'two ranks': lambda: both(lambda: of_words(4, [GradientAccumulation(BS), DataParallel()]))}),
         claim('A run goes on in the middle of an epoch, with a loader of the user\'s own that shuffles', checkpointing+'test_can_resume_training', 'resume'),
         Claim('A run goes on from the middle of an accumulated batch', checkpointing+'test_resume_training_with_gradient_accumulation', lambda: whole(18),
@@ -125,7 +125,7 @@ def cases():
         Claim('A run with frozen parameters goes on from the middle of an accumulated batch', checkpointing+'test_resume_training_with_frozen_params', lambda: whole(18, frozen), {'loader batches': lambda: resumed(frozen)}),
         Claim('A run goes on whose micro-batch size was found when memory ran out', checkpointing+'test_auto_batch_size_with_resume_from_checkpoint', lambda: whole(4),
               {'micro-batches': lambda: resumed(small, at=2, bs=BS, micro_batch_size='auto')}),
-        claim('A step that overflows in fp16 is skipped, and no other', 'tests/trainer/test_trainer_optimizer_skip.py (44065bf)', 'precision skip'),
+        claim('A step that overflows in fp16 is skipped, and no other', 'test_trainer_optimizer_skip.py (44065bf)', 'precision skip'),
         same('Activations are recomputed', trainer+'test_gradient_checkpointing', recomputed),
         claim('Gradients are clipped once, when they are complete', trainer+'test_mixed_fp16', 'clipping'),
-        claim('The rate moves once a step', 'tests/trainer/test_trainer_optimizer_skip.py (44065bf)', 'schedules')]
+        claim('The rate moves once a step', 'test_trainer_optimizer_skip.py (44065bf)', 'schedules')]
