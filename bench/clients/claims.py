@@ -3,10 +3,11 @@
 Their sources were read, not run: each claim is a case of our own. What fastaccum gives is compared with the big batch in plain fastai or PyTorch: weights,
 and what else the claim is about, such as losses, rates or the number of steps. The largest difference counts, relative to what it should be. Some claims are cases of
 `fastaccum.conformance`, in which `bench.exact` has measured the library, too. A result is named as for clients; refused is what such a claim asks for, where it says so."""
-import io, warnings
+import io, os, subprocess, sys, tempfile, warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Callable
 import torch, torch.nn.functional as F
 from torch import nn
@@ -41,7 +42,7 @@ class Conformance:
     ways:tuple = tuple(WAYS)
     def theirs(self): return measured(self.peers, self.case)
 
-def same(name, where, train, big=BS, small=4, micro=5, **kwargs):
+def same(name, where, train, big=BS, small=4, micro=6, **kwargs):
     "A claim about `train(bs, cbs)`: the values of a training with loader batches of `bs` items"
     ways = {'micro-batches': lambda: train(big, [GradientAccumulation(big, micro_batch_size=micro)])}
     if small: ways['loader batches'] = lambda: train(small, [GradientAccumulation(big)])
@@ -110,8 +111,14 @@ def distance(found, expected): # The largest relative difference of all values
     if found.keys() != expected.keys(): return float('inf')
     return max(one(found[k], expected[k]) for k in expected)
 
-def both(fn): # What `fn` gives on the first of two ranks, and how far the other one is from it
-    a,b = launch(fn, 2)
+# What `fn`, a function of a module, gives on the first of two ranks, and how far the other one is from it. In a process of its own: one that
+# has trained cannot be forked if it knows a device other than the CPU
+def both(fn):
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, '-W', 'ignore', '-m', 'bench.clients.claims', fn.__module__, fn.__name__, f'{folder}/values']
+        done = subprocess.run(command, env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}, capture_output=True, text=True)
+        if done.returncode: raise RuntimeError(f'Two ranks: {done.stderr[-2000:]}')
+        a,b = torch.load(f'{folder}/values')
     return {**a, 'ranks differ': tensor(distance(b, a))}
 def alike(values): return {**values, 'ranks differ': tensor(0)}
 
@@ -152,3 +159,7 @@ def run(claims): # A row for each claim and way
             rows.append(dict(case=c.name, way=way, result=what, off=off, said=said, where=c.where, theirs=theirs))
             print(f'{c.name[:60]:60} {way:15} {what:8} {"" if off is None else f"{off:.0e}":6} {theirs[:40]} {said[:100]}', flush=True)
     return rows
+
+if __name__ == '__main__': # For `both`
+    module,fn,file = sys.argv[1:]
+    torch.save(launch(getattr(import_module(module), fn), 2), file)

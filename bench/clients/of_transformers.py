@@ -32,6 +32,8 @@ def linear(bs, cbs):
     learn = learner(bs, [*cbs, ParamScheduler(dict(lr=SchedLin(.01, 0)))], opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), x=x[:32], y=y[:32])
     return values(learn, lambda l: l.fit(3, .01))
 
+def joint_words(): return of_words(4, [GradientAccumulation(BS), DataParallel()])
+
 def own_loss(pred, y):
     "A loss of the user's own, over the words that are there"
     return F.cross_entropy(pred.flatten(0, 1), y.flatten(), reduction='sum', ignore_index=-100)/(y != -100).sum()
@@ -109,21 +111,25 @@ def cases():
     claim = partial(Conformance, peers=labels)
     return [
         same('Half the batch, and twice the accumulation: the same weights (AdamW, a rate that falls)', trainer+'test_gradient_accumulation', linear),
-        same('The logged losses of sentences of different lengths are the big batch\'s', trainer+'test_gradient_accumulation_loss_alignment_with_model_loss', of_words),
+        same('The logged losses of sentences of different lengths are the big batch\'s',
+             trainer+'test_gradient_accumulation_loss_alignment_with_model_loss', of_words),
         claim('Each token counts alike (`num_items_in_batch`)', trainer+'test_gradient_accumulation_loss_alignment_with_model_loss', 'tokens'),
         same('Each token counts alike, with a loss of the user\'s own', trainer+'test_gradient_accumulation_loss_alignment_with_loss_func', of_own_loss),
         *(steps_of(n, epochs) for epochs in (1, 2) for n in (123, 120)),
         claim('The last loader batch has fewer items', trainer+'test_num_batches_in_training_with_gradient_accumulation', 'ragged end'),
         claim('What an epoch leaves over makes a step of its own', trainer+'test_num_batches_in_training_with_gradient_accumulation', 'two epochs'),
         same('Label smoothing, where padding does not count', 'test_trainer_utils.py (08d4e4f): test_label_smoothing', smoothed),
-        Claim('Loader batches of different lengths', 'test_trainer_evaluation.py (0941546), of evaluation', dynamic_by_hand, {'loader batches': dynamic, 'loader batches, split': lambda: dynamic(micro_batch_size=3)}),
+        Claim('Loader batches of different lengths',
+              'test_trainer_evaluation.py (0941546), of evaluation', dynamic_by_hand, {'loader batches': dynamic, 'loader batches, split': lambda: dynamic(micro_batch_size=3)}),
         Claim('Each token counts alike on two devices (`average_tokens_across_devices`)', 'distributed/scripts/loss_averaging.py (0d7e95d)',
-              lambda: alike(of_words(BS, [])), {'two ranks': lambda: both(lambda: of_words(4, [GradientAccumulation(BS), DataParallel()]))}),
+              lambda: alike(of_words(BS, [])), {'two ranks': lambda: both(joint_words)}),
         claim('A run goes on in the middle of an epoch, with a loader of the user\'s own that shuffles', checkpointing+'test_can_resume_training', 'resume'),
         Claim('A run goes on from the middle of an accumulated batch', checkpointing+'test_resume_training_with_gradient_accumulation', lambda: whole(18),
               {'loader batches': resumed, 'loader batches, split': lambda: resumed(micro_batch_size=3)}),
-        Claim('A run with frozen parameters goes on from the middle of an accumulated batch', checkpointing+'test_resume_training_with_frozen_params', lambda: whole(18, frozen), {'loader batches': lambda: resumed(frozen)}),
-        Claim('A run goes on whose micro-batch size was found when memory ran out', checkpointing+'test_auto_batch_size_with_resume_from_checkpoint', lambda: whole(4),
+        Claim('A run with frozen parameters goes on from the middle of an accumulated batch',
+              checkpointing+'test_resume_training_with_frozen_params', lambda: whole(18, frozen), {'loader batches': lambda: resumed(frozen)}),
+        Claim('A run goes on whose micro-batch size was found when memory ran out',
+              checkpointing+'test_auto_batch_size_with_resume_from_checkpoint', lambda: whole(4),
               {'micro-batches': lambda: resumed(small, at=2, bs=BS, micro_batch_size='auto')}),
         claim('A step that overflows in fp16 is skipped, and no other', 'test_trainer_optimizer_skip.py (44065bf)', 'precision skip'),
         same('Activations are recomputed', trainer+'test_gradient_checkpointing', recomputed),
