@@ -129,9 +129,13 @@ def claims_of(library): # A row for each claim: what it says, who tests it, and 
     rows = {}
     for r in library['rows']: rows.setdefault(r['case'], []).append(r)
     def outcome(rs):
-        if rs[0]['off'] is None: return f"{rs[0]['result']}: {rs[0]['said']}"
-        return ', '.join(f"{r['way']}: {r['result']} ({r['off']:.0e})" for r in rs)
-    return pd.DataFrame([dict(claim=k, where=rs[0]['where'], here=outcome(rs), there=rs[0]['theirs']) for k,rs in rows.items()])
+        if rs[0]['off'] is None: return f"{rs[0]['result']}: {first_words(rs[0]['said'])}"
+        what,ways,offs = (', '.join(dict.fromkeys(v)) for v in zip(*((r['result'], r['way'], f"{r['off']:.0e}") for r in rs)))
+        return f'{what} ({ways}): {offs}'
+    def first_words(said): return re.split('[.:,;] ', re.sub(r'^\w+Error: |Exception occured in .*?: ', '', said))[0]
+    def breakable(path): return re.sub('([/_])', '\\1\u200b', path)      # a browser may begin a new line there
+    def there(theirs): return theirs.removeprefix(f"{library['read']['name']}: ")
+    return pd.DataFrame([dict(claim=k, where=breakable(rs[0]['where']), here=outcome(rs), there=there(rs[0]['theirs'])) for k,rs in rows.items()])
 
 def read_from(library): # Which sources were read, and which version was measured
     read = library['read']
@@ -145,5 +149,5 @@ def others(res, what): # The cases with this result, and what was said
     return pd.DataFrame(rows)
 
 def markdown(df): # A table
-    def cell(v): return str(v).replace('|', '\\|').replace('<', '&lt;')
+    def cell(v): return str(v).replace('|', '\\|').replace('<', '&lt;').replace('__', r'\_\_')
     return '\n'.join(f"| {' | '.join(row)} |" for row in [[*df.columns], ['---']*len(df.columns), *([cell(v) for v in r] for r in df.values)])
