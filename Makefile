@@ -48,7 +48,7 @@ bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs
 	$(BIN)/python tools/export.py
 endif
 
-clients: .venv/clients/.installed ## do the clients of fastai and other libraries' losses, models and optimizers work with accumulation? (ten minutes); PACKAGES="tsai timm"
+clients: .venv/clients/.installed ## do the clients of fastai and other libraries' losses, models and optimizers work with accumulation, and what other trainers' tests claim? (ten minutes); PACKAGES="tsai timm"
 	$(TEST_ENV) .venv/clients/bin/python -W ignore -m bench.clients $(PACKAGES)
 	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/works_with.ipynb
 	$(BIN)/python tools/export.py

@@ -7,7 +7,9 @@ in micro-batches, and smaller loader batches. Dropout is off and BatchNorm is fr
 - told: they are not, and a warning says so
 - refused: an error before the first step says why
 - fails: the client fails so without fastaccum, too
-- bug: anything else"""
+- bug: anything else
+
+What other libraries' own tests claim of accumulation is in the same file, from `claims`; these have a `read`: which version of their sources."""
 import io, json, re, warnings
 from collections import Counter
 from contextlib import redirect_stdout
@@ -97,14 +99,49 @@ def run(cases): # A row for each case and way
     return rows
 
 # -- The page
+KINDS = 'exact','told','refused','fails','bug'
+
 def results(): return json.loads(OUT.read_text())
+def installed(res): return {k: o for k,o in res.items() if 'read' not in o}    # Clients
+def libraries(res): return {k: o for k,o in res.items() if 'read' in o}        # Whose claims were tried
+
+def about(res): # When, and with which versions; more than one where they were not run together
+    found = {(o['date'], *o['beside'].values()) for o in res.values()}
+    return '; '.join(f'run on {date} with fastai {fastai} and PyTorch {torch}' for date,fastai,torch in sorted(found))
+
+def counts(res): return Counter(r['result'] for o in res.values() for r in o['rows'])
+
+def in_words(res): # The line of README
+    ours,theirs = installed(res),libraries(res)
+    def said(n): return ', '.join(f"{n[k]} {'fail without fastaccum, too' if k == 'fails' else k}" for k in KINDS if n[k])
+    def rows(res): return f'{sum(counts(res).values())} configurations: {said(counts(res))}'
+    n_claims = len({(k, r['case']) for k,o in theirs.items() for r in o['rows']})
+    *most,last = [o['read']['name'] for o in theirs.values()]
+    return f"{len(ours)} clients in {rows(ours)}. {n_claims} claims of the tests of {', '.join(most)} and {last} in {rows(theirs)}"
 
 def summary(res): # A row for each package
     def row(package, o):
         n = Counter(r['result'] for r in o['rows'])
-        return dict(package=f"{package} {o['version'] or ''}", **{k: n.get(k, 0) for k in ('exact','told','refused','fails','bug')},
-                    run=o['date'], note=o['error'] or '')
+        return dict(package=f"{package} {o['version'] or ''}", **{k: n.get(k, 0) for k in KINDS}, run=o['date'], note=o['error'] or '')
     return pd.DataFrame([row(k, o) for k,o in res.items()])
+
+def claims_of(library): # A row for each claim: what it says, who tests it, and what comes of it in all ways
+    rows = {}
+    for r in library['rows']: rows.setdefault(r['case'], []).append(r)
+    def outcome(rs):
+        if rs[0]['off'] is None: return f"{rs[0]['result']}: {first_words(rs[0]['said'])}"
+        what,ways,offs = (', '.join(dict.fromkeys(v)) for v in zip(*((r['result'], r['way'], f"{r['off']:.0e}") for r in rs)))
+        return f'{what} ({ways}): {offs}'
+    def first_words(said): return re.split('[.:,;] ', re.sub(r'^\w+Error: |Exception occured in .*?: ', '', said))[0]
+    def breakable(path): return re.sub('([/_])', '\\1\u200b', path)      # a browser may begin a new line there
+    def there(theirs): return theirs.removeprefix(f"{library['read']['name']}: ")
+    return pd.DataFrame([dict(claim=k, where=breakable(rs[0]['where']), here=outcome(rs), there=there(rs[0]['theirs'])) for k,rs in rows.items()])
+
+def read_from(library): # Which sources were read, and which version was measured
+    read = library['read']
+    what = f"version {read['version']}, commit {read['commit'][:7]} of {read['date']}" if read['commit'] else 'single files; a commit is named where it is known'
+    below = f", below `{read['folder']}`" if read['folder'] else ''
+    return f"Read: {what}{below}. Measured: {read['name']} {library['measured']}. The claims were {about({'': library})}."
 
 def others(res, what): # The cases with this result, and what was said
     rows = [dict(package=k, case=r['case'], way=r['way'], off='' if r['off'] is None else f"{r['off']:.0%}", said=r['said'])
@@ -112,5 +149,5 @@ def others(res, what): # The cases with this result, and what was said
     return pd.DataFrame(rows)
 
 def markdown(df): # A table
-    def cell(v): return str(v).replace('|', '\\|').replace('<', '&lt;')
+    def cell(v): return str(v).replace('|', '\\|').replace('<', '&lt;').replace('__', r'\_\_')
     return '\n'.join(f"| {' | '.join(row)} |" for row in [[*df.columns], ['---']*len(df.columns), *([cell(v) for v in r] for r in df.values)])

@@ -2,7 +2,6 @@
 import torch
 from torch import nn
 from fastai.basics import SGD, DataLoader, DataLoaders, Learner, partial
-from fastai.vision.all import TensorImage
 
 def loaders(bs, *columns, n_valid=16):
     items = list(zip(*columns))

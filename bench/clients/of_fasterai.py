@@ -1,6 +1,4 @@
 "fasterai: distillation, regularization, sparse and pruned nets"
-from copy import deepcopy
-import torch
 from torch import nn
 from fastai.basics import set_seed
 from fasterai.core.all import *

@@ -1,13 +1,10 @@
 "fastMONAI: medical volumes, whose batches are small"
-import torch
 from torch import nn
 from fastMONAI.vision_loss import CustomLoss, TverskyFocalLoss
-from fastMONAI.vision_all import MedImage, MedMask
 from monai.losses import DiceCELoss, DiceLoss
 from monai.networks.nets import UNet, resnet10
-from functools import partial
 from . import Case
-from .data import conv_net, make, numbers, whole_numbers
+from .data import make, numbers, whole_numbers
 
 x,masks,y = numbers(32, 1, 16, 16, 16),whole_numbers(2, 32, 1, 16, 16, 16).float(),whole_numbers(3, 32)
 

@@ -1,7 +1,6 @@
 "pytorch_optimizer: every optimizer that it lists"
 from functools import partial
 import pytorch_optimizer as po
-import torch
 from torch import nn
 from fastai.optimizer import OptimWrapper
 from . import Case

@@ -1,8 +1,6 @@
 "self_supervised: callbacks whose losses compare the items of a batch, with coupled=True"
-import torch
 from torch import nn
 from fasttransform import Pipeline
-from fastai.basics import partial
 from fastai.losses import MSELossFlat
 from self_supervised.vision.barlow_twins import BarlowTwins, BarlowTwinsModel
 from self_supervised.vision.byol import BYOL, BYOLModel

@@ -6,7 +6,7 @@ if not hasattr(fastcore.script, 'Param'): fastcore.script.Param = lambda *args, 
 from tsai.all import (SGD, CrossEntropyLossFlat, CutMix1d, FCN, InceptionTimePlus, L, LSTM, LSTM_FCN, Learner, MixUp1d, MSELossFlat, ResNet,
                       TSClassification, TSRegression, TST, TSTPlus, WeightedPerSampleLoss, XceptionTime, create_model, get_ts_dls,
                       FocalLossFlat, TCN, gMLP)
-from . import BS, Case
+from . import Case
 
 X = np.random.RandomState(0).randn(96, 3, 40).astype(np.float32)
 classes,numbers = np.random.RandomState(1).randint(0, 3, 96).astype(str),X.mean((1, 2)).astype(np.float32)

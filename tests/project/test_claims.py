@@ -1,0 +1,119 @@
+"What other libraries' tests claim of accumulation, tried with fastaccum; the file of the results, the page, and README's counts"
+import json
+from importlib import import_module
+from pathlib import Path
+import pytest, torch
+from torch import nn
+from bench import clients
+from bench.clients import claims, of_accelerate, of_lightning, of_transformers
+from bench.clients.__main__ import CLIENTS, READ, merge
+from bench.clients.claims import Claim, Conformance
+
+root = Path(__file__).resolve().parents[2]
+results = clients.results()
+modules = {k: import_module(f'bench.clients.of_{k}') for k in READ}
+cases = {k: m.cases() for k,m in modules.items()}
+own = [pytest.param(c, way, id=f'{k}-{i}-{way}', marks=[pytest.mark.slow]*(way == 'two ranks'))
+       for k,cs in cases.items() for i,c in enumerate(cs) if isinstance(c, Claim) for way in c.ways]
+few = 'accelerate-10-loader batches', 'lightning-5-', 'lightning-26-micro-batches', 'transformers-1-micro-batches'
+quick = ['test_result', 'test_distance', 'test_merge', 'test_counts', 'test_results_are_of_all_claims', 'test_page', *(f'test_claim[{k}]' for k in few)]
+
+# -- The arithmetic
+def tensors(**values): return {k: torch.tensor(v) for k,v in values.items()}
+
+@pytest.mark.parametrize('found,expected,off', [
+    (dict(a=[3., 4.]), dict(a=[3., 4.]), 0), (dict(a=[0., 5.5]), dict(a=[0., 5.]), .1), (dict(a=[1.], b=[3.]), dict(a=[1.], b=[2.]), .5),
+    (dict(a=[1.]), dict(a=[0.]), 1), (dict(a=[1.]), dict(a=[1., 1.]), float('inf')), (dict(a=[1.]), dict(b=[1.]), float('inf')),
+    (dict(a=[float('nan')]), dict(a=[1.]), float('inf'))])
+def test_distance(found, expected, off): assert claims.distance(tensors(**found), tensors(**expected))==pytest.approx(off)
+
+def gives(off=0., says=None):
+    if says: claims.warnings.warn(says)
+    return tensors(a=[1.+off])
+def raises(what): raise RuntimeError(what)
+def refuses(): return claims.GradientAccumulation(0)
+
+@pytest.mark.parametrize('big,ours,expected', [
+    (gives, gives, ('exact', 0., '')), (gives, lambda: gives(.5), ('bug', .5, '')), (gives, lambda: gives(.5, 'half'), ('told', .5, 'half')),
+    (lambda: gives(says='half'), lambda: gives(.5, 'half'), ('bug', .5, '')), (gives, lambda: gives(says='half'), ('exact', 0., '')),
+    (lambda: raises('before'), gives, ('fails', None, 'before')), (gives, lambda: raises('oh'), ('bug', None, 'RuntimeError: oh')),
+    (claims.REFUSED, gives, ('bug', None, 'There is no error.'))])
+def test_result(big, ours, expected): assert claims.result(Claim('a claim', '', big, dict(way=ours)), 'way')==expected
+
+def test_result_refused():
+    what,off,said = claims.result(claims.refused('a claim', '', refuses), '')
+    assert (what, off)==('refused', None) and 'accum_bs=0' in said
+
+# -- The claims
+@pytest.mark.parametrize('claim,way', own)
+def test_claim(claim, way):
+    "As the file says; the other claims are of `fastaccum.conformance`, and are tested with it"
+    row, = [r for k in READ for r in results[k]['rows'] if (r['case'], r['way'], r['where'])==(claim.name, way, claim.where)]
+    assert claims.result(claim, way)[0]==row['result']!='bug'
+
+class AllAlike(claims.GradientAccumulation):
+    "Each micro-batch counts alike, as in a loop that divides the losses by their number"
+    def __init__(self, *args, **kwargs): super().__init__(*args, weight=lambda learn: 1, **kwargs)
+
+@pytest.mark.parametrize('train', [of_accelerate.tracked, of_accelerate.folds, of_lightning.four_steps, of_transformers.smoothed])
+@pytest.mark.parametrize('way', ['micro-batches', 'loader batches'])
+def test_wrong_weights_are_noticed(train, way, monkeypatch):
+    monkeypatch.setattr(claims, 'GradientAccumulation', AllAlike)
+    what,off,_ = claims.result(claims.same('a claim', '', train), way)
+    assert what=='bug' and off > 1e-3
+
+@pytest.mark.parametrize('wrong', [dict(seen=torch.tensor([22.]))])
+def test_a_new_run_is_not_one_that_goes_on(wrong):
+    "The number of loader batches tells them apart: the weights are the same"
+    assert claims.distance({**of_transformers.whole(18), **wrong}, of_transformers.whole(18)) > .1
+
+# -- The file, the page, README
+def test_results_are_of_all_claims():
+    "Else: `python -m bench.clients accelerate lightning transformers`"
+    assert list(results)==[*CLIENTS, *READ]
+    for k in READ:
+        assert [(r['case'], r['way'], r['where']) for r in results[k]['rows']]==[(c.name, way, c.where) for c in cases[k] for way in c.ways]
+        assert results[k]['read']==modules[k].READ and results[k]['measured'] and results[k]['error'] is None
+        assert len({c.name for c in cases[k]})==len(cases[k])
+        found = {r['case']: r['theirs'] for r in results[k]['rows']}
+        for c in cases[k]:
+            if isinstance(c, Conformance): assert found[c.name]==c.theirs()
+    fails = [r for k in READ for r in results[k]['rows'] if r['result']=='fails']
+    assert {r['case'] for r in fails}=={'One backward pass for each loader batch, with an optimizer that calls a closure (LBFGS)'}
+    refusals = {c.name for k in READ for c in cases[k] if isinstance(c, Claim) and c.big==claims.REFUSED}
+    assert {r['case'] for k in READ for r in results[k]['rows'] if r['result']=='refused'}==refusals
+
+def test_merge(tmp_path, monkeypatch):
+    "What others have written stays as it is; the order is that of the clients"
+    monkeypatch.setattr('bench.clients.OUT', tmp_path/'clients.json')
+    monkeypatch.setattr('bench.clients.__main__.OUT', tmp_path/'clients.json')
+    merge('timm', dict(rows=[1]))
+    merge('accelerate', dict(rows=[2]))
+    merge('tsai', dict(rows=[3]))
+    before = clients.results()
+    assert list(before)==['tsai', 'timm', 'accelerate']
+    merge('timm', dict(rows=[4]))
+    assert clients.results()=={**before, 'timm': dict(rows=[4])}
+
+def row(result): return dict(case='a case', way='', result=result, off=None, said='')
+def test_counts():
+    few = dict(tsai=dict(rows=[row('exact'), row('told')]), timm=dict(rows=[row('exact')]),
+               **{k: dict(read=dict(name=k.title()), rows=[row('refused')]) for k in READ})
+    assert clients.in_words(few)==('2 clients in 3 configurations: 2 exact, 1 told. 3 claims of the tests of Accelerate, Lightning and '
+                                   'Transformers in 3 configurations: 3 refused')
+    for file in ('README.md', 'nbs/index.ipynb'):
+        assert f'{clients.in_words(results)} |' in (root/file).read_text(encoding='utf-8'), f"{file}: {clients.in_words(results)}"
+
+def test_about():
+    def of(date, torch): return dict(date=date, beside=dict(fastai='2', torch=torch))
+    assert clients.about(dict(a=of('today', '3'), b=of('today', '3')))=='run on today with fastai 2 and PyTorch 3'
+    assert clients.about(dict(a=of('today', '4'), b=of('sunday', '3')))=='run on sunday with fastai 2 and PyTorch 3; run on today with fastai 2 and PyTorch 4'
+
+def test_page():
+    "Else: run nbs/works_with.ipynb again"
+    page = json.loads((root/'nbs/works_with.ipynb').read_text(encoding='utf-8'))
+    shown = [''.join(o['data']['text/markdown']) for c in page['cells'] for o in c.get('outputs', [])]
+    ours = clients.installed(results)
+    assert shown==[f'Clients were {clients.about(ours)}.', clients.markdown(clients.summary(ours)),
+                   *(clients.markdown(clients.others(ours, k)) for k in ('told','refused','fails')),
+                   *(text for o in clients.libraries(results).values() for text in (clients.read_from(o), clients.markdown(clients.claims_of(o))))]
