@@ -24,7 +24,7 @@ from fastaccum.accumulation.callback import GradientAccumulation
 
 OUT = Path(__file__).parents[1]/'clients.json'
 BS = 16                # Items of the big batch
-WAYS = {'micro-batches': (BS, dict(accum_bs=BS, micro_batch_size=5)), 'loader batches': (4, dict(accum_bs=BS))}
+WAYS = {'micro-batches': (BS, dict(accum_bs=BS, micro_batch_size=6)), 'loader batches': (4, dict(accum_bs=BS))}
 EXACT = 1e-3           # Of the distance that the weights moved
 
 @dataclass

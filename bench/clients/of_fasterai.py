@@ -9,7 +9,7 @@ from fasterai.sparse.all import SparsifyCallback
 from . import Case
 from .data import conv_net, make, numbers, whole_numbers
 
-x,y = numbers(64, 1, 8, 8),whole_numbers(4, 64)
+x,y = numbers(60, 1, 8, 8),whole_numbers(4, 60)
 
 def teacher():
     set_seed(7)

@@ -6,7 +6,7 @@ from monai.networks.nets import UNet, resnet10
 from . import Case
 from .data import make, numbers, whole_numbers
 
-x,masks,y = numbers(32, 1, 16, 16, 16),whole_numbers(2, 32, 1, 16, 16, 16).float(),whole_numbers(3, 32)
+x,masks,y = numbers(28, 1, 16, 16, 16),whole_numbers(2, 28, 1, 16, 16, 16).float(),whole_numbers(3, 28)
 
 def cases():
     unet = lambda: UNet(3, 1, 1, (4, 8), (2,), norm='instance')

@@ -4,7 +4,7 @@ from kornia import losses as L
 from . import Case
 from .data import conv_net, make, numbers, whole_numbers
 
-x,y,masks = numbers(64, 1, 12, 12),numbers(64, 1, 12, 12, seed=1),whole_numbers(3, 64, 12, 12)
+x,y,masks = numbers(60, 1, 12, 12),numbers(60, 1, 12, 12, seed=1),whole_numbers(3, 60, 12, 12)
 bits = (y > 0).float()
 
 def cases():

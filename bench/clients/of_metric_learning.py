@@ -5,7 +5,7 @@ from torch import nn
 from . import Case
 from .data import conv_net, make, numbers, whole_numbers
 
-x,y = numbers(64, 1, 8, 8),whole_numbers(4, 64)
+x,y = numbers(60, 1, 8, 8),whole_numbers(4, 60)
 # Losses with weights of their own get the sizes; some need embeddings of another kind
 sizes = dict(num_classes=4, embedding_size=8)
 other_calls = 'BaseMetricLossFunction','CrossBatchMemory','MultipleLosses','SelfSupervisedLoss','VICRegLoss','WeightMixin','GenericPairLoss', \

@@ -5,8 +5,8 @@ from torch import nn
 from . import Case
 from .data import conv_net, make, numbers, whole_numbers
 
-x,y = numbers(64, 1, 8, 8),whole_numbers(3, 64, 8, 8)
-masks = (numbers(64, 1, 8, 8, seed=1) > 0).float()
+x,y = numbers(60, 1, 8, 8),whole_numbers(3, 60, 8, 8)
+masks = (numbers(60, 1, 8, 8, seed=1) > 0).float()
 L = smp.losses
 
 def case(name, loss_func, y=y, out=3, **kwargs): return Case(name, make(x, y, lambda: conv_net(out, head=False), loss_func), **kwargs)

@@ -10,7 +10,7 @@ from self_supervised.vision.swav import SWAV, SwAVModel
 from . import Case
 from .data import conv_net, make, numbers
 
-x,y = numbers(64, 1, 12, 12),numbers(64, 1)
+x,y = numbers(60, 1, 12, 12),numbers(60, 1)
 # Views without random numbers, so that runs can be compared
 def as_it_is(x): return x
 def mirrored(x): return x.flip(-1)

@@ -9,9 +9,9 @@ from . import Case
 from .data import conv_net, make, numbers, whole_numbers
 
 x,y = numbers(32, 3, 32, 32),whole_numbers(4, 32)
-small,labels = numbers(64, 1, 8, 8),whole_numbers(4, 64)
-soft = numbers(64, 4, seed=2).softmax(1)
-bits = (numbers(64, 4, seed=3) > 0).float()
+small,labels = numbers(60, 1, 8, 8),whole_numbers(4, 60)
+soft = numbers(60, 4, seed=2).softmax(1)
+bits = (numbers(60, 4, seed=3) > 0).float()
 
 class Scheduled(Callback):
     "timm's scheduler, moved after each step"

@@ -10,7 +10,7 @@ from . import Case
 
 X = np.random.RandomState(0).randn(96, 3, 40).astype(np.float32)
 classes,numbers = np.random.RandomState(1).randint(0, 3, 96).astype(str),X.mean((1, 2)).astype(np.float32)
-splits = L(range(64)),L(range(64, 96))
+splits = L(range(60)),L(range(60, 96))
 
 def make(arch, loss_func=CrossEntropyLossFlat, y=classes, tfm=TSClassification):
     def learner(bs):

@@ -275,7 +275,7 @@ class Biased(Callback):
 
 @pytest.mark.parametrize('loss_func,kwargs,expected', [
     (nn.MSELoss(), {}, 'exact'), (spread, {}, 'told'), (spread, dict(acc=dict(coupled=True)), 'exact'), (sixteen, {}, 'refused'), (fails, {}, 'fails'),
-    (nn.MSELoss(), dict(cbs=lambda: [Biased()]), 'bug')])
+    (nn.MSELoss(), dict(cbs=lambda: [Biased()]), 'bug'), (nn.MSELoss(), dict(acc=dict(weight=lambda learn: 1)), 'bug')])
 def test_results_of_clients(loss_func, kwargs, expected):
     what,off,said = clients.result(client_case(loss_func, **kwargs), 'micro-batches')
     assert what==expected
