@@ -112,13 +112,17 @@ class Batches:
         order = torch.randperm(self.n) if self.shuffle else torch.arange(self.n)
         for i in order.split(self.bs): yield self.dataset[i]
 
-def train(name, cbs, seed) -> dict:
-    "Steps, items, seconds of the processor, and the validation's score"
+def learner(name, bs, *cbs, opt_func=partial(Adam, wd=0.)):
+    "Of a task, with loader batches of `bs`"
+    task = TASKS[name]
+    dls = DataLoaders(*[Batches(ds, n, shuffle) for ds,n,shuffle in zip(_split(name), (bs, 512), (True, False))])
+    return Learner(dls, task.model(), loss_func=F.cross_entropy, opt_func=opt_func, metrics=accuracy if task.score == 'accuracy' else None, cbs=cbs)
+
+def train(name, cbs, seed, bs=None) -> dict:
+    "Steps, items, seconds of the processor, and the validation's score, with loader batches of `bs` or of `small`"
     task = TASKS[name]
     set_seed(seed)
-    dls = DataLoaders(*[Batches(ds, bs, bs == task.small) for ds,bs in zip(_split(name), (task.small, 512))])
-    learn = Learner(dls, task.model(), loss_func=F.cross_entropy, opt_func=partial(Adam, wd=0.), metrics=accuracy if task.score == 'accuracy' else None)
-    steps = StepLogger()
+    learn,steps = learner(name, bs or task.small),StepLogger()
     start = time.process_time()
     with learn.no_bar(), learn.no_logging(): learn.fit(task.n_epoch, task.lr, cbs=[*cbs, steps])
     seconds = time.process_time()-start

@@ -1,69 +1,126 @@
-"""Does a small batch do as well, if it is tuned? The two problems of `batch_size`, in batches of several sizes, after the same number of items
+"""Does a small batch do as well, if it is tuned? The two problems of `batch_size`, in steps of several sizes, after the same number of items
 
 `python -m bench.small_batches` takes some ten minutes on two cores and writes small_batches.json, which the tutorial *When not to
-accumulate* shows. For each size the learning rate is the best of a grid. Adam's averages either keep their decay for each step, or their
-half-life in items, which arXiv:2507.07101 recommends for small batches."""
-import json, time, warnings
+accumulate* shows. For each size, one seed chooses the learning rate from a grid, and three others give the score. Adam's averages either
+have the same decay in each step, or the same half-life in items, which arXiv:2507.07101 recommends for small batches."""
+import json, os, random, time, warnings
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import mean, median
 import matplotlib.pyplot as plt, pandas as pd, torch
 from fastai.basics import *
 from fastaccum.all import *
-from .batch_size import TASKS, Batches, _split, decays
+from .batch_size import TASKS, decays, learner, train
+from .memory import Activations
 
 FILE = Path(__file__).with_suffix('.json')
-SIZES = {'digits': (1, 4, 16, 64, 256), 'characters': (1, 4, 16, 64)}
-GRID = 1/4, 1/2, 1, 2, 4       # times the rate of `small`, scaled by the square root of the size
-SEEDS = range(2)
-MOM,SQR_MOM = .9,.99           # for batches of `small`
-HOW = 'decay of each step', 'half-life in items'
+SIZES = {'digits': (4, 16, 64, 256), 'characters': (1, 4, 16, 64)}   # items of a step
+HOW = {'same decay in each step': False, 'same half-life in items': True}
+GRID = 1/4, 1/2, 1, 2, 4         # times the rate for steps of `small`, on top of the square root of the size
+TUNING,SEEDS = range(1),range(1, 4)
 
-def train(name, size, lr, how, seed) -> dict:
-    "Steps, seconds of the processor, and the validation's score"
-    task,k = TASKS[name],size/TASKS[name].small if how == 'half-life in items' else 1
-    set_seed(seed)
-    bs = min(size, task.small)
-    dls = DataLoaders(*[Batches(ds, b, train) for ds,b,train in zip(_split(name), (bs, 512), (True, False))])
-    learn = Learner(dls, task.model(), loss_func=F.cross_entropy, opt_func=partial(Adam, mom=MOM**k, sqr_mom=SQR_MOM**k, wd=0.),
-                    metrics=accuracy if task.score == 'accuracy' else None)
-    start = time.process_time()
-    with learn.no_bar(), learn.no_logging(): learn.fit(task.n_epoch, lr, cbs=[decays(lr), *([GradientAccumulation(size)] if size > bs else [])])
-    _,loss,*acc = learn.recorder.values[-1]
-    return dict(task=name, size=size, lr=lr, how=how, seed=seed, seconds=time.process_time()-start, score=100*acc[0] if acc else loss)
+# -- The score of a size
+def score(name, size, how, times, seed) -> dict:
+    "One training. Steps of more than `small` items are accumulated"
+    task = TASKS[name]
+    cbs = [decays(times*task.lr), ScaleLR('sqrt', bs=task.small, half_life=HOW[how])] + [GradientAccumulation(size)]*(size > task.small)
+    return dict(task=name, size=size, how=how, times=times, seed=seed, **train(name, cbs, seed, min(size, task.small)))
 
-def job(args):
+def is_better(name): return max if TASKS[name].score == 'accuracy' else min
+
+def tuned(case) -> list: # A dict for each training
+    "The grid, with more rates beyond its end while the best rate is the last one; then the other seeds, with the best rate"
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
-    res = train(*args)
-    print(f"{res['task']} {res['size']:4} {res['how']:20} {res['lr']:.0e}: {res['score']:.4g}, {res['seconds']:.1f} s", flush=True)
+    name,size,how = case
+    rows,scores = [],{}
+    def tune(times):
+        new = [score(*case, times, seed) for seed in TUNING]
+        scores[times] = mean(r['score'] for r in new)
+        rows.extend(new)
+    for times in GRID: tune(times)
+    while (best := is_better(name)(scores, key=scores.get)) in (end := (min(scores), max(scores))): tune(best/2 if best == end[0] else best*2)
+    rows += [score(*case, best, seed) for seed in SEEDS]
+    print(f"{name}, steps of {size}, {how}: {', '.join(f'{k:g}: {v:.4g}' for k,v in sorted(scores.items()))}; "
+          f"then {[round(r['score'], 3) for r in rows[-len(SEEDS):]]}, {rows[-1]['seconds']:.1f} s", flush=True)
+    return rows
+
+# -- What it costs: items of a loader batch and of a step
+def cost_cases(name):
+    small = TASKS[name].small
+    return [(1, 1), (1, small), (small, small), (small, 16*small), (16*small, 16*small)]
+
+def job(name, bs, size, *cbs, **kwargs):
+    learn = learner(name, bs, *[GradientAccumulation(size)]*(size > bs), *cbs, **kwargs)
+    learn._do_epoch_validate = lambda: None
+    return learn
+
+def fit_epoch(learn):
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+
+def item_time(name, bs, size) -> float: # Microseconds of the processor
+    "Of an epoch without validation"
+    learn = job(name, bs, size)
+    start = time.process_time()
+    fit_epoch(learn)
+    return 1e6*(time.process_time()-start)/learn.dls.train.n
+
+class TwoSteps(Callback):
+    "Ends the fit after two steps of `size` items"
+    def __init__(self, size): store_attr()
+    def before_fit(self): self.n_items = 0
+    def after_batch(self):
+        self.n_items += len(self.y)
+        if self.n_items >= 2*self.size: raise CancelFitException
+
+def peak(name, bs, size) -> int: # Bytes
+    "Of what two steps make, without gradients. With SGD, because Adam's averages would hide the activations of models this small"
+    learn = job(name, bs, size, TwoSteps(size), opt_func=SGD)
+    with Activations(learn.model) as seen: fit_epoch(learn)
+    return seen.peak
+
+def costs(rounds=3) -> list: # A dict for each of `cost_cases`
+    "In each round all train, in another order each time; the median of the rounds. The first warms up"
+    warnings.simplefilter('ignore')
+    torch.set_num_threads(1)
+    res = []
+    for name in TASKS:
+        cases = cost_cases(name)
+        times = {c: [] for c in cases}
+        for i in range(-1, rounds):
+            for c in random.Random(i).sample(cases, len(cases)): times[c].append(item_time(name, *c))
+        res += [dict(task=name, bs=c[0], size=c[1], us=median(times[c][1:]), peak=peak(name, *c)) for c in cases]
     return res
 
-def jobs(): # The longest first
-    return [(name, size, f*TASKS[name].lr*(size/TASKS[name].small)**.5, how, seed) for name in reversed(SIZES) for size in SIZES[name]
-            for how in HOW for f in GRID for seed in SEEDS]
-
+# -- The file, the tables and the picture
 def results(): return json.loads(FILE.read_text(encoding='utf-8'))
 
-def table(rows, name) -> pd.DataFrame: # A row for each size and way: the best rate, the score with it, its spread over the seeds, seconds
-    "The best learning rate of each size"
-    runs = pd.DataFrame([r for r in rows if r['task'] == name])
-    runs = runs.groupby(['how','size','lr'], sort=False).agg(score=('score','mean'), spread=('score', lambda o: o.max()-o.min()), seconds=('seconds','mean')).reset_index()
-    best = runs.groupby(['how','size'], sort=False).score
-    which = best.idxmax() if TASKS[name].score == 'accuracy' else best.idxmin()
-    return runs.loc[which].set_index(['how','size'])
+def table(rows, name) -> pd.DataFrame: # Indexed by how and size; `score` and its standard deviation over `SEEDS`
+    "Of one task, with the best learning rate of each size"
+    runs = pd.DataFrame([r for r in rows if r['task'] == name and r['seed'] in SEEDS])
+    return runs.groupby(['how','size'], sort=False).agg(times=('times','first'), steps=('steps','mean'), items=('items','mean'), score=('score','mean'), std=('score','std'))
 
 def plot(rows):
-    "Best score against the items of a step, a panel for each problem; bars reach from one seed to the other"
-    fig,axs = plt.subplots(1, len(SIZES), figsize=(9, 3.2), layout='constrained')
-    for ax,name in zip(axs, SIZES):
-        best = table(rows, name)
-        for how in HOW: ax.errorbar(best.loc[how].index, best.loc[how].score, best.loc[how].spread/2, marker='o', capsize=3, label=how)
-        ax.set(xscale='log', xlabel='items of a step', title=f"{name}: {'accuracy, %' if TASKS[name].score == 'accuracy' else 'validation loss'}")
-    fig.legend(*axs[0].get_legend_handles_labels(), loc='outside right center')
+    "Score against the items of a step, a panel for each task; bars are a standard deviation over the seeds to each side"
+    fig,axs = plt.subplots(1, len(SIZES), figsize=(9, 3.4), layout='constrained')
+    for ax,(name,sizes) in zip(axs, SIZES.items()):
+        of = table(rows, name)
+        for how,marker in zip(HOW, 'so'): ax.errorbar(sizes, of.loc[how].score, of.loc[how]['std'], marker=marker, capsize=3, label=how)
+        ax.axvspan(TASKS[name].small*1.5, sizes[-1]*1.5, color='.93', zorder=0)
+        ax.set(xlabel='items of a step (gray: accumulated)', title=f'{name}: {"accuracy, %" if TASKS[name].score == "accuracy" else "validation loss"}')
+        ax.set_xscale('log', base=2)
+        ax.set_xticks(sizes, sizes)
+        ax.set_xlim(sizes[0]/1.5, sizes[-1]*1.5)
+        ax.spines[['top', 'right']].set_visible(False)
+    fig.legend(*axs[0].get_legend_handles_labels(), loc='outside upper center', ncols=2, frameon=False)
     return fig
 
 if __name__ == '__main__':
     from .__main__ import machine, versions
-    with ProcessPoolExecutor(2) as pool: rows = list(pool.map(job, jobs()))
-    FILE.write_text(json.dumps(dict(date=date.today().isoformat(), machine=machine(), versions=versions(), rows=rows), indent=1)+'\n', encoding='utf-8')
+    cases = sorted(((name, size, how) for name in SIZES for size in SIZES[name] for how in HOW), key=lambda c: c[1])   # the longest first
+    with ProcessPoolExecutor(os.cpu_count(), get_context('spawn')) as pool: rows = [r for res in pool.map(tuned, cases) for r in res]
+    res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), costs=costs(), rows=rows)
+    FILE.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')

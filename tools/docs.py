@@ -16,7 +16,7 @@ menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipe
         'Migrating from other libraries': 'coming_from', 'Tutorials': 'tutorials/', 'API reference': 'api/', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks', 'Works with': 'works_with', '': '',
         'Changelog': 'changelog', 'Contributing': 'contributing'}
 # In the order in which a user needs them; those that are not named follow
-first = ['tutorials/' + o for o in ('bigger_batch', 'from_the_course', 'anneal', 'find_batch_size', 'mixed_precision', 'any_gpu', 'token_losses', 'contrastive', 'batchnorm', 'callbacks', 'several_models', 'many_devices', 'scaling',
+first = ['tutorials/' + o for o in ('bigger_batch', 'from_the_course', 'anneal', 'find_batch_size', 'when_not_to', 'mixed_precision', 'any_gpu', 'token_losses', 'contrastive', 'batchnorm', 'callbacks', 'several_models', 'many_devices', 'scaling',
                                     'wandb', 'stop_and_resume', 'how_exact', 'optimizers', 'attention', 'quantization', 'distillation')]
 folders = ['api/' + o for o in ('accumulation', 'precision', 'batch_size', 'checkpoint', 'parallel', 'memory', 'logs', 'core', 'loop')]
 

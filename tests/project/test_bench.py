@@ -1,13 +1,14 @@
 "The benchmarks: everybody trains the same, the arithmetic, and the promises that the results file must keep"
-import json, re, shutil
+import json, math, re, shutil
 from functools import partial
 from pathlib import Path
+import pandas as pd
 import pytest
 from reference import rel_err, weights
 import torch
 from fastai.basics import Callback
 from torch import nn
-from bench import against, batchnorm, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, speed, syncs, toolbox
+from bench import against, batchnorm, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, small_batches, speed, syncs, toolbox
 from bench.clients import data
 from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
 from bench.jobs import job
@@ -170,6 +171,34 @@ def test_results_of_the_tutorials():
     assert [(r['way'], len(r['accuracy'])) for r in batchnorm.results()['rows']]==[(k, len(batchnorm.SEEDS)) for k in batchnorm.WAYS]
     runs = {(r['way'], r['seed']) for r in contrastive.results()['rows']}
     assert runs=={*((k, s) for k in ('not trained', *contrastive.WAYS) for s in contrastive.SEEDS), ('pixels', 0)}
+
+def test_results_of_small_batches():
+    "Every size is tuned, sees the same items, and its best rate is no end of its grid; what it costs is of all cases"
+    runs = pd.DataFrame(small_batches.results()['rows'])
+    assert [k for k,_ in runs.groupby(['task','size','how'])]==sorted((t, n, how) for t,sizes in small_batches.SIZES.items() for n in sizes for how in small_batches.HOW)
+    assert (runs.groupby('task')['items'].nunique()==1).all()
+    for _,of in runs.groupby(['task','size','how']):
+        grid,(best,) = of[of.seed.isin(small_batches.TUNING)],of[of.seed.isin(small_batches.SEEDS)].times.unique()
+        assert {*grid.times} >= {*small_batches.GRID} and len(of)==len(small_batches.SEEDS) + len(small_batches.TUNING)*grid.times.nunique()
+        assert min(grid.times) < best < max(grid.times)
+    assert [(r['task'], r['bs'], r['size']) for r in small_batches.results()['costs']]==[(t, *c) for t in small_batches.TASKS for c in small_batches.cost_cases(t)]
+
+@pytest.mark.parametrize('best', [1/16, 1, 8])
+def test_tuning_goes_on_at_the_ends(monkeypatch, best):
+    "Beyond the grid until the best rate is within it; the score is of seeds that did not choose it"
+    monkeypatch.setattr(small_batches, 'score', lambda name, size, how, times, seed: dict(times=times, seed=seed, score=abs(math.log2(times/best)) + seed/100, seconds=0))
+    rows = small_batches.tuned(('characters', 4, 'same half-life in items'))
+    tried = {r['times'] for r in rows if r['seed'] in small_batches.TUNING}
+    assert tried=={*small_batches.GRID} | {1/16: {1/8, 1/16, 1/32}, 1: set(), 8: {8, 16}}[best]
+    assert [(r['times'], r['seed']) for r in rows[-len(small_batches.SEEDS):]]==[(best, s) for s in small_batches.SEEDS]
+
+def test_small_batches_take_the_same_items(monkeypatch):
+    "In loader batches, or accumulated; a step takes the memory of a loader batch"
+    monkeypatch.setitem(small_batches.TASKS, 'digits', small_batches.TASKS['digits']._replace(n_epoch=1))
+    runs = [small_batches.score('digits', n, 'same half-life in items', 1, 0) for n in (8, 64, 256)]
+    assert [(r['steps'], r['items']) for r in runs]==[(180, 1437), (23, 1437), (6, 1437)]
+    one,small,accumulated,large = (small_batches.peak('characters', *c) for c in ((1, 1), (4, 4), (4, 64), (64, 64)))
+    assert one < .5*small and accumulated < 1.05*small and small < .2*large
 
 def test_page_is_of_the_results():
     "Else: run nbs/benchmarks.ipynb again"
