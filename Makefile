@@ -40,7 +40,7 @@ cases: $(INSTALLED) ## every case of every test, and hidden slow cells (some 15 
 	echo $(HIDDEN) | $(TEST_ENV) xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 1 --flags slow
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE)
 
-bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some twenty minutes); make the pages of it; DEVICE=cuda: on a GPU
+bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some fifteen minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(BIN)/python -m bench
 	$(TEST_ENV) $(BIN)/python -m bench.batch_size
 	$(TEST_ENV) $(BIN)/python -m bench.small_batches

@@ -1,6 +1,6 @@
 """Does a small batch do as well, if it is tuned? The two problems of `batch_size`, in steps of several sizes, after the same number of items
 
-`python -m bench.small_batches` takes some ten minutes on two cores and writes small_batches.json, which the tutorial *When not to
+`python -m bench.small_batches` takes some minutes on two cores and writes small_batches.json, which the tutorial *When not to
 accumulate* shows. For each size, one seed chooses the learning rate from a grid, and three others give the score. Adam's averages either
 have the same decay in each step, or the same half-life in items, which arXiv:2507.07101 recommends for small batches."""
 import json, os, random, time, warnings
@@ -17,7 +17,7 @@ from .batch_size import TASKS, decays, learner, train
 from .memory import Activations
 
 FILE = Path(__file__).with_suffix('.json')
-SIZES = {'digits': (4, 16, 64, 256), 'characters': (1, 4, 16, 64)}   # items of a step
+SIZES = {'digits': (4, 16, 64, 256), 'characters': (4, 16, 64)}   # items of a step
 HOW = {'same decay in each step': False, 'same half-life in items': True}
 GRID = 1/4, 1/2, 1, 2, 4         # times the rate for steps of `small`, on top of the square root of the size
 TUNING,SEEDS = range(1),range(1, 4)
@@ -53,33 +53,29 @@ def cost_cases(name):
     small = TASKS[name].small
     return [(1, 1), (1, small), (small, small), (small, 16*small), (16*small, 16*small)]
 
-def job(name, bs, size, *cbs, **kwargs):
-    learn = learner(name, bs, *[GradientAccumulation(size)]*(size > bs), *cbs, **kwargs)
-    learn._do_epoch_validate = lambda: None
-    return learn
+class StopAfter(Callback):
+    def __init__(self, n_items): store_attr()
+    def before_fit(self): self.seen = 0
+    def after_batch(self):
+        self.seen += len(self.y)
+        if self.seen >= self.n_items: raise CancelFitException
 
-def fit_epoch(learn):
+def short(name, bs, size, n_items, **kwargs):
+    "A Learner that trains with `n_items` items, without validation"
+    return learner(name, bs, *[GradientAccumulation(size)]*(size > bs), StopAfter(n_items), **kwargs)
+
+def fit(learn):
     with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
 
-def item_time(name, bs, size) -> float: # Microseconds of the processor
-    "Of an epoch without validation"
-    learn = job(name, bs, size)
-    start = time.process_time()
-    fit_epoch(learn)
-    return 1e6*(time.process_time()-start)/learn.dls.train.n
-
-class TwoSteps(Callback):
-    "Ends the fit after two steps of `size` items"
-    def __init__(self, size): store_attr()
-    def before_fit(self): self.n_items = 0
-    def after_batch(self):
-        self.n_items += len(self.y)
-        if self.n_items >= 2*self.size: raise CancelFitException
+def item_time(name, bs, size, n_items=1280) -> float: # Microseconds of the processor
+    learn,start = short(name, bs, size, n_items),time.process_time()
+    fit(learn)
+    return 1e6*(time.process_time()-start)/n_items
 
 def peak(name, bs, size) -> int: # Bytes
     "Of what two steps make, without gradients. With SGD, because Adam's averages would hide the activations of models this small"
-    learn = job(name, bs, size, TwoSteps(size), opt_func=SGD)
-    with Activations(learn.model) as seen: fit_epoch(learn)
+    learn = short(name, bs, size, 2*size, opt_func=SGD)
+    with Activations(learn.model) as seen: fit(learn)
     return seen.peak
 
 def costs(rounds=3) -> list: # A dict for each of `cost_cases`
