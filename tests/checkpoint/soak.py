@@ -50,7 +50,7 @@ def summary(meter, learn, caught):
     "Time in quarters of the run, what is in memory at the end of each fit"
     quarters = lambda f: [round(float(f(q)), 2) for q in np.array_split(np.array(meter.ms), 4)]
     df = learn.step_logger.to_df()
-    return dict(steps=len(df), fits=int(df.fit.max()), skipped=int(df.skipped.sum()), first_loss=df.loss.iloc[0], last_loss=df.loss.iloc[-1],
+    return dict(steps=len(df), fits=int(df.fit.max()), skipped=int(df.skipped.sum()), first_loss=df.loss[:8].mean(), last_loss=df.loss[-8:].mean(),   # of an epoch: single steps differ too much
                 mean_ms=quarters(np.mean), median_ms=quarters(np.median), mib=[round(m, 1) for m in meter.mib], blocks=meter.blocks, tensors=meter.tensors,
                 bytes_per_step=round(per_step(meter, 'mib')*2**20), blocks_per_step=round(per_step(meter, 'blocks'), 3), tensors_per_step=per_step(meter, 'tensors'), warnings=dict(caught))
 
