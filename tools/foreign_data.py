@@ -126,10 +126,12 @@ def seeded_weights(self, *args, **kwargs):
     return models.get_model(name, weights=None).state_dict()
 
 def offline(root):
-    "No network and no worker processes in this process; on a machine without a GPU `.cuda()` stays on the CPU"
+    "No network, no worker processes and a small AWD_LSTM in this process; on a machine without a GPU `.cuda()` stays on the CPU"
     import fastai.data.external, fastai.data.load, torch, torchvision
     fastai.data.external.untar_data = lambda url, *args, **kwargs: make(url, root)  # before other modules import it
     from fastai.text.learner import TextLearner
+    from fastai.text.models.awdlstm import awd_lstm_clas_config, awd_lstm_lm_config
+    for config in (awd_lstm_clas_config, awd_lstm_lm_config): config.update(emb_sz=32, n_hid=48, n_layers=2)
     torchvision.models._api.WeightsEnum.get_state_dict = seeded_weights
     TextLearner.load_pretrained = lambda self, *args, **kwargs: self
     init,connect = fastai.data.load._FakeLoader.__init__,socket.socket.connect
