@@ -14,7 +14,8 @@ Weights (by the distance that they moved), optimizer state, learning rates, loss
 - refused: an error says why
 - bug: anything else, unless `EXPLAINED` says why it differs
 
-or it cannot be compared: fastai fails too, the fit is chaotic (a rounding error changes it by a tenth), or it draws at random or keeps state for each
+or it cannot be compared: fastai fails too, its fit does not repeat itself (random) or is chaotic (a rounding error
+changes it by a tenth), or it draws at random or keeps state for each
 loader batch. Then the whole notebook runs once more with `GradientAccumulation(accum_bs=1)` on every Learner, for the cells' own
 tests. With prefixes after the path, as `18a 20`, only these notebooks run."""
 import functools, inspect, io, os, pickle, re, signal, subprocess, sys, tempfile, traceback, warnings
@@ -43,10 +44,6 @@ EXPLAINED = (
     ('18a_callback.training', 'ShortEpochCallback(', ONE_ROW,
      'it ends the epoch before the Recorder sees the last batch; with ours the row of that step is there'),
     ('18a_callback.training', 'ShortEpochCallback(', 'weights', 'it ends the epoch after two loader batches, whatever their size'),
-    ('18a_callback.training', 'GradientAccumulation(n_acc', 'ValueError', "fastai's accumulation beside ours is an error"),
-    ('18a_callback.training', 'cbs=fp16)', 'ValueError', "fastai's mixed precision beside our accumulation is an error, which names ours"),
-    ('18a_callback.training', 'cbs=[GradientClip,fp16])', 'ValueError',
-     "fastai's mixed precision beside our accumulation is an error, which names ours"),
 )
 
 # -- In the process that runs a notebook: one fit ------------------------------------------------------------------
@@ -118,7 +115,7 @@ def off(a, b) -> float: # Norm of the difference over that of `a`
 def differences(a, b): # Name -> by how much
     return {k: off(a[k], b[k]) if k in a and k in b else float('inf') for k in {**a, **b}}
 
-def verdict(plain, ours, rounded): # (result, what is said); `rounded()` is the plain fit with gradients that are off by a rounding error
+def verdict(plain, ours, repeated, rounded): # (result, what is said); `repeated()` is the plain fit again, `rounded()` with other last bits
     (a,before,*_),(b,said,error,refused) = plain,ours
     new = [o for o in said if o not in before and not any(part in o for part in GENERAL)]
     if error: return ('refused' if refused else 'told' if new else 'bug'),(error if refused or not new else f'{error}: {new[0]}')
@@ -126,7 +123,8 @@ def verdict(plain, ours, rounded): # (result, what is said); `rounded()` is the 
     says = ', '.join(f'{k} {v:.1g} off' for k,v in wrong.items())
     if not wrong: return 'exact',''
     if new: return 'told',f'{says}: {new[0]}'
-    res = rounded()
+    again,res = repeated(),rounded()
+    if not again or any(v for v in differences(a, again[0]).values()): return 'random',f"{says}, and fastai's fit does not repeat itself"
     far = differences(a, res[0]) if res and res[0] else {}
     if any(v > 10*far.get(k, 0) for k,v in wrong.items()): return 'bug',says
     return ('exact' if all(far[k] < .1 for k in wrong) else 'chaotic'),f'{says}, as after rounding errors'
@@ -137,7 +135,7 @@ def beside(learn, fit, plain, change=None, **kwargs): # The verdict on the plain
     if plain and plain[2]: return 'fails',plain[2]
     ours = plain and forked(fitted, learn, fit, change, GradientAccumulation(**kwargs))
     if not ours: return 'stopped',f'took more than {FIT_TIMEOUT} seconds, or ended its process'
-    return verdict(plain, ours, lambda: forked(fitted, learn, fit, None, Rounded()))
+    return verdict(plain, ours, lambda: forked(fitted, learn, fit), lambda: forked(fitted, learn, fit, None, Rounded()))
 
 def settle(learn):
     "Dropout off, BatchNorm with the statistics of one batch: with those that it begins with, a net of random weights explodes"
@@ -152,14 +150,14 @@ def settle(learn):
     except Exception: pass # an unusual model
     learn.add_cb(Still())
 
-def not_cut(learn, bs): # Why this fit cannot be made of smaller loader batches, None if it can
+def not_cut(learn, cbs): # Why this fit cannot be made of smaller loader batches, None if it can
     from fastai.callback.mixup import MixHandler
     from fastai.data.load import DataLoader
     from fastai.text.data import LMDataLoader
     dl = learn.dls.train
     if not isinstance(dl, DataLoader) or dl.n is None: return 'not a loader that fastai can cut'
     if isinstance(dl, LMDataLoader): return 'a loader batch goes on where the last one ended'
-    if any(isinstance(cb, MixHandler) for cb in learn.cbs): return 'mixes the items of a loader batch at random'
+    if any(isinstance(cb, MixHandler) for cb in [*learn.cbs, *cbs]): return 'mixes the items of a loader batch at random'
 
 def cut(dl, bs):
     "Smaller batches with the items in the order that the large ones have them"
@@ -170,7 +168,7 @@ def cut(dl, bs):
         finally: dl.bs = bs
     dl.get_idxs,dl.bs = idxs,bs
 
-def still_ways(learn, fit): # Way -> (result, what is said)
+def still_ways(learn, fit, cbs): # Way -> (result, what is said); `cbs` are given to the fit
     from fastai.data.load import DataLoader
     from fastai.text.data import LMDataLoader
     from fastai.vision.augment import RandTransform
@@ -181,24 +179,22 @@ def still_ways(learn, fit): # Way -> (result, what is said)
         if hasattr(batch, 'fs'): batch.fs = type(batch.fs)(f for f in batch.fs if not isinstance(f, RandTransform))
     settle(learn)
     bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 1
-    if bs < 2: return {way: ('single items', '') for way in ('micro-batches', 'loader batches')}
+    if bs < 2: return {way: ('single items', '') for way in WAYS[1:]}
     plain,small = forked(fitted, learn, fit),max(1, bs//4)
-    why = not_cut(learn, bs)
+    why = not_cut(learn, cbs)
     return {'micro-batches': beside(learn, fit, plain, accum_bs=bs, micro_batch_size=-(-bs//3)),
             'loader batches': ('not compared', why) if why else beside(learn, fit, plain, lambda: cut(dl, small), accum_bs=bs)}
 
-def all_ways(learn, fit): # Way -> (result, what is said); changes nothing here
+def all_ways(learn, fit, cbs): # Way -> (result, what is said); changes nothing here
     as_it_is = beside(learn, fit, forked(fitted, learn, fit), accum_bs=1)
-    still = forked(still_ways, learn, fit, limit=0)
+    still = forked(still_ways, learn, fit, cbs, limit=0)
     return {'each a step': as_it_is, **(still or {way: ('stopped', 'cannot be prepared') for way in WAYS[1:]})}
 
 # -- In the process that runs a notebook: its cells ----------------------------------------------------------------
-def shorter(learn, fit, args, kwargs):
+def shorter(learn, fit, call, cbs):
     "The fit, of two epochs or twenty steps of `lr_find` if the model is large"
     from fastai.callback.schedule import LRFinder
-    from fastcore.basics import listify
-    call = inspect.signature(fit).bind(learn, *args, **kwargs)
-    finders = [cb for cb in listify(call.arguments.get('cbs')) if isinstance(cb, LRFinder)]
+    finders = [cb for cb in cbs if isinstance(cb, LRFinder)]
     if sum(p.numel() for p in learn.model.parameters()) > LARGE:
         for cb in finders: cb.num_it = min(cb.num_it, 20)
         if not finders: call.arguments['n_epoch'] = min(call.arguments['n_epoch'], 2)
@@ -206,6 +202,7 @@ def shorter(learn, fit, args, kwargs):
 
 def watch(learner, fits, ours):
     "Have every fit compared just before it runs; with `ours`, give every Learner our callback instead"
+    from fastcore.basics import listify
     init,fit = learner.__init__,learner.fit
     @functools.wraps(init)
     def new_init(self, *args, **kwargs):
@@ -215,13 +212,15 @@ def watch(learner, fits, ours):
     def new_fit(self, *args, **kwargs):
         learner.fit = fit  # not those within a fit
         try:
-            fits.append(all_ways(self, functools.partial(shorter, self, fit, args, kwargs)))
+            call = inspect.signature(fit).bind(self, *args, **kwargs)
+            cbs = listify(call.arguments.get('cbs'))
+            fits.append(all_ways(self, functools.partial(shorter, self, fit, call, cbs), cbs))
             return fit(self, *args, **kwargs)
         finally: learner.fit = new_fit
     if ours: learner.__init__ = new_init
     else: learner.fit = new_fit
 
-def run_notebook(fn, kind, data): # Cell -> its source, its error, and the ways of each fit in it
+def run_notebook(fn, kind, data): # Cell -> its source, its error, is that a refusal of ours, and the ways of each fit in it
     "What `#|export` cells make comes from the module, so that only one `Learner` is there"
     foreign_data.offline(data)
     from importlib import import_module
@@ -229,6 +228,7 @@ def run_notebook(fn, kind, data): # Cell -> its source, its error, and the ways 
     from nbdev.process import NBProcessor
     from fastai.learner import Learner
     from fastai.torch_core import set_seed
+    from bench.clients import ours
     from fastaccum.accumulation.callback import GradientAccumulation  # always: fastai's ProgressCallback, which comes with it, adds itself
     fits,res = [],{}
     watch(Learner, fits, GradientAccumulation if kind=='ours' else None)
@@ -242,7 +242,7 @@ def run_notebook(fn, kind, data): # Cell -> its source, its error, and the ways 
         fits.clear()
         shell.run(SMALLER.sub(r'\g<1>32', cell.source))
         error = shell.exc and f'{type(shell.exc).__name__}: {shell.exc}'
-        res[cell.idx_] = cell.source, error, list(fits)
+        res[cell.idx_] = cell.source, error, bool(error) and ours(shell.exc), list(fits)
     return res
 
 # -- In the process that sums up -----------------------------------------------------------------------------------
@@ -265,20 +265,24 @@ def reason(name, source, said):
 
 def compare(name, cells, ours): # Counts of cells and of fits
     "Print what a notebook's two runs say"
-    skips = Counter(skipped(e) for _,e,_ in cells.values() if e)
+    skips = Counter(skipped(e) for _,e,*_ in cells.values() if e)
     total = Counter(cells=len(cells)-skips.total(), skipped=skips.total())
     ways,lines = {way: Counter() for way in WAYS},[]
-    for i,(source,error,fits) in cells.items():
+    for i,(source,error,_,fits) in cells.items():
         for n,fit in enumerate(fits):
             for way,(res,said) in fit.items():
                 why = res=='bug' and reason(name, source, said)
                 ways[way]['explained' if why else res] += 1
                 if said: lines.append(f'  cell {i}, fit {n}, {way}: {res}: {said}' + (f'; explained: {why}' if why else ''))
                 if res=='bug' and not why: lines.append(source)
-        if not error and (new := ours[i][1]):
+        _,new,refused,_ = ours[i]
+        if new and not error:
             why = reason(name, source, new)
-            total['cells explained' if why else 'cells that fail'] += 1
-            lines.append(f'  cell {i} with our callback: {" ".join(new.split())[:200]}: {why or "NOT EXPLAINED" + chr(10) + source}')
+            follows = new.startswith('NameError') and total['cells refused']
+            what = 'cells refused' if refused or follows else 'cells explained' if why else 'cells that fail'
+            total[what] += 1
+            lines.append(f'  cell {i} with our callback: {what}: {" ".join(new.split())[:300]}' + (f'; explained: {why}' if why else ''))
+            if what=='cells that fail': lines.append(source)
     print(f'{name}: {total["cells"]} cells,', *(f'{n} skipped ({why}),' for why,n in skips.items()), sum(len(f) for *_,f in cells.values()), 'fits')
     for way,n in ways.items():
         if n: print(f'  {way}:', counted(n))

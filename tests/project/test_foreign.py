@@ -43,9 +43,23 @@ def test_notebook(tmp_path, capsys):
     found = [[[res for res,_ in fit.values()] for fit in fits] for *_,fits in cells.values()]
     assert found==[[], [['exact']*3], [['exact','bug','bug']], [['fails']*3], [], [['refused']*3]]
     total = foreign.compare(nb.stem, cells, ours)
-    assert (total['loader batches','exact'], total['loader batches','bug'], total['cells'], total['skipped'], total['cells that fail'])==(1, 1, 4, 2, 1)
+    assert (total['loader batches','exact'], total['loader batches','bug'], total['cells'], total['skipped'], total['cells refused'])==(1, 1, 4, 2, 1)
     out = capsys.readouterr().out
     assert '1 skipped (no data unknown)' in out and 'class Counts' in out and 'callbacks are attached' in out
+
+def test_rounded():
+    "The yardstick draws from random numbers of its own: else all that draws at random would look as far off as it likes"
+    from bench.clients import Rounded
+    from fastai.test_utils import synth_learner
+    learn = synth_learner()
+    learn.add_cb(rounded := Rounded())
+    rounded.before_fit()
+    learn.model.a.grad = torch.ones(1)
+    torch.manual_seed(0)
+    want = torch.rand(3)
+    torch.manual_seed(0)
+    rounded.before_step()
+    assert torch.equal(torch.rand(3), want) and 0 < abs(learn.model.a.grad-1) < 1e-6
 
 def outcome(**values): return {k: torch.tensor(v) for k,v in values.items()}, [], None, False
 
@@ -53,9 +67,10 @@ def test_verdict():
     plain = outcome(weights=[1.,2.], losses=[.5,float('nan')])
     near,far = outcome(weights=[1.,2+1e-6], losses=[.5,float('nan')]),outcome(weights=[1.,2.01], losses=[.5,float('nan')])
     wild = outcome(weights=[1.,4.], losses=[.5,float('nan')])
-    def verdict(ours, rounded=near): return foreign.verdict(plain, ours, lambda: rounded)[0]
+    def verdict(ours, rounded=near, repeated=plain): return foreign.verdict(plain, ours, lambda: repeated, lambda: rounded)[0]
     assert verdict(near)=='exact' and verdict(far)=='bug'
     assert verdict(far, far)=='exact' and verdict(far, wild)=='chaotic' and verdict(far, None)=='bug'   # as far as rounding errors lead
+    assert verdict(far, far, near)=='random'                                                           # fastai's own differs too
     assert verdict((far[0], ['it is off'], None, False))=='told'
     assert verdict((far[0], ['BatchNorm sees micro-batches'], None, False))=='bug'                     # no reason for it
     assert verdict((None, [], 'ValueError: no', True))=='refused' and verdict((None, [], 'ValueError: no', False))=='bug'
