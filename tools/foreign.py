@@ -5,7 +5,7 @@ A notebook runs in a process of its own, without network, on the data of `foreig
 
 - each a step: the fit as it is, beside the same with `GradientAccumulation(accum_bs=1)`, with which every loader batch is a step
 - micro-batches: the fit with dropout off and BatchNorm frozen, which see micro-batches by their nature, beside the same in micro-batches
-- loader batches: the same in loader batches of a quarter, which accumulate to the old batch
+- loader batches: the same in loader batches of a quarter, which accumulate to the old batch, with `exact_sentence_encoder` in text classifiers
 
 Weights (by the distance that they moved), optimizer state, learning rates, losses, tables and predictions must agree. Each is then
 
@@ -18,7 +18,7 @@ or it cannot be compared: fastai fails too, its fit does not repeat itself (rand
 changes it by a tenth), or it draws at random or keeps state for each
 loader batch. Then the whole notebook runs once more with `GradientAccumulation(accum_bs=1)` on every Learner, for the cells' own
 tests. With prefixes after the path, as `18a 20`, only these notebooks run."""
-import functools, inspect, io, os, pickle, re, signal, subprocess, sys, tempfile, traceback, warnings
+import functools, inspect, io, os, pickle, random, re, signal, subprocess, sys, tempfile, traceback, warnings
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -27,11 +27,12 @@ import foreign_data
 REPO,SKIP = 'https://github.com/fastai/fastai',{'cpp', 'cuda', 'multicuda'}  # Directives of cells that do not run
 LEFT_OUT = {'20b_tutorial.distributed': 'it starts processes of its own'}
 TIMEOUT,FIT_TIMEOUT = 1800,100 # Seconds a notebook, a fit
+STOPPED = 'stopped',f'took more than {FIT_TIMEOUT} seconds, or ended its process'
 LARGE = 100_000  # A model with more parameters is fitted for fewer epochs
 EXACT = 1e-4
 GENERAL = 'BatchNorm sees micro-batches','is smaller than a loader batch'  # warnings that are no reason for a difference
 WAYS = 'each a step','micro-batches','loader batches'
-SMALLER = re.compile(r'((?:Resize|RandomResizedCrop|RandomCrop|CropPad)\(|\bsize *= *)\d{3}\b')  # pictures of 32 pixels, for speed
+SMALLER = re.compile(r'((?:Resize|RandomResizedCrop|RandomCrop|CropPad)\(|\b(?:size|bs) *= *)\d{3}\b')  # 32 pixels or items, for speed
 # Notebook, a part of the cell's source, how what is found begins, and why that is right
 ONE_ROW = 'losses inf off, learning rates inf off'
 EXPLAINED = (
@@ -49,12 +50,13 @@ EXPLAINED = (
 # -- In the process that runs a notebook: one fit ------------------------------------------------------------------
 def forked(f, *args, limit=FIT_TIMEOUT):
     "What `f` returns in a copy of this process, which nothing here notices; None if it ends otherwise, or takes too long"
-    get,put = os.pipe()
+    (get,put),state = os.pipe(),random.getstate()
     pid = os.fork()
     if not pid:
         code = 1
         try:
             os.close(get)
+            random.setstate(state)  # which Python draws anew in a copy
             signal.alarm(limit)
             with open(put, 'wb') as out: pickle.dump(f(*args), out)
             code = 0
@@ -134,7 +136,8 @@ def beside(learn, fit, plain, change=None, **kwargs): # The verdict on the plain
     from fastaccum.accumulation.callback import GradientAccumulation
     if plain and plain[2]: return 'fails',plain[2]
     ours = plain and forked(fitted, learn, fit, change, GradientAccumulation(**kwargs))
-    if not ours: return 'stopped',f'took more than {FIT_TIMEOUT} seconds, or ended its process'
+    if not ours: return STOPPED
+    if not any(plain[0][k].any() for k in ('weights', 'losses')): return 'no training',''
     return verdict(plain, ours, lambda: forked(fitted, learn, fit), lambda: forked(fitted, learn, fit, None, Rounded()))
 
 def settle(learn):
@@ -180,15 +183,21 @@ def still_ways(learn, fit, cbs): # Way -> (result, what is said); `cbs` are give
     settle(learn)
     bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 1
     if bs < 2: return {way: ('single items', '') for way in WAYS[1:]}
-    plain,small = forked(fitted, learn, fit),max(1, bs//4)
-    why = not_cut(learn, cbs)
+    plain,why = forked(fitted, learn, fit),not_cut(learn, cbs)
     return {'micro-batches': beside(learn, fit, plain, accum_bs=bs, micro_batch_size=-(-bs//3)),
-            'loader batches': ('not compared', why) if why else beside(learn, fit, plain, lambda: cut(dl, small), accum_bs=bs)}
+            'loader batches': ('not compared', why) if why else forked(loader_batches, learn, fit, bs, plain, limit=0) or STOPPED}
+
+def loader_batches(learn, fit, bs, plain): # (result, what is said)
+    from fastaccum.accumulation.text import exact_sentence_encoder, lossy_encoder
+    if lossy_encoder(learn.model): # fastai's reads a text in another way beside other texts
+        exact_sentence_encoder(learn)
+        plain = forked(fitted, learn, fit)
+    return beside(learn, fit, plain, lambda: cut(learn.dls.train, max(1, bs//4)), accum_bs=bs)
 
 def all_ways(learn, fit, cbs): # Way -> (result, what is said); changes nothing here
     as_it_is = beside(learn, fit, forked(fitted, learn, fit), accum_bs=1)
     still = forked(still_ways, learn, fit, cbs, limit=0)
-    return {'each a step': as_it_is, **(still or {way: ('stopped', 'cannot be prepared') for way in WAYS[1:]})}
+    return {'each a step': as_it_is, **(still or {way: STOPPED for way in WAYS[1:]})}
 
 # -- In the process that runs a notebook: its cells ----------------------------------------------------------------
 def shorter(learn, fit, call, cbs):

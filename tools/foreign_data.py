@@ -47,7 +47,7 @@ def imagenette(path, rng):
     ids = 'n01440764 n02102040 n02979186 n03000684 n03028079 n03394916 n03417042 n03425413 n03445777 n03888257'.split()
     folders(path, rng, dict(train=7, val=2), ids, 'JPEG')
 
-def bedroom(path, rng): folders(path, rng, dict(train=140), ['0'], 'jpg', size=(64,64))
+def bedroom(path, rng): folders(path, rng, dict(train=48), ['0'], 'jpg', size=(64,64))
 
 def adult_sample(path, rng, n=10_200):
     def pick(*names): return rng.choice(names, n)

@@ -3,7 +3,7 @@ import json, sys
 import pandas as pd, pytest, torch
 import foreign, foreign_data
 
-# Exact; wrong and silent; fails in fastai too; without data; refused
+# Exact; wrong and silent; fails in fastai too; without data; refused; draws at random for each loader batch
 CELLS = '''from fastai.basics import *
 from fastai.callback.training import GradientAccumulation
 from fastai.data.external import untar_data
@@ -28,6 +28,11 @@ synth_learner(n_trn=4, cbs=Fails()).fit(2)
 untar_data('https://files.fast.ai/unknown.tgz')
 ---
 synth_learner(n_trn=4).fit(1, cbs=GradientAccumulation(32))
+---
+class Random(Callback):
+    "Draws from each of the generators of random numbers"
+    def before_batch(self): self.learn.xb = (self.x*(random.random() + np.random.rand() + torch.rand(1)),)
+synth_learner(n_trn=4, cbs=Random()).fit(1)
 '''
 
 def notebook(path):
@@ -41,9 +46,9 @@ def test_notebook(tmp_path, capsys):
     nb = notebook(tmp_path/'99_made_up.ipynb')
     cells,ours = (foreign.result(nb, kind, tmp_path) for kind in ('fits', 'ours'))
     found = [[[res for res,_ in fit.values()] for fit in fits] for *_,fits in cells.values()]
-    assert found==[[], [['exact']*3], [['exact','bug','bug']], [['fails']*3], [], [['refused']*3]]
+    assert found==[[], [['exact']*3], [['exact','bug','bug']], [['fails']*3], [], [['refused']*3], [['exact','exact','bug']]]
     total = foreign.compare(nb.stem, cells, ours)
-    assert (total['loader batches','exact'], total['loader batches','bug'], total['cells'], total['skipped'], total['cells refused'])==(1, 1, 4, 2, 1)
+    assert (total['loader batches','exact'], total['loader batches','bug'], total['cells'], total['skipped'], total['cells refused'])==(1, 2, 5, 2, 1)
     out = capsys.readouterr().out
     assert '1 skipped (no data unknown)' in out and 'class Counts' in out and 'callbacks are attached' in out
 
