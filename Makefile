@@ -61,7 +61,7 @@ check: cases snippets ## what `make test` leaves out: both of these (25 minutes)
 mutants: $(INSTALLED) .venv/.mutants ## do the tests notice a change of the code? Of all modules (an hour), or MODULES="scaler events"
 	$(TEST_ENV) $(BIN)/python tools/mutants.py $(MODULES)
 
-foreign: $(INSTALLED) ## run the tests of fastai's notebooks with our loop (half an hour); FASTAI=path of a checkout, else it is cloned
+foreign: $(INSTALLED) ## do the fits of fastai's notebooks come out the same in micro-batches and in smaller loader batches? (an hour); FASTAI=path of a checkout, else it is cloned
 	$(TEST_ENV) $(BIN)/python tools/foreign.py $(FASTAI)
 
 trips: $(INSTALLED) ## how far a batch travels through the code: functions, calls, changes of file; goals are in tools/trips.py

@@ -42,13 +42,14 @@ class Still(Callback):
     order,run_valid = 90,False
     def before_batch(self):
         for m in self.learn.model.modules():
-            if isinstance(m, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)): m.eval()
+            if isinstance(m, nn.modules.batchnorm._BatchNorm) or 'Drop' in type(m).__name__: m.eval()  # fastai's and timm's own, too
 
 class Rounded(Callback):
     "Gradients that are off by a rounding error, as those that are added up in another order: how far does training carry that?"
+    def before_fit(self): self.random = torch.Generator().manual_seed(0)  # of its own: the fit's random numbers stay as they are
     def before_step(self):
         for p in self.learn.model.parameters():
-            if p.grad is not None: p.grad.mul_(1 + 1e-7*torch.randn(p.shape, generator=torch.manual_seed(self.learn.train_iter)))
+            if p.grad is not None: p.grad.mul_(1 + 1e-7*torch.randn(p.shape, generator=self.random))
 
 def flat(model): return torch.cat([p.detach().flatten().double() for p in model.parameters()])
 
