@@ -173,8 +173,9 @@ def position_dims(x, ys, info):
 class Chunks:
     def __init__(self, f, x, parts, info, scaler=None):
         self.f,self.x,self.parts,self.scaler = f,x,parts,scaler
-        dtype = torch.float64 if x.x.dtype == torch.float64 else None
+        dtype = torch.promote_types(x.x.dtype, torch.float32)
         weights = [loss_weight(info, yb, n_items(cut(x.x)), dtype) for cut,yb in parts]
+        weights = [w.to(dtype) if isinstance(w, Tensor) else w for w in weights]
         if info.reduction == 'sum': self.weights,self.total = [1.]*len(parts),1.
         else: self.weights,self.total = [at_least(info.floor, w) for w in weights],at_least(info.floor, sum(weights))
 
