@@ -13,6 +13,7 @@ import math, warnings
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 from .checks import is_count
@@ -47,8 +48,7 @@ class ChunkedLoss:
         if LossInfo(f).reduction == 'none': return self._each(f, x, yb)
         info = self._look(f, x, yb)
         run = Chunks(f, x, cut_batch(x, yb, self.n_chunks, info), info, self.scaler)
-        ps = [p for p in x.head.parameters() if p.requires_grad]
-        return _InChunks.apply(run, x.x, *ps) if torch.is_grad_enabled() else run.value()
+        return _InChunks.apply(run, x.x, *(p for _,p in trained(x.head))) if torch.is_grad_enabled() else run.value()
 
     # The losses of the elements: their gradients are not known yet, so the outputs are computed again in the backward pass
     def _each(self, f, x, yb):
@@ -199,22 +199,32 @@ class Chunks:
                 if each is not None: each(loss, share, cut, part)
                 loss = loss.detach()
                 values.append(loss*share if not isinstance(weight, Tensor) else torch.where(weight > 0, loss, 0.)*share)
-        value = sum(values)
+        value = sum(values).as_subclass(Tensor).clone()                         # no view, so that callbacks may add to it in place
         return value if not isinstance(self.total, Tensor) else torch.where(self.total > 0, value, math.nan)
 
-    # Value, and the gradients of the input (if `wanted` says so) and of the parameters `ps`, times `scale`
-    def gradients(self, ps, wanted, scale):
-        x = self.x.x
-        of_x = torch.empty_like(x) if wanted else None
+    # Value, and the gradients of the input (if `wanted` says so) and of the head's parameters, times `scale`
+    def gradients(self, wanted, scale):
+        x,leaves = self.x.x,{n: p.detach().requires_grad_() for n,p in trained(self.x.head)}    # hooks of the parameters get the whole
+        of_x,ps = torch.empty_like(x) if wanted else None,list(leaves.values())
         of_ps = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ps]
         def add(loss, share, cut, part):
             seed = (loss.new_ones(())*share*scale).to(loss.dtype).expand_as(loss)
-            found = torch.autograd.grad(loss, [part, *ps] if wanted else [*ps], seed, allow_unused=True)
+            found = torch.autograd.grad(loss, [part, *ps] if wanted else ps, seed, allow_unused=True)
             if wanted: cut(of_x).copy_(0 if found[0] is None else found[0])
             for total,g in zip(of_ps, found[bool(wanted):]):
                 if g is not None: total.add_(g)
-        with torch.enable_grad(): value = self.value(add, bool(wanted))
-        return value,[of_x, *of_ps]
+        with torch.enable_grad(): value = functional_call(_Calls(self.x.head), leaves, (partial(self.value, add, wanted),))
+        return value.detach(),[of_x, *of_ps]
+
+# Names, as in `_Calls`, and parameters of a head that train
+def trained(head): return [(f'head.{n}', p) for n,p in head.named_parameters() if p.requires_grad]
+
+# A module to call any function in, with other parameters in `head`
+class _Calls(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+    def forward(self, f): return f()
 
 # Computes the gradients together with the value
 class _InChunks(torch.autograd.Function):
@@ -222,7 +232,7 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx, run, x, *ps):
         ctx.scale = 1. if run.scaler is None else run.scaler.scale(torch.ones((), device=x.device))
         if not any(ctx.needs_input_grad): return run.value()
-        value,ctx.grads = run.gradients(ps, ctx.needs_input_grad[1], ctx.scale)
+        value,ctx.grads = run.gradients(ctx.needs_input_grad[1], ctx.scale)
         return value
 
     @staticmethod
