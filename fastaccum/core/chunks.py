@@ -31,11 +31,13 @@ class ChunkedLoss:
         loss_func,         # The loss of the outputs: PyTorch's, fastai's, or one of your own, which is measured
         head:nn.Module,    # What makes the outputs: a linear layer, a convolution, or any module that handles each item by itself
         n_chunks:int=8,    # Into how many chunks: the outputs take that much less memory
-        scaler=None        # `torch.amp.GradScaler`: with fp16 the gradients in the chunks get its scale at once
+        scaler=None,       # `torch.amp.GradScaler`: with fp16 the gradients in the chunks get its scale at once
+        check_loss:bool=True # Measure a loss of your own? If False, believe that it is a mean over items
     ):
         if not is_count(n_chunks): raise ValueError(f"n_chunks={n_chunks!r}: pass the number of chunks, an int of at least 1.")
         check_head(head)
-        self.loss_func,self.head,self.n_chunks,self.scaler,self.rule = loss_func,head,n_chunks,scaler,LossRule(LossProbe)
+        self.loss_func,self.head,self.n_chunks,self.scaler = loss_func,head,n_chunks,scaler
+        self.rule = LossRule(LossProbe if check_loss else None)
 
     def __call__(self,
         x:Tensor, # Input of the head: (items, ..., width), or (items, channels, ...) for a convolution
@@ -77,7 +79,7 @@ class ChunkedLoss:
 class HeadInput:
     def __init__(self, x, head, call=None):
         kind = x.device.type
-        self.x,self.head,self.call = x if type(x) is Tensor else x.as_subclass(Tensor),head,head if call is None else call
+        self.x,self.head,self.call = x if type(x) is Tensor else torch.as_subclass(x, Tensor),head,head if call is None else call
         self.amp = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def precision(self): return nullcontext() if self.amp is None else torch.autocast(self.x.device.type, dtype=self.amp)
@@ -199,7 +201,7 @@ class Chunks:
                 if each is not None: each(loss, share, cut, part)
                 loss = loss.detach()
                 values.append(loss*share if not isinstance(weight, Tensor) else torch.where(weight > 0, loss, 0.)*share)
-        value = sum(values).as_subclass(Tensor).clone()                         # no view, so that callbacks may add to it in place
+        value = torch.as_subclass(sum(values), Tensor).clone()                  # no view, so that callbacks may add to it in place
         return value if not isinstance(self.total, Tensor) else torch.where(self.total > 0, value, math.nan)
 
     # Value, and the gradients of the input (if `wanted` says so) and of the head's parameters, times `scale`

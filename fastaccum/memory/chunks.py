@@ -13,7 +13,7 @@ from fastai.layers import ToTensorBase
 import fastaccum.loop.batch_loop  # whose `_do_fit` opens the contexts
 from ..core.checks import is_count
 from ..core.chunks import ChunkedLoss, HeadInput
-from ..loop.events import _may_read_pred, hears_between_steps
+from ..loop.events import _may_read_pred, hears
 from ..loop.ranks import ranks_of
 from .activations import OtherForward
 from ..precision.callback import MixedPrecision
@@ -33,14 +33,14 @@ class ChunkedHead(Callback):
         if not (head is None or isinstance(head, (nn.Module,str))):
             raise TypeError(f"head={head!r}: pass a module of the model or its name, or leave it out for the last linear layer or "
                             "convolution.")
-        self.n_chunks,self.head,self.on = n_chunks,head,False
+        self.n_chunks,self.head,self.deferred = n_chunks,head,False
 
     @contextmanager
     def during_fit(self):
         "Context in which the Learner's loss is that of the head's input"
-        learn,self.on = self.learn,False
+        learn,self.deferred = self.learn,False
         check_learner(learn)
-        with self.in_chunks(learn.model, learn.loss_func) as loss_func:
+        with self.in_chunks(learn.model, self.defers, scaler=self) as loss_func:
             learn.loss_func = loss_func
             try: yield
             finally:
@@ -48,14 +48,15 @@ class ChunkedHead(Callback):
 
     @contextmanager
     def in_chunks(self,
-        model:nn.Module, # Any model with this head
-        loss_func        # The loss of its outputs
+        model:nn.Module, # The Learner's, or a copy
+        defers,          # Called at each call of the head: does it return its input, in the place of its outputs?
+        **kwargs         # Arguments of `ChunkedLoss`
     ):
-        "A context in which `model` returns the input of its head, in the place of its outputs, while `on`; it gives the loss of both"
-        head = find_head(model, self.head)
-        loss_func = HeadLoss(ChunkedLoss(loss_func, head, self.n_chunks, self))
+        "A context in which `model` may return the input of its head, of which the loss is computed with the function that it gives"
+        head = get_model(model).get_submodule(name_of_head(get_model(self.learn.model), self.head))
+        loss_func = HeadLoss(ChunkedLoss(self.learn.loss_func, head, self.n_chunks, **kwargs))
         with ExitStack() as stack:
-            stack.enter_context(Later(head, self).attached())
+            stack.enter_context(Later(head, defers).attached())
             for m in model.modules():
                 if isinstance(m, ToTensorBase): stack.enter_context(PassOn(m).attached())
             yield loss_func
@@ -68,10 +69,14 @@ class ChunkedHead(Callback):
         return t if cb is None else cb.scaler.scale(t)
 
     # ---- when
-    def before_batch(self): self.on = self.learn.training or self.only_loss
-    def after_pred(self): self.on = self.learn.training
-    def after_batch(self): self.on = False
-    def after_cancel_batch(self): self.on = False
+    def before_batch(self): self.deferred = self.learn.training or self.only_loss
+    def after_pred(self): self.deferred = self.learn.training
+    def after_batch(self): self.deferred = False
+    def after_cancel_batch(self): self.deferred = False
+
+    def defers(self) -> bool:
+        "Is the head's input wanted now? Callbacks may call the model in between: without gradients, or in validation after its prediction"
+        return self.deferred and torch.is_grad_enabled() == self.learn.training
 
     @property
     def only_loss(self) -> bool:
@@ -87,15 +92,14 @@ class ChunkedHead(Callback):
             with torch.no_grad(): learn.pred = pred.outputs()
 
 # %% ../../nbs/api/memory/04_chunks.ipynb #c0a3f012
-# While `cb` is `on`, the head returns its input
+# If `defers()`, the head returns its input
 class Later(OtherForward):
-    def __init__(self, module, cb):
+    def __init__(self, module, defers):
         super().__init__(module)
-        self.cb = cb
+        self.defers = defers
 
     def __call__(self, x):
-        # others may call the model in between: without gradients, or in validation before the batch
-        if not self.cb.on or torch.is_grad_enabled() != self.cb.learn.training: return self.plain(x)
+        if not self.defers(): return self.plain(x)
         if self.module._forward_hooks or self.module._backward_hooks:
             raise ValueError(f"ChunkedHead: this {type(self.module).__name__} has hooks, which would not see its outputs. Remove them, or "
                              "train without ChunkedHead.")
@@ -126,16 +130,16 @@ class HeadLoss:
 # %% ../../nbs/api/memory/04_chunks.ipynb #c0a3f014
 _layers = nn.Linear,nn.Conv1d,nn.Conv2d,nn.Conv3d
 
-# The head of a model: `head`, or the module of this name, or the last linear layer or convolution
-def find_head(model, head):
+# The name of a model's head: `head` is that, or the module; by default it is the last linear layer or convolution
+def name_of_head(model, head):
+    names = {m: n for n,m in model.named_modules()}
     if isinstance(head, nn.Module):
-        if any(m is head for m in model.modules()): return head
+        if head in names: return names[head]
         raise ValueError(f"ChunkedHead: this {type(head).__name__} is not a part of the Learner's model.")
     if head is not None:
-        try: return get_model(model).get_submodule(head)
-        except AttributeError:
-            raise ValueError(f"head={head!r}: the model has no such module. Pass a name in `model.named_modules()`.") from None
-    layers = [m for m in model.modules() if isinstance(m, _layers)]
+        if head in names.values(): return head
+        raise ValueError(f"head={head!r}: the model has no such module. Pass a name in `model.named_modules()`.")
+    layers = [n for m,n in names.items() if isinstance(m, _layers)]
     if layers: return layers[-1]
     raise ValueError(f"ChunkedHead: this {type(model).__name__} has no linear layer and no convolution. Pass head=, the module whose "
                      "outputs it returns.")
@@ -149,4 +153,4 @@ def check_learner(learn):
                          "out one of the two.")
 
 # May a callback read the outputs in validation?
-def reads_outputs(cb): return _may_read_pred(cb) or hears_between_steps(cb)
+def reads_outputs(cb): return _may_read_pred(cb) or hears(cb, ('after_pred', 'after_loss'))

@@ -11,6 +11,7 @@ from fastaccum.memory.chunks import ChunkedHead
 from fastaccum.batch_size.noise import GradientNoiseScale
 from fastaccum.precision.callback import MixedPrecision
 from fastaccum.core.chunks import HeadInput
+from fastaccum.core.memory import PeakMemory
 from test_checkpoint import Interrupt, new_process
 from test_fastai import applications, quiet
 
@@ -245,6 +246,46 @@ def test_two_fits():
     same(learn, plain)
     for l in (learn, plain): l.remove_cbs([cb for cb in l.cbs if isinstance(cb, ChunkedHead)]); l.fit(1)
     same(learn, plain)
+
+class ManyWords(nn.Module):
+    def __init__(self, n=2000):
+        super().__init__()
+        self.emb,self.body,self.head = nn.Embedding(n, 16),nn.Linear(16, 16),nn.Linear(16, n)
+    def forward(self, x): return self.head(self.body(self.emb(x)).tanh())
+
+class Peak(Callback):
+    "The most memory of each batch, as PyTorch allocates it"
+    order,reads_pred = -100,False
+    def before_fit(self): self.peaks = []
+    def before_batch(self): self.memory = PeakMemory().__enter__()
+    def after_batch(self):
+        self.memory.__exit__(None, None, None)
+        self.peaks.append(self.memory.peak)
+
+def many_words(*cbs, valid=2):
+    torch.manual_seed(0)
+    words = torch.randint(2000, (48, 33))
+    return text(*cbs, Peak(), model=ManyWords, data=Data(words[:,:-1], words[:,1:]), bs=16, splitter=trainable_params, opt_func=SGD,
+                valid=Data(words[:valid,:-1], words[:valid,1:]))
+
+def test_memory_and_its_forecast():
+    "The outputs take a part of what they took: of a chunk, with their softmax and two gradients, beside the gradients of the head. `memory_advice` knows it"
+    outputs,grads = 4*16*32*2000,4*(16*2000+2000)
+    for n in (1, 2, 4, 16):
+        learn = many_words(*[ChunkedHead(n)]*(n > 1))
+        forecast = learn.memory_advice()
+        learn.fit(2)
+        peak = max(learn.peak.peaks)
+        assert 3*outputs/n < peak < 4.1*outputs/n + 4*grads + 2**18, (n, peak, outputs, grads)
+        assert forecast.peak == pytest.approx(peak + forecast.grads, abs=2*grads + 2**18) and forecast.cost(forecast.now).when == 'training'
+
+def test_memory_of_validation():
+    "The same where only the loss is asked for; all outputs with a metric of them"
+    outputs = 4*48*32*2000
+    of_loss,of_outputs = many_words(ChunkedHead(16), valid=48),many_words(ChunkedHead(16), valid=48)
+    of_outputs.metrics = L(mk_metric(accuracy))
+    for learn in (of_loss, of_outputs): learn.fit(1)
+    assert of_loss.peak.peaks[-1] < .3*outputs < outputs < of_outputs.peak.peaks[-1]
 
 class Transposed(NextWord):
     def forward(self, x): return super().forward(x).transpose(1, 2)
