@@ -79,7 +79,7 @@ class ChunkedLoss:
 class HeadInput:
     def __init__(self, x, head, call=None):
         kind = x.device.type
-        self.x,self.head,self.call = x if type(x) is Tensor else torch.as_subclass(x, Tensor),head,head if call is None else call
+        self.x,self.head,self.call = without_class(x),head,head if call is None else call
         self.amp = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def precision(self): return nullcontext() if self.amp is None else torch.autocast(self.x.device.type, dtype=self.amp)
@@ -113,6 +113,11 @@ class HeadInput:
     def _missing(what):
         return (f"The outputs of the model's head are computed in chunks, in the loss, so {what} does not find them. If it is the model "
                 "that computes with them: move this into the loss function, or choose as head the layer whose outputs the model returns.")
+
+# A plain tensor, as fastai's classes make a view of each result. A tensor without data stays what it is
+def without_class(t):
+    if type(t) is Tensor: return t
+    with torch._C.DisableTorchFunctionSubclass(): return t.view_as(t)
 
 def with_input(context, x):
     res = HeadInput.__new__(HeadInput)
@@ -201,7 +206,7 @@ class Chunks:
                 if each is not None: each(loss, share, cut, part)
                 loss = loss.detach()
                 values.append(loss*share if not isinstance(weight, Tensor) else torch.where(weight > 0, loss, 0.)*share)
-        value = torch.as_subclass(sum(values), Tensor).clone()                  # no view, so that callbacks may add to it in place
+        value = without_class(sum(values)).clone()                             # no view, so that callbacks may add to it in place
         return value if not isinstance(self.total, Tensor) else torch.where(self.total > 0, value, math.nan)
 
     # Value, and the gradients of the input (if `wanted` says so) and of the head's parameters, times `scale`
