@@ -30,8 +30,8 @@ def torchs(head, x, y):
     "PyTorch 2.13 and newer"
     return F.linear_cross_entropy(x, head.weight, y, linear_bias=head.bias, options=nn.LinearCrossEntropyOptions())
 
-RUNS = {'all outputs at once': at_once, **{f'`ChunkedLoss`, {n} chunks': chunked(n) for n in (2, 4, 8, 16, 32)}, 'checkpoints by hand, 8 chunks': computed_twice}
-if hasattr(F, 'linear_cross_entropy'): RUNS['`F.linear_cross_entropy`'] = torchs
+RUNS = {'all outputs at once': at_once, **{f'ChunkedLoss, {n} chunks': chunked(n) for n in (2, 4, 8, 16, 32)}, 'checkpoints by hand, 8 chunks': computed_twice}
+if hasattr(F, 'linear_cross_entropy'): RUNS['F.linear_cross_entropy'] = torchs
 
 def make():
     torch.manual_seed(0)

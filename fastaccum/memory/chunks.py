@@ -27,7 +27,7 @@ class ChunkedHead(Callback):
     order,reads_pred = 9,False                           # before `MixedPrecision` and fastai's own callbacks for texts
     def __init__(self,
         n_chunks:int=8,            # Into how many chunks: the outputs take that much less memory
-        head:nn.Module|str=None    # The layer whose outputs the model returns, or its name. Default: the last linear layer or convolution
+        head:nn.Module|str|None=None # The layer whose outputs the model returns, or its name. Default: the last linear layer or convolution
     ):
         if not is_count(n_chunks): raise ValueError(f"n_chunks={n_chunks!r}: pass the number of chunks, an int of at least 1.")
         if not (head is None or isinstance(head, (nn.Module,str))):

@@ -5,6 +5,7 @@ from reference import *
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.text.all import AWD_LSTM, Perplexity
 from fastaccum.checkpoint.callback import TrainingCheckpoint
+from fastaccum.conformance import check_callback
 from fastaccum.logs.steps import StepLogger
 from fastaccum.memory.activations import ActivationCheckpointing, ActivationOffload, Compile
 from fastaccum.memory.chunks import ChunkedHead
@@ -204,6 +205,19 @@ def test_save_load_export(tmp_path):
     fresh.add_cb(ChunkedHead(4))
     fresh.fit(1)
 
+def test_compiled():
+    "The compiler takes a head that returns its input"
+    def run(*cbs):
+        torch._dynamo.reset()
+        learn = text(Compile(backend='aot_eager'), *cbs)
+        learn.fit(1)
+        return learn
+    same(run(ChunkedHead(4)), run())
+
+def test_as_the_big_batch():
+    "By the check that anybody may run on a callback"
+    for result in check_callback(partial(ChunkedHead, 2)): assert result.exact, result
+
 @pytest.mark.parametrize('with_head', [True, False])
 def test_resume(with_head):
     "To the bit; and a run may go on without it"
@@ -322,9 +336,10 @@ def test_hooks_are_refused():
     learn = text(ChunkedHead())
     with hook_output(learn.model.head), pytest.raises(ValueError, match='has hooks'): learn.fit(1)
 
-@pytest.mark.parametrize('name,head', [('language', None), ('unet', None)])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['language', 'unet'])
 @pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items")
-def test_application(name, head):
+def test_application(name):
     "fastai's language model, whose decoder is tied to its embedding, and its U-Net"
     def run(*cbs):
         set_seed(0)
