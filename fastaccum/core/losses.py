@@ -35,7 +35,7 @@ class LossRule:
         check:bool=True # Measure it, if it is not known? If False, believe its options
     ) -> None:
         "Look up the present loss, its options and its class weights. Does nothing if nothing has changed"
-        loss_func = of_outputs(loss_func)
+        loss_func = getattr(loss_func, 'loss_of_outputs', loss_func)    # `of_outputs`, in each batch
         info,f = self.info,loss_func if isinstance(loss_func, (nn.Module, partial)) else getattr(loss_func, 'func', loss_func)
         check = check and self.new_probe is not None
         known = info is not None and info.options is not None and (not check if self.probe is None else check and self.probe.known)
