@@ -21,6 +21,7 @@ from ..loop.rows import takes_rows
 from ..loop.sizes import loader_bs
 from .values import Values, digest
 from ..core.functions import closure_of, notes_of
+from ..core.losses import of_outputs
 
 # %% auto #0
 __all__ = []
@@ -179,11 +180,11 @@ def data_wrong(saved, now):
     return res
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #83ae676d
-# The loss that the `Learner` was given: MixUp may have replaced it
+# The loss that the `Learner` was given: MixUp may have replaced it, or what computes the model's last layer too
 def own_loss(learn):
     f = learn.loss_func
     while isinstance(getattr(f, '__self__', None), Callback) and hasattr(f.__self__, 'old_lf'): f = f.__self__.old_lf
-    return f
+    return of_outputs(f)
 
 # What a fit begins with: digests of its weights and of the random numbers, and PyTorch's seed. Of each tensor some elements; those that the
 # ranks share out are left out, as there may be more ranks tomorrow

@@ -35,6 +35,7 @@ class LossRule:
         check:bool=True # Measure it, if it is not known? If False, believe its options
     ) -> None:
         "Look up the present loss, its options and its class weights. Does nothing if nothing has changed"
+        loss_func = getattr(loss_func, 'loss_of_outputs', loss_func)    # `of_outputs`, in each batch
         info,f = self.info,loss_func if isinstance(loss_func, (nn.Module, partial)) else getattr(loss_func, 'func', loss_func)
         check = check and self.new_probe is not None
         known = info is not None and info.options is not None and (not check if self.probe is None else check and self.probe.known)
@@ -226,9 +227,12 @@ def _options(f):
     d = vars(f)
     return d.get('reduction'),d.get('ignore_index'),d.get('label_smoothing'),id(d['_buffers'].get('weight')),id(d.get('weight'))
 
+# A loss that computes the model's last layer too declares which loss it is of the outputs
+def of_outputs(f): return getattr(f, 'loss_of_outputs', f)
+
 # What `partial`s and fastai's `BaseLoss`es call in the end, and the keywords that it gets
 def unwrapped(f):
-    kw = {}
+    f,kw = of_outputs(f),{}
     while isinstance(f, partial) or not isinstance(f, nn.Module) and callable(getattr(f, 'func', None)):
         if isinstance(f, partial): kw = {**f.keywords, **kw}
         f = f.func
@@ -303,7 +307,7 @@ _fastai_losses = {'BaseLoss', 'CrossEntropyLossFlat', 'FocalLoss', 'FocalLossFla
 
 # Is it exactly one of PyTorch's or fastai's losses, with a reduction other than 'none'?
 def is_known(loss_func):
-    f = loss_func
+    f = of_outputs(loss_func)
     def listed(o): return (o.__module__, o.__name__ in _fastai_losses) == ('fastai.losses', True)
     while isinstance(f, partial) or (not isinstance(f, nn.Module) and listed(type(f)) and callable(getattr(f, 'func', None))): f = f.func
     c = f if inspect.isfunction(f) else type(f)

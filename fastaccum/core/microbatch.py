@@ -134,7 +134,7 @@ def map_tensors(f, *batches):
     if isinstance(b, _listy):
         mapped = [map_tensors(f, *o) for o in zip(*batches)]
         return b._make(mapped) if hasattr(b, '_make') else type(b)(mapped)
-    return b
+    return b.map_tensors(f, *batches[1:]) if hasattr(type(b), 'map_tensors') else b
 
 # The tensors of a batch, in order
 def tensors_in(b):

@@ -331,10 +331,17 @@ class _Batch:
         raise TypeError(f'a {type(o).__name__} cannot be cut into {self.n} items')
 
     def few(self):
-        "Fewer items, if the prediction is so large that its gradients would take much memory"
-        size = sum(t.numel() for t in _targets(self.pred))//self.n
+        "Fewer items, if the prediction is so large that its gradients would take much memory. One that is still to be computed, is now"
+        later = hasattr(type(self.pred), 'outputs')
+        size = sum(t.numel() for t in _targets(self.part(0, 1).outputs() if later else self.pred))//(1 if later else self.n)
         n = max(4, 2**22//max(1, size))
-        return self if self.n <= n else self.part(0, n)
+        if not later: return self if self.n <= n else self.part(0, n)
+        res = self.part(0, min(n, self.n))
+        res.pred = res.outputs()
+        return res
+
+    @torch.no_grad()
+    def outputs(self): return self.pred.outputs()
 
     def join(self, other):
         def cat(a, b):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .accumulator import mean_loss
-from .losses import is_known, loss_weight, mixer_of
+from .losses import is_known, loss_weight, mixer_of, of_outputs
 from .probe import _Batch, _Untouched, _own_copy
 
 # %% auto #0
@@ -23,6 +23,7 @@ __all__ = []
 # callbacks put there for the items of a batch, such as a weight for each
 class LossValues:
     def __init__(self, loss_func=None):
+        loss_func = of_outputs(loss_func)
         none = loss_func is None or mixer_of(loss_func) is not None or is_known(loss_func)
         self.loss_func,self.holder = loss_func,None if none else holder_of(loss_func)
         self.fits,self.parts,self.news,self._before,self._looks = {},[],[],{},{}   # fits: ways in which micro-batches may make up a value

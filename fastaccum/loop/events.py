@@ -68,11 +68,13 @@ def _may_read_pred(cb):
         if 'after_batch' in vars(c): return c.__name__ not in _never_read_pred
     return False
 
-# Is it a callback of the user's, or of another library, that hears something between two steps?
-def hears_between_steps(cb):
+_between_steps = [ev for ev in _batch_events if not ev.endswith('_step')]
+
+# Is it a callback of the user's, or of another library, that hears one of the `events`, by default something between two steps?
+def hears(cb, events=_between_steps):
     def own(f): return f is not None and not (getattr(f, '__module__', None) or '').startswith(('fastai.', 'fastaccum.'))
     if own(type(cb).__call__): return True
-    return any(ev in cb.__dict__ or own(getattr(type(cb), ev, None)) for ev in _batch_events if not ev.endswith('_step'))
+    return any(ev in cb.__dict__ or own(getattr(type(cb), ev, None)) for ev in events)
 
 # The methods of the Learner's callbacks for the events of a batch, in the order of calling. `condition(cb, event)`: None, or a function
 # that decides each time whether to call the method
@@ -87,7 +89,7 @@ class EventTable:
         table['recorded'] = any(getattr(type(cb), 'after_batch', None) is Recorder.after_batch for cb in self.cbs)
         table['mixers'] = [cb for cb in self.cbs if mixes(type(cb))]
         table['mute_in_validation'] = [cb for cb in self.cbs if declares(cb, 'repeats_rows')]
-        table['outsiders'] = [cb for cb in self.cbs if hears_between_steps(cb)]
+        table['outsiders'] = [cb for cb in self.cbs if hears(cb)]
         table.update({ev: [] for ev in _batch_events})       # new lists: another event may be iterating over the old one
         for cb in self.learn.cbs.sorted('order'): self._add(cb)
         if [cb for cb,*_ in table['after_pred']] == [table['precision']]: table['after_pred'] = []   # no other callback changes its output

@@ -204,10 +204,9 @@ def choose_blocks(model, chosen) -> list:
     raise ValueError(f"ActivationCheckpointing: `blocks` matches no module of this {type(model).__name__}, which is made of {names}.")
 
 # %% ../../nbs/api/memory/01_activations.ipynb #542daf70
-# The `forward` of a block (`module`) that the backward pass recomputes. Copies and pickles of the block have the original `forward`
-class Recompute:
-    def __init__(self, module, selective=False):
-        self.module,self.selective,self.own = module,selective,module.__dict__.get('forward')
+# Takes the place of a module's `forward`, in a context. Copies and pickles of the module have the original one
+class OtherForward:
+    def __init__(self, module): self.module,self.own = module,module.__dict__.get('forward')
 
     def __reduce__(self): return (getattr, (self.module, 'forward')) if self.own is None else (operator.getitem, ((self.own,), 0))
 
@@ -221,6 +220,12 @@ class Recompute:
 
     def plain(self, *args, **kwargs):
         return type(self.module).forward(self.module, *args, **kwargs) if self.own is None else self.own(*args, **kwargs)
+
+# The `forward` of a block that the backward pass recomputes
+class Recompute(OtherForward):
+    def __init__(self, module, selective=False):
+        super().__init__(module)
+        self.selective = selective
 
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled(): return self.plain(*args, **kwargs)

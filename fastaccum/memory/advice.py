@@ -22,6 +22,7 @@ from ..accumulation.batch import cut_at_head, predict_in_parts
 from ..accumulation.callback import GradientAccumulation
 from ..checkpoint.loaders import texts_in_order
 from .activations import ActivationCheckpointing, ActivationOffload, find_blocks
+from .chunks import ChunkedHead
 from ..core.checks import is_positive
 from ..core.coupled import CoupledBatch
 from ..core.grads import summed_for
@@ -174,6 +175,7 @@ class Plan:
     recompute:Any=None  # An `ActivationCheckpointing`
     offload:Any=None    # An `ActivationOffload`
     amp:Any=None        # A dtype to compute in
+    head:Any=None       # A `ChunkedHead`
 
     @property
     def coupled(self): return self.acc is not None and self.acc.coupled
@@ -184,7 +186,7 @@ def present_plan(learn, bs) -> Plan:
     acc,precision = attached(GradientAccumulation),attached(MixedPrecision)
     k = getattr(acc, 'micro_batch_size', None)
     return Plan(min(k, bs) if isinstance(k, int) else bs, acc, attached(ActivationCheckpointing), attached(ActivationOffload),
-                None if precision is None else precision.amp_mode.dtype)
+                None if precision is None else precision.amp_mode.dtype, attached(ChunkedHead))
 
 # What training with a plan takes
 class Cost(NamedTuple):
@@ -405,6 +407,9 @@ class Forecast:
                 if norms is not None: stack.callback(norms.remove)
             else: stack.enter_context(torch.no_grad())
             costs = stack.enter_context(Costs())
+            loss_func = learn.loss_func
+            if plan.head is not None and (train or plan.head.only_loss):
+                loss_func = stack.enter_context(plan.head.in_chunks(model, lambda: True, check_loss=False))
             part,rest = cut_at_head(call, model, train and n > k and plan.coupled)
             if n > k: part = Sampled(part, m, costs)
             if n == k: pred = rest(part(*xb))
@@ -413,7 +418,7 @@ class Forecast:
                 pred = rest(coupled.outputs())
             else: pred = predict_in_parts(part, xb, n, k, bool(plan.coupled))
             costs.predicted(pred)
-            loss = self.loss(costs, pred, yb, train, n)
+            loss = self.loss(costs, loss_func, pred, yb, train, n)
             if train: loss.backward()
             before = costs.flops
             if coupled is not None:
@@ -424,14 +429,14 @@ class Forecast:
         return costs
 
     # The loss, with what fastai's callbacks for text models do, and as a `GradientAccumulation` measures it
-    def loss(self, costs, pred, yb, train, n):
+    def loss(self, costs, loss_func, pred, yb, train, n):
         learn,acc,now = self.learn,self.now.acc,StandIn(pred, train)
         cbs = [copy(cb) for cb in learn.cbs.sorted('order') if type(cb).__module__ == 'fastai.callback.rnn']
         def fire(event):
             for cb in cbs: cb(event)
         for cb in cbs: cb.learn = now; setattr(now, cb.name, cb)
         fire('after_pred')
-        try: now.loss_grad = learn.loss_func(now.pred, *yb)
+        try: now.loss_grad = loss_func(now.pred, *yb)
         except Exception as e:
             if self.why is None: raise
             self.no_loss,now.loss_grad = reason(e),sum(t.float().sum() for t in tensors_in(now.pred) if t.is_floating_point())

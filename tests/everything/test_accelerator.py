@@ -9,6 +9,7 @@ import simulated
 from fastai.callback.fp16 import MixedPrecision as _      # ours must come after it
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.memory.activations import Compile
+from fastaccum.memory.chunks import ChunkedHead
 from fastaccum.precision.callback import MixedPrecision
 from fastaccum.logs.steps import StepLogger
 from test_exact import cls_w, ignored
@@ -67,6 +68,14 @@ every = [(name, k, amp) for i,name in enumerate(waits_of) for j,k in enumerate([
 def test_no_waits_between_steps(name, k, amp):
     loss_func,y,acc = waits_of[name]
     learn = make(Data(x, y), 16, Acc(32, micro_batch_size=k, **acc), NoWaits(), NoMore(), loss_func=loss_func, dl_type=InMemory, amp=amp, lr=.001)
+    learn.fit(2)
+    assert len(learn.recorder.losses)==4
+
+@pytest.mark.parametrize('amp', amps)
+@pytest.mark.parametrize('name', ['ignored', 'class weights'])
+def test_no_waits_of_chunks(name, amp):
+    loss_func,y,_ = waits_of[name]
+    learn = make(Data(x, y), 16, Acc(32, micro_batch_size=8), NoWaits(), NoMore(), ChunkedHead(2), loss_func=loss_func, dl_type=InMemory, amp=amp, lr=.001)
     learn.fit(2)
     assert len(learn.recorder.losses)==4
 
@@ -181,6 +190,29 @@ def test_peak_with(name):
 def test_peak_with_scaler():
     "bf16 has none"
     assert peak('MLP', n_items, k=8, amp='to_fp16') <= peak('MLP', n_items, k=8, amp='to_bf16') + 4096
+
+class ManyClasses(nn.Module):
+    def __init__(self, n=512*big):
+        super().__init__()
+        self.inp,self.head = nn.Linear(6, 8),nn.Linear(8, n)
+    def forward(self, x): return self.head(self.inp(x).tanh())
+
+def chunked_peak(n_chunks, amp, k=None):
+    torch.manual_seed(0)
+    data,model = Data(torch.randn(64, 16, 6), torch.randint(512*big, (64, 16))),ManyClasses()
+    learn = make(data, 32, Acc(32, micro_batch_size=k), *[ChunkedHead(n) for n in n_chunks], Peaks(), model=model, loss_func=CrossEntropyLossFlat(), opt_func=SGD, dl_type=InMemory, amp=amp)
+    learn.fit(2, .01)
+    assert rel_err(weights(learn.model), weights(model)) > 1e-4
+    return max(learn.peaks.all[len(learn.peaks.all)//2:]),weights(learn.model)
+
+@pytest.mark.parametrize('amp', amps)
+def test_memory_of_chunks(amp):
+    "The head's outputs take an eighth, beside the gradients of the head, which wait for `backward`; with micro-batches an eighth of theirs"
+    grads = 4*(8+1)*512*big
+    for k in (None, 16):
+        (whole,a),(chunked,b) = chunked_peak([], amp, k),chunked_peak([8], amp, k)
+        assert chunked < 1.05*whole/8 + 4*grads + 32*16*8*big*4, (chunked, whole, grads)
+        assert rel_err(b, a) < (1e-6 if amp == 'to_fp32' else 1e-3)
 
 # --- 'auto'
 

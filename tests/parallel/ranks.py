@@ -84,6 +84,11 @@ def class_weights(): return run(*data(97, 3), model=mlp(3), loss=ce(weight=torch
 @case
 def label_smoothing(): return run(*data(97, 3), model=mlp(3), loss=ce(weight=torch.tensor([.1, 1, 5]), label_smoothing=.1))
 @case
+def chunked():
+    x,y = data(60, 3, seq=7)
+    y[torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < .5] = -100
+    return run(x, y, model=mlp(3), loss=CrossEntropyLossFlat(), bs=8, accum=20, micro_batch_size=3, cbs=[ChunkedHead(2)])
+@case
 def tokens():
     x,y = data(60, 3, seq=7)
     y[torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < .5] = -100
@@ -672,7 +677,7 @@ def shard_refused():
         learn.remove_cb(learn.data_parallel)
         try: learn.add_cb(FullyShard())
         except ValueError as e: return str(e)
-    return dict(auto=error(micro_batch_size='auto'), uneven=error(bs=9, micro_batch_size=4), carry=error(sync='last', remainder='carry'), late=late())
+    return dict(auto=error(micro_batch_size='auto'), uneven=error(bs=9, micro_batch_size=4), carry=error(sync='last', remainder='carry'), late=late(), chunks=error(cbs=[ChunkedHead(2)]))
 
 # --- a loss that compares the items of all ranks
 class TwoViews(nn.Module):

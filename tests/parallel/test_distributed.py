@@ -47,7 +47,7 @@ def same_values(one, a, b, eps=1e-6):
     for va,vb in zip(a['values'], b['values']): assert va[1:] == vb[1:]
     close([list(v) for v in a['values']], [list(v) for v in one['values']], eps)
 
-equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'positives', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
+equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'chunked', 'positives', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
          'drop', 'carry', 'schedule', 'layer_groups', 'unused', 'fine_tune', 'early_stopping', 'several_fits', 'short_epoch', 'after_an_exception', 'distrib_ctx', 'lr_find',
          'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first', 'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow', 'coupled', 'coupled_every_batch']
 @pytest.mark.parametrize('name', equal)
@@ -252,7 +252,7 @@ def test_traffic_of_sharding(results):
         assert [times(r, s, 'allgather') for s in ('every','last','keep')] == [16, 16, 1]
 
 def test_sharded_refused(results):
-    says = dict(auto="micro_batch_size='auto'", uneven='different numbers of micro-batches', carry="remainder='carry'", late='has an optimizer')
+    says = dict(auto="micro_batch_size='auto'", uneven='different numbers of micro-batches', carry="remainder='carry'", late='has an optimizer', chunks='FullyShard no longer has its weights')
     for r in results('shard_refused')[1:]:
         for k,text in says.items(): assert text in r[k], k
 

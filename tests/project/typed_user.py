@@ -8,7 +8,7 @@ import torch
 from fastai.learner import Learner
 from torch import Tensor, nn
 from fastai.callback.schedule import SchedCos
-from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, Compile, CoupledBatch, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
+from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, ChunkedHead, ChunkedLoss, Compile, CoupledBatch, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
                            GradientAccumulator, LargestFirst, MemoryAdvice, MixedPrecision, PeakMemory, StepLogger, TrainingCheckpoint, loss_weight,
                            DataParallel, FullyShard, LocalSGD, launch,
                            AdaptiveGradientAccumulation,
@@ -56,7 +56,7 @@ def callbacks(learn:Learner) -> None:
     steps.to_df().loss.mean()
     acc.plan(3), acc.plot(3), precision.plot(), steps.plot()   # added to the classes by `@patch`, as `to_fp16` is: Any
     checkpoint.finish()
-    learn.add_cbs([ActivationCheckpointing(nn.TransformerEncoderLayer, selective=True), ActivationOffload(min_bytes=2**20), Compile(mode='reduce-overhead'), LargestFirst('epoch')])
+    learn.add_cbs([ActivationCheckpointing(nn.TransformerEncoderLayer, selective=True), ActivationOffload(min_bytes=2**20), Compile(mode='reduce-overhead'), ChunkedHead(8, 'head'), LargestFirst('epoch')])
     advice = MemoryAdvice(learn, gib=16)
     assert_type(advice.peak_at(8), int)
     print(advice.params, advice.grads, advice.state, advice.peak, advice.micro_batch_size, advice.table, advice.call, advice)
@@ -85,6 +85,8 @@ def wrong(model:nn.Module, loss:Tensor) -> None:
     TrainingCheckpoint(every_steps=.5)                             # type: ignore[arg-type]
     TrainingCheckpoint(keep=None)                                  # type: ignore[arg-type]
     LargestFirst(16)                                               # type: ignore[arg-type]
+    ChunkedHead('8')                                               # type: ignore[arg-type]
+    ChunkedLoss(nn.CrossEntropyLoss(), 'head')                     # type: ignore[arg-type]
     ActivationOffload('64k')                                       # type: ignore[arg-type]
     ActivationCheckpointing(selective=1)                           # type: ignore[arg-type]
     DataParallel(bucket_mb='25')                                   # type: ignore[arg-type]
@@ -98,6 +100,11 @@ def batch_size(learn:Learner) -> None:
     GradientAccumulationSchedule(64, 512, schedule=batch_ramp(SchedCos(1., .1)))
     critical_batch(learn, [64, 256], n_items=1000, n_seeds=2, force=True)
     exact_sentence_encoder(learn).fit(1)
+
+def chunked_loop(body:nn.Module, head:nn.Linear, xb:Tensor, yb:Tensor) -> None:
+    loss = ChunkedLoss(nn.CrossEntropyLoss(), head, n_chunks=8)(body(xb), yb)
+    assert_type(loss, Tensor)
+    loss.backward()
 
 def coupled_loop(model:nn.Module, xb:Tensor) -> None:
     batch = CoupledBatch(model, (xb,), len(xb), 8)

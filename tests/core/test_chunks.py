@@ -1,0 +1,200 @@
+"The loss of a head's outputs in chunks is that of all outputs: value, gradients of the head's input and of its parameters, whatever the loss and the cuts"
+import pytest
+from reference import *
+from fastai.losses import *
+from fastaccum.core.chunks import ChunkedLoss, HeadInput, cut_batch
+from fastaccum.core.losses import LossInfo
+
+torch.manual_seed(0)
+n_cls,width = 7,5
+cls_w = torch.rand(n_cls) + .1
+flat_x,flat_y = torch.randn(13, width),torch.randint(n_cls, (13,))
+text_x,text_y = torch.randn(3, 8, width),torch.randint(n_cls, (3, 8))
+pixels_x,pixels_y = torch.randn(3, width, 6, 4),torch.randint(n_cls, (3, 6, 4))
+def padded(y, ignored=-100):
+    "The first items have no target at all"
+    y = y.clone()
+    y[:max(1, len(y)//3)],y.flatten()[::5] = ignored,ignored
+    return y
+def linear(): return nn.Linear(width, n_cls)
+def conv(): return nn.Conv2d(width, n_cls, 1)
+
+def masked(pred, y): return (F.cross_entropy(pred, y, reduction='none')*(y != 2)).sum()/(y != 2).sum()
+def by_items(pred, y): return ((pred.flatten(1) - 1)**2).sum(1).mean()
+def weighted(pred, y, w=cls_w): return F.cross_entropy(pred, y, w.to(pred.dtype))
+
+cases = {  # loss, head, input, target
+    'cross entropy':       (nn.CrossEntropyLoss(), linear, flat_x, flat_y),
+    'ignored':             (nn.CrossEntropyLoss(), linear, flat_x, padded(flat_y)),
+    'class weights':       (nn.CrossEntropyLoss(weight=cls_w), linear, flat_x, padded(flat_y)),
+    'smoothing':           (nn.CrossEntropyLoss(weight=cls_w, label_smoothing=.1, ignore_index=2), linear, flat_x, flat_y),
+    'sum':                 (nn.CrossEntropyLoss(reduction='sum'), linear, flat_x, padded(flat_y)),
+    'soft targets':        (nn.CrossEntropyLoss(), linear, flat_x, torch.rand(13, n_cls).softmax(1)),
+    'mse':                 (nn.MSELoss(), linear, flat_x, torch.randn(13, n_cls)),
+    'function':            (partial(F.cross_entropy, ignore_index=3), linear, flat_x, flat_y),
+    'texts':               (CrossEntropyLossFlat(ignore_index=1), linear, text_x, text_y),
+    'padded texts':        (CrossEntropyLossFlat(), linear, text_x, padded(text_y)),
+    'flat targets':        (CrossEntropyLossFlat(), linear, text_x, text_y.flatten()),
+    'flat texts':          (CrossEntropyLossFlat(), linear, text_x.flatten(0, 1), text_y),
+    'smoothed texts':      (LabelSmoothingCrossEntropyFlat(), linear, text_x, text_y),
+    'focal':               (FocalLossFlat(), linear, text_x, text_y),
+    'several labels':      (BCEWithLogitsLossFlat(), linear, text_x, (torch.rand(3, 8, n_cls) < .3).float()),
+    'pixels':              (CrossEntropyLossFlat(axis=1, weight=cls_w), conv, pixels_x, padded(pixels_y)),
+    'pixels, plain':       (nn.CrossEntropyLoss(), conv, pixels_x, pixels_y),
+    'pixels, mixed':       (nn.CrossEntropyLoss(), lambda: nn.Conv2d(width, n_cls, 3, padding=1), pixels_x, pixels_y),
+    'pixels, labels':      (nn.BCEWithLogitsLoss(), conv, pixels_x, (torch.rand(3, n_cls, 6, 4) < .3).float()),
+    'dice':                (DiceLoss(), conv, pixels_x, pixels_y),
+    'two layers':          (nn.CrossEntropyLoss(), lambda: nn.Sequential(nn.Linear(width, 4), nn.Tanh(), linear().__class__(4, n_cls)), flat_x, flat_y),
+    'own, masked':         (masked, linear, flat_x, flat_y),
+    'own, items':          (by_items, linear, text_x, text_y),
+    'own, class weights':  (weighted, linear, flat_x, flat_y)}
+
+def computed(loss, x, head, *yb, start=1.):
+    x = x.clone().requires_grad_()
+    head.zero_grad()
+    value = loss(x, *yb)
+    (value*start).sum().backward()
+    return value.detach(),x.grad,*[p.grad.clone() for p in head.parameters()]
+
+def check(loss_func, head, x, *yb, n, tol, **kwargs):
+    whole = computed(lambda x, *yb: loss_func(head(x), *yb), x, head, *yb, **kwargs)
+    parts = computed(ChunkedLoss(loss_func, head, n), x, head, *yb, **kwargs)
+    for a,b in zip(parts, whole): assert a.dtype == b.dtype and rel_err(a, b) < tol, (a, b)
+
+@pytest.mark.parametrize('n', [1, 2, 4, 5, 50])
+@pytest.mark.parametrize('name', cases)
+def test_exact(name, n):
+    loss_func,head,x,y = cases[name]
+    torch.manual_seed(1)
+    check(loss_func, head(), x, y, n=n, tol=1e-6, start=3.)
+
+@pytest.mark.parametrize('name', [k for k,(f,*_) in cases.items() if isinstance(f, nn.Module) or k.startswith('own')])
+def test_exact_in_float64(name):
+    "fastai's losses compute in float32 anyway"
+    loss_func,head,x,y = cases[name]
+    torch.manual_seed(1)
+    check(double(loss_func), head().double(), x.double(), double(y), n=4, tol=1e-12)
+
+@pytest.mark.parametrize('name,expected', {'texts': [(1, 4)]*6, 'pixels': [(1, 3)]*6, 'flat texts': [(8,)]*3, 'own, items': [(1, 8)]*3, 'pixels, mixed': [(1, 6)]*3}.items())
+def test_positions(name, expected):
+    "Fewer items than chunks are cut along positions, where each counts alone"
+    loss_func,head,x,y = cases[name]
+    for cut,(t,) in cut_batch(HeadInput(x, head()), (y,), 5, LossInfo(loss_func)):
+        part = cut(x)
+        assert (part.shape[:1] if x.dim() == 2 else (part.shape[0], part.shape[2 if x.dim() == 4 else 1])) == expected.pop()
+    assert not expected
+
+@pytest.mark.parametrize('name', ['ignored', 'class weights', 'smoothing', 'pixels'])
+def test_nothing_to_learn(name):
+    "NaN, and gradients of zero: NaN would stay in the weights"
+    loss_func,head,x,y = cases[name]
+    value,*grads = computed(ChunkedLoss(loss_func, h := head(), 3), x, h, torch.full_like(y, 2 if name == 'smoothing' else -100))
+    assert value.isnan() and not any(g.any() for g in grads)
+
+@pytest.mark.parametrize('name', ['cross entropy', 'texts', 'pixels', 'pixels, plain'])
+def test_each_loss(name):
+    "As MixUp asks for them: a number for each element, which may count differently"
+    loss_func,head,x,y = cases[name]
+    loss_func,h = deepcopy(loss_func),head()
+    loss_func.reduction = 'none'
+    w = torch.rand_like(loss_func(h(x), y))
+    check(loss_func, h, x, y, n=2, tol=1e-6, start=w)
+    mean = deepcopy(cases[name][0])
+    assert ChunkedLoss(mean, h)(x, y, reduction='none').shape == w.shape if isinstance(mean, partial) else True
+
+def test_parts_that_train():
+    "Only what has a gradient gets one"
+    loss_func,head,x,y = cases['cross entropy']
+    head = head()
+    head.bias.requires_grad_(False)
+    loss = ChunkedLoss(loss_func, head, 3)
+    loss(x, y).backward()
+    whole = torch.autograd.grad(loss_func(head(x), y), head.weight)[0]
+    assert rel_err(head.weight.grad, whole) < 1e-6 and head.bias.grad is None
+    head.requires_grad_(False)
+    inp = x.clone().requires_grad_()
+    loss(inp, y).backward()
+    assert rel_err(inp.grad, torch.autograd.grad(loss_func(head(inp), y), inp)[0]) < 1e-6
+    assert not loss(x, y).requires_grad
+    with torch.no_grad(): assert rel_err(loss(inp, y), loss_func(head(x), y)) < 1e-6
+
+def test_tied():
+    "The gradient of a weight that is used before the head too"
+    emb,head = nn.Embedding(n_cls, width),nn.Linear(width, n_cls)
+    head.weight = emb.weight
+    words,y = torch.randint(n_cls, (4, 6)),torch.randint(n_cls, (4, 6))
+    whole = torch.autograd.grad(CrossEntropyLossFlat()(head(emb(words).tanh()), y), emb.weight)[0]
+    parts = torch.autograd.grad(ChunkedLoss(CrossEntropyLossFlat(), head, 3)(emb(words).tanh(), y), emb.weight)[0]
+    assert rel_err(parts, whole) < 1e-6
+
+def test_once():
+    head = linear()
+    loss = ChunkedLoss(nn.CrossEntropyLoss(), head, 3)(flat_x, flat_y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match='differentiated once'): loss.backward()
+    x = flat_x.clone().requires_grad_()
+    g, = torch.autograd.grad(ChunkedLoss(nn.CrossEntropyLoss(), head, 3)(x, flat_y), x, create_graph=True)
+    with pytest.raises(RuntimeError, match='does not require grad|once_differentiable'): g.sum().backward()
+
+def test_half_weights():
+    "Sums of bf16 gradients in fp32: as close to those of fp32 as the gradients of all outputs are"
+    torch.manual_seed(1)
+    head,x,y = nn.Linear(32, 64).bfloat16(),torch.randn(512, 32).bfloat16(),torch.randint(64, (512,))
+    loss_func = nn.CrossEntropyLoss()
+    exact = torch.autograd.grad(loss_func((h := double(head))(x.double()), y), [*h.parameters()])
+    whole,parts = (torch.autograd.grad(f(x, y), [*head.parameters()]) for f in (lambda x, y: loss_func(head(x), y), ChunkedLoss(loss_func, head, 64)))
+    for a,b,e in zip(parts, whole, exact): assert a.dtype == torch.bfloat16 and rel_err(a, e) < 1.5*rel_err(b, e) + 1e-3
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    "The head computes in half precision, its loss in fp32, also outside of the context; gradients get the loss scale before they are rounded"
+    torch.manual_seed(1)
+    head,x,y = nn.Linear(32, 64),torch.randn(512, 32)*1e-2,torch.randint(64, (512,))
+    scaler = torch.amp.GradScaler('cpu', init_scale=2.**16)
+    def whole(x, y):
+        with torch.autocast('cpu', dtype): pred = head(x)
+        return nn.CrossEntropyLoss()(pred.float(), y)
+    def chunked(x, y):
+        with torch.autocast('cpu', dtype): inp = HeadInput(x, head)
+        return ChunkedLoss(nn.CrossEntropyLoss(), head, 4, scaler)(inp, y)
+    a,b = (computed(f, x, head, y, start=2.**16) for f in (chunked, whole))
+    for u,v in zip(a, b): assert rel_err(u, v) < 5e-3
+    assert rel_err(a[1], 0*a[1] + computed(lambda x, y: nn.CrossEntropyLoss()(head(x), y), x, head, y, start=2.**16)[1]) < .02
+    assert rel_err(a[0], nn.CrossEntropyLoss()(head(x), y)) > 0                                # it was not fp32
+
+def test_fp16_needs_the_scale():
+    "Without it small gradients are zero in fp16"
+    head,x,y = nn.Linear(4, 2),torch.randn(4096, 4),torch.zeros(4096).long()
+    with torch.no_grad(): head.bias[:] = tensor([9., -9.])
+    def of_x(scaler):
+        with torch.autocast('cpu', torch.float16): inp = HeadInput(x.half().requires_grad_(), head)
+        loss = ChunkedLoss(nn.CrossEntropyLoss(), head, 4, scaler)(inp, y)
+        return torch.autograd.grad(loss, inp.x, torch.tensor(2.**24))[0]
+    assert not of_x(None).any() and of_x(torch.amp.GradScaler('cpu', init_scale=2.**24)).all(1).float().mean() > .9
+
+def test_refused():
+    head = linear()
+    def contrast(pred, y): return F.cross_entropy(pred@pred.T, torch.arange(len(pred)))
+    def of(f, x=flat_x, y=flat_y): return ChunkedLoss(f, head, 3)(x, y)
+    with pytest.raises(ValueError, match='contrast in chunks does not add up'): of(contrast)
+    with pytest.raises(ValueError, match='two means'): of(LabelSmoothingCrossEntropyFlat(weight=cls_w))
+    with pytest.raises(ValueError, match='two means'): of(LabelSmoothingCrossEntropyFlat(), y=padded(flat_y))
+    with pytest.raises(TypeError, match='cannot be cut into the 13 items'): of(nn.CrossEntropyLoss(), y=flat_y[:5])
+    with pytest.raises(ValueError, match='BatchNorm1d'): ChunkedLoss(nn.CrossEntropyLoss(), nn.Sequential(nn.BatchNorm1d(5), head))
+    with pytest.raises(TypeError, match='pass the module'): ChunkedLoss(nn.CrossEntropyLoss(), head.forward)
+    for n in (0, 1.5, True):
+        with pytest.raises(ValueError, match='n_chunks'): ChunkedLoss(nn.CrossEntropyLoss(), head, n)
+
+def test_never_all_outputs():
+    "The largest tensor of outputs has the positions of one chunk"
+    seen = []
+    class Head(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            seen.append(out.numel())
+            return out
+    head = Head(width, n_cls)
+    for f in (nn.CrossEntropyLoss(), masked):
+        seen.clear()
+        ChunkedLoss(f, head, 4)(torch.randn(4096, width).requires_grad_(), torch.randint(n_cls, (4096,))).backward()
+        assert max(seen[-4:]) == 1024*n_cls and len(seen) == (4 if f is not masked else 6)
