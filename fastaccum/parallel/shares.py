@@ -121,7 +121,7 @@ class MeasuredShares(Shares):
             if not self.calm: self.now = [(s+b/sum(best))/2 for s,b in zip(self.now, best)]
         self.settled = self.calm == 2 or self.moves >= self.most_moves
         row = split_items(bs, self.now)
-        if self.settled and not self.rank: print(f"DataParallel: shares='auto' has settled: {_listed(row)} of a loader batch's {bs} items.")
+        if self.settled and all(speeds) and not self.rank: print(f"DataParallel: shares='auto' has settled: {_listed(row)} of a loader batch's {bs} items.")
         return row != before
 
     def load_state_dict(self, state):

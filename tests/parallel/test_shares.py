@@ -43,7 +43,7 @@ def fitted(learn, n_epoch):
 class Rows(Callback):
     "What each rank takes of each loader batch"
     run_valid = False
-    def before_fit(self): self.all = []
+    def __init__(self): self.all = []
     def after_batch(self):
         ranks = self.learn.data_parallel.brings_ranks
         if ranks is not None: self.all.append(list(ranks.row)); assert len(self.learn.x) == max(1, ranks.n_own)
@@ -61,7 +61,7 @@ def settings():
         own=dict(x=x, y=y, loss=own_weights),
         counted=dict(x=x, y=rare(y), loss=detection, weight=lambda learn: ((learn.y > 0).sum(), 1)),
         sums=dict(x=x, y=y, loss=nn.CrossEntropyLoss(reduction='sum'), opt_func=partial(SGD, mom=0.)),
-        coupled=dict(x=x, y=y, loss=Contrast(), coupled=True, micro_batch_size=4),
+        coupled=dict(x=x, y=y, loss=Contrast(), coupled=True, micro_batch_size=2),
         micro_batches=dict(x=x, y=y, loss=ce, micro_batch_size=(3, 5, 4)[rank()]),
         every_batch=dict(x=x, y=y, loss=ce, accum=1, micro_batch_size=5),
         carry=dict(x=x, y=y, loss=ce, accum=40, remainder='carry'),
@@ -112,7 +112,7 @@ def memory():
 class Counts(Callback):
     "Messages of each step, and how often the clock is read in it"
     run_valid,order = False,70
-    def before_fit(self): self.steps = []
+    def __init__(self): self.steps = []
     def before_train(self): self.mode = CommCounter().__enter__()
     def before_batch(self):
         if self.iter == 0: self._next()
@@ -125,8 +125,8 @@ class Counts(Callback):
 def cost():
     x,y = data(160)
     res = {}
-    for bs,name in ((16, 'few'), (4, 'many')):
-        learn = learner(x, y, ce, bs=bs, accum=16, micro_batch_size=2, shares='auto', work=Work(*speeds), cbs=[counts := Counts()])
+    for bs,name in ((16, 'few'), (8, 'many')):
+        learn = learner(x, y, ce, bs=bs, accum=16, micro_batch_size=bs//4, shares='auto', work=Work(*speeds), cbs=[counts := Counts()])
         fitted(learn, 6)
         res[name] = counts.steps
     return res
@@ -202,7 +202,7 @@ def kinds_differ(): return fit_error(shares=('auto', None)[rank()])
 def differ_in_validation(): return fit_error(lambda l: l.validate(), shares=([3, 1], [1, 3])[rank()])
 def sharded_differ(): return fit_error(shares=([3, 1], [1, 3])[rank()], dp=FullyShard)
 
-def all_equal(): return dict(fixed=with_shares(), auto=measured(), memory=memory(), **other_ways())
+def all_equal(): return dict(fixed=with_shares(), auto=measured(), **(dict(memory=memory(), **other_ways()) if world() < 3 else {}))
 def all_two(): return dict(cost=cost(), checkpoints=checkpoints(), refused=refused())
 
 def start(f, n, tmp_path_factory, folder=None): return started(f, n, folder or tmp_path_factory.mktemp('ranks'), __file__)
@@ -227,6 +227,7 @@ def same_run(one, ranks, eps=1e-6):
 def test_shares_train_as_one_process(equal, name, n):
     for i,shares in enumerate(fixed[n]):
         ranks = [r['fixed'][name][i] for r in equal[n]]
+        if name == 'counted': ranks = [r for r,n_own in zip(ranks, ranks[0]['row']) if n_own]    # without items no least divisor is known
         same_run(equal[1][0]['fixed'][name][0], ranks, 1e-12 if name == 'adam64' else 1e-6)
         if name not in ('one_item', 'few_items'): assert ranks[0]['row'] == {(3, 1): [12, 4], (.02, 1.5): [0, 16], (1, 5, 2): [2, 10, 4]}[tuple(shares)]
 
