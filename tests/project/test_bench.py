@@ -7,7 +7,7 @@ from reference import rel_err, weights
 import torch
 from fastai.basics import Callback
 from torch import nn
-from bench import against, batchnorm, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, speed, syncs, toolbox
+from bench import against, batchnorm, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, shares, speed, syncs, toolbox
 from bench.clients import data
 from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
 from bench.jobs import job
@@ -170,6 +170,14 @@ def test_results_of_the_tutorials():
     assert [(r['way'], len(r['accuracy'])) for r in batchnorm.results()['rows']]==[(k, len(batchnorm.SEEDS)) for k in batchnorm.WAYS]
     runs = {(r['way'], r['seed']) for r in contrastive.results()['rows']}
     assert runs=={*((k, s) for k in ('not trained', *contrastive.WAYS) for s in contrastive.SEEDS), ('pixels', 0)}
+
+def test_ranks_of_different_speeds():
+    "A step takes what the speeds allow, to 10%"
+    rows = shares.results()['rows']
+    assert [tuple(r['ms']) for r in rows]==list(shares.MS)
+    for r,gain in zip(rows, shares.table(rows)['the speeds allow']):
+        assert r['even']/r['auto'] > .9*float(gain), r
+        assert sum(r['row'])==shares.BS and abs(r['row'][0]/r['row'][1] - r['ms'][1]/r['ms'][0]) < .15*r['ms'][1]/r['ms'][0], r
 
 def test_page_is_of_the_results():
     "Else: run nbs/benchmarks.ipynb again"
