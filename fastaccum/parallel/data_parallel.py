@@ -36,8 +36,8 @@ class DataParallel(LoopCallback):
             if not is_positive(v): raise ValueError(f"{k}={v!r}: pass a number greater than 0.")
         check_shares(shares)
         if shares == 'auto' and overlap:
-            raise ValueError("overlap=True sends gradients while a rank computes, so the speeds for shares='auto' cannot be measured. Use one of "
-                             "the two.")
+            raise ValueError("overlap=True sends gradients while a rank computes, so the speeds for shares='auto' cannot be measured. Use "
+                             "one of the two.")
         store_attr()
         self.brings_ranks = self.make_ranks() if start_group(timeout) else None   # accumulation and checkpoints find it here
         self.fitting,self.validation,self._logger,self._loaders = False,None,None,{}

@@ -42,8 +42,8 @@ class FullyShard(DataParallel):
         if kwargs.get('overlap'):
             raise ValueError("overlap=True is an option of DataParallel; FSDP always sends while it computes: leave it out.")
         if kwargs.get('shares') == 'auto':
-            raise ValueError("shares='auto' needs the speed of each rank alone, but with FullyShard the ranks wait for each other in every layer: pass "
-                             "numbers, such as shares=[3, 1].")
+            raise ValueError("shares='auto' needs the speed of each rank alone, but with FullyShard the ranks wait for each other in every "
+                             "layer: pass numbers, such as shares=[3, 1].")
         store_attr('sync,units,offload')
         super().__init__(**kwargs)
         if sync != 'every': self.unused_events = ('after_batch',)

@@ -36,8 +36,8 @@ class LocalSGD(DataParallel):
         if kwargs.get('overlap'):
             raise ValueError("overlap=True sends gradients during the backward pass, but LocalSGD sends no gradients: leave it out.")
         if kwargs.get('shares') is not None:
-            raise ValueError("LocalSGD averages the ranks' weights, whatever the number of items behind them, so the items of a small share would "
-                             "count more than others: leave out shares=, or use DataParallel.")
+            raise ValueError("LocalSGD averages the ranks' weights, whatever the number of items behind them, so the items of a small "
+                             "share would count more than others: leave out shares=, or use DataParallel.")
         store_attr('period,warmup_steps,outer_lr')
         super().__init__(**kwargs)
 

@@ -128,8 +128,8 @@ class LocalDL(GetAttr):
     def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #6d9c9dfd
-# For batches of `sizes` items, the number of items of each rank, in proportion to `shares`. In a small last batch fewer ranks have items, if a
-# rank would have a single one, of which BatchNorm cannot compute a variance
+# For batches of `sizes` items, the number of items of each rank, in proportion to `shares`. In a small last batch fewer ranks have items,
+# if a rank would have a single one, of which BatchNorm cannot compute a variance
 def shard_sizes(sizes, shares):
     row_of = {n: split_items(n, shares) for n in set(sizes)}
     rows = [row_of[n] for n in sizes]

@@ -18,7 +18,8 @@ from .processes import from_rank0, together
 __all__ = []
 
 # %% ../../nbs/api/parallel/10_shares.ipynb #7714c63e
-# How many of `n` items each rank takes. Only the ratios of the positive `shares` count. Of ranks that are equally close, the first is served
+# How many of `n` items each rank takes. Only the ratios of the positive `shares` count. Of two ranks that are equally due, the first is
+# served
 def split_items(n, shares):
     total,k = sum(shares),len(shares)
     res = [max(0, floor(s/total*(n-k/2) + .5 - 1e-9)) for s in shares]      # what each has for certain: less than `k` items are left
@@ -108,20 +109,20 @@ class MeasuredShares(Shares):
         with together(): dist.all_reduce(speeds)
         return speeds.tolist()
 
-    # Half of the way to these speeds, or to what leaves each rank two items of a loader batch
+    # Half of the way to these speeds, unless little is to gain. Do the ranks take other parts of `bs` items from now on?
     def _move(self, speeds, bs):
-        before = split_items(bs, self.now)
+        before,known = split_items(bs, self.now),all(speeds)
         self.begin()
         self.moves += 1
-        if all(speeds):
-            best,least = [v/sum(speeds) for v in speeds],min(2, bs//len(speeds))/bs
-            best = [max(s, least) for s in best]
-            slowest = [max(n/v for n,v in zip(row, speeds)) for row in (before, split_items(bs, best))]
-            self.calm = self.calm+1 if slowest[0] < slowest[1]*(1+self.least_gain) else 0
-            if not self.calm: self.now = [(s+b/sum(best))/2 for s,b in zip(self.now, best)]
+        if known:
+            best = best_shares(speeds, bs)
+            seconds,least = (max(n/v for n,v in zip(row, speeds)) for row in (before, split_items(bs, best)))
+            self.calm = self.calm+1 if seconds < least*(1+self.least_gain) else 0
+            if not self.calm: self.now = [(s+b)/2 for s,b in zip(self.now, best)]
         self.settled = self.calm == 2 or self.moves >= self.most_moves
         row = split_items(bs, self.now)
-        if self.settled and all(speeds) and not self.rank: print(f"DataParallel: shares='auto' has settled: {_listed(row)} of a loader batch's {bs} items.")
+        if self.settled and known and not self.rank:
+            print(f"DataParallel: shares='auto' has settled: {', '.join(map(str, row[:-1]))} and {row[-1]} of a loader batch's {bs} items.")
         return row != before
 
     def load_state_dict(self, state):
@@ -129,10 +130,14 @@ class MeasuredShares(Shares):
         if len(state['shares']) != len(self.now): return
         self.now,self.settled,self.calm,self.moves = list(state['shares']),state['settled'],state['calm'],state['moves']
         if not self.settled and not self.rank:
-            print("DataParallel: the checkpoint is from before shares='auto' had settled. The ranks measure on, and may split batches otherwise than "
-                  "without the interruption: the results are equal up to rounding.")
+            print("DataParallel: the checkpoint is from before shares='auto' had settled. The ranks measure on, and may split batches "
+                  "otherwise than without the interruption: the results are equal up to rounding.")
 
-def _listed(values): return f"{', '.join(map(str, values[:-1]))} and {values[-1]}"
+# In proportion to the speeds, but two items of a loader batch for each rank, if there are so many: a rank without could not be measured
+def best_shares(speeds, bs):
+    least = min(2, bs//len(speeds))/bs
+    shares = [max(v/sum(speeds), least) for v in speeds]
+    return [s/sum(shares) for s in shares]
 
 # %% ../../nbs/api/parallel/10_shares.ipynb #9ab6ecaa
 # Raise an error for what cannot be shares
