@@ -137,7 +137,8 @@ class DataParallel(LoopCallback):
         self.learn.dl = dl = self._shard(self.learn.dl)
         if self.fitting: self.brings_ranks.before_validate()
         if not isinstance(dl, ShardedDL): return
-        self.joint,self.validation = True,JointValidation(self.brings_ranks, self.learn, dl.rows)
+        self.joint = True                          # from here on, also if the ranks turn out to differ
+        self.validation = JointValidation(self.brings_ranks, self.learn, dl.rows)
 
     def after_cancel_validate(self):
         if self.validation is not None: self.validation.cancelled = True

@@ -3,9 +3,9 @@ import shutil
 from functools import partial
 import pytest, torch, torch.distributed as dist, torch.nn.functional as F
 import fastaccum.parallel.shares as module
-from fastai.basics import Adam, Callback, DataLoaders, Learner, Metric, SGD, ifnone, nn, set_seed, tensor
+from fastai.basics import Adam, Callback, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor
 from fastai.metrics import accuracy
-from fastaccum.all import (DataParallel, FullyShard, GradientAccumulation, GradientAccumulationSchedule, GradientNoiseScale, LocalSGD, TrainingCheckpoint, launch)
+from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, GradientAccumulationSchedule, LocalSGD, TrainingCheckpoint, launch
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.parallel.fully_shard import whole
 from bench.comm import CommCounter
@@ -71,7 +71,7 @@ def settings():
         few_items=dict(x=x, y=y, loss=ce, bs=3),
         workers=dict(x=x, y=y, loss=ce, num_workers=2))
 
-# more ranks than items, a rank without items, and steps that cannot be measured
+# in the second list rank 0 has no items
 fixed = {1: [None], 2: [[3, 1], (.02, 1.5)], 3: [[1, 5, 2]]}
 speeds = 1., 3., 2.                                # seconds an item
 
@@ -88,7 +88,7 @@ def measured():
     for name,kw in settings().items():
         if name in ('every_batch', 'carry', 'drop', 'schedule') or name == 'workers' and world() == 3: continue
         learn = learner(**{**kw, 'accum': kw.get('bs', 16)}, shares='auto', work=Work(*speeds), cbs=[rows := Rows()])
-        res[name] = dict(fitted(learn, 6), rows=rows.all)
+        res[name] = dict(fitted(learn, 4), rows=rows.all)
     return res
 
 # --- memory
@@ -201,18 +201,24 @@ def lists_differ(): return fit_error(shares=([3, 1], [1, 3])[rank()])
 def kinds_differ(): return fit_error(shares=('auto', None)[rank()])
 def differ_in_validation(): return fit_error(lambda l: l.validate(), shares=([3, 1], [1, 3])[rank()])
 def sharded_differ(): return fit_error(shares=([3, 1], [1, 3])[rank()], dp=FullyShard)
+differ = lists_differ, kinds_differ, differ_in_validation, sharded_differ
 
+# --- in few processes, as each imports all anew
 def all_equal(): return dict(fixed=with_shares(), auto=measured(), **(dict(memory=memory(), **other_ways()) if world() < 3 else {}))
+def one_and_two(): return {1: [all_equal()], 2: launch(all_equal, 2)}
 def all_two(): return dict(cost=cost(), checkpoints=checkpoints(), refused=refused())
+def apart(): return dict(two=launch(all_two, 2), differ={f.__name__: launch(f, 2) for f in differ})
 
-def start(f, n, tmp_path_factory, folder=None): return started(f, n, folder or tmp_path_factory.mktemp('ranks'), __file__)
+def start(f, n, folder): return started(f, n, folder, __file__)
 @pytest.fixture(scope='module')
 def equal(tmp_path_factory):
-    waits = {n: start(all_equal, n, tmp_path_factory) for n in (1, 2)}
-    res = {n: wait() for n,wait in waits.items()}
-    return {**res, 3: start(all_equal, 3, tmp_path_factory)()}
+    waits = [start(f, n, tmp_path_factory.mktemp('ranks')) for f,n in ((one_and_two, 1), (all_equal, 3))]
+    (few,),three = (wait() for wait in waits)
+    return {**few, 3: three}
 @pytest.fixture(scope='module')
-def two(tmp_path_factory): return start(all_two, 2, tmp_path_factory)()
+def others(tmp_path_factory): return start(apart, 1, tmp_path_factory.mktemp('ranks'))()[0]
+@pytest.fixture(scope='module')
+def two(others): return others['two']
 
 def close(a, b, eps): torch.testing.assert_close(torch.as_tensor(a).double(), torch.as_tensor(b).double(), rtol=eps, atol=eps)
 def same_run(one, ranks, eps=1e-6):
@@ -244,8 +250,8 @@ def test_measured_shares_train_as_one_process(equal, name, n):
     rows = ranks[0]['rows']
     assert all(r['rows'] == rows for r in ranks)
     if name in ('one_item', 'few_items'): return
-    assert rows[0] == {2: [8, 8], 3: [6, 5, 5]}[n] and ranks[0]['row'] == {2: [12, 4], 3: [9, 3, 4]}[n]
     full = [row for row in rows if sum(row) == 16]
+    assert full[0] == {2: [8, 8], 3: [6, 5, 5]}[n] and full[-1] == {2: [12, 4], 3: [9, 3, 4]}[n]
     assert all(a[0] <= b[0] for a,b in zip(full, full[1:])) and len({tuple(row) for row in full}) > 2     # bit by bit, and not back
 
 @pytest.mark.parametrize('when', ['first', 'later'])
@@ -282,10 +288,11 @@ def test_resumed_with_other_shares(two, name, row):
 
 def test_resumed_with_other_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp('two')
-    first = start(stopped, 2, None, folder)()
-    for n in (1, 3):
-        shutil.copytree(folder/'models', (to := tmp_path_factory.mktemp('other'))/'models')
-        for r in start(goes_on, n, None, to)():
+    first = start(stopped, 2, folder)()
+    to = {n: tmp_path_factory.mktemp('other') for n in (1, 3)}
+    for n in to: shutil.copytree(folder/'models', to[n]/'models')
+    for wait in [start(goes_on, n, to[n]) for n in to]:
+        for r in wait():
             close(r['weights'], first[0]['weights'], 1e-12)
             assert r['began'] == (1, 5)
 
@@ -295,10 +302,10 @@ def test_refused(two):
     for r in two:
         for k,text in says.items(): assert text in str(r['refused'][k]), k
 
-@pytest.mark.parametrize('f', [lists_differ, kinds_differ, differ_in_validation, sharded_differ])
-def test_shares_that_differ_are_an_error_before_anything_is_trained(tmp_path_factory, f):
-    (a,began),(b,also) = start(f, 2, tmp_path_factory)()
-    assert 'Stopped, as rank 1 failed: ValueError: shares=' in a and b.startswith('ValueError: shares=') and 'on rank 0' in b and began is also is None
+@pytest.mark.parametrize('f', [f.__name__ for f in differ])
+def test_shares_that_differ_are_an_error_before_anything_is_trained(others, f):
+    (a,began),(b,also) = others['differ'][f]
+    assert 'Stopped, as rank 1 failed: ValueError' in a and b.startswith('ValueError') and 'shares=' in a and 'on rank 0' in b and began is also is None
 
 if __name__ == '__main__':
     import sys
