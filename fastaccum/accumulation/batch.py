@@ -314,6 +314,7 @@ class FittingSize:
             snap.restore()
             acc.rollback(before)
             cb.watch.skip()
+            cb.ranks.out_of_memory()
             self.now = self.sizes[key] = -(-self.now//2)
             print(f"GradientAccumulation: out of memory, going on with micro-batches of {self.now} items.")
             batch = BatchPass(cb, n, last)

@@ -25,6 +25,8 @@ class OneRank:
     total = None         # items of the present loader batch on all ranks; None: those of this rank
     # Has this rank items of the loader batch? Called before it goes through the model
     def begin(self, batch): return True
+    # Memory ran out on this rank, which goes on with smaller micro-batches
+    def out_of_memory(self): pass
 
     # -- a checkpoint
     # Have all ranks save ('save'), or save and end the fit (the name of a signal), at the same step

@@ -8,6 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/parallel/data_parallel.html.md""
 from __future__ import annotations
 from fastai.basics import *
 from importlib.util import find_spec
+import torch.distributed as dist
 from ..core.checks import is_positive
 from ..loop.batch_loop import LoopCallback, check_single
 from ..loop.events import is_a, mixes
@@ -15,6 +16,7 @@ from ..loop.learner import replaces
 from .processes import has_left, in_group, start_group, tell_and_leave
 from .ranks import Ranks
 from .sharding import LocalDL, ShardedDL, check_metrics, joined_predictions, reduce_metrics
+from .shares import Shares, check_shares, shares_of
 from .validation import JointValidation
 
 # %% auto #0
@@ -27,17 +29,23 @@ class DataParallel(LoopCallback):
     def __init__(self,
         bucket_mb:float=25,  # Largest size of gradients in a message, in MiB
         overlap:bool=False,  # Send gradients during the last backward pass of a step? This costs a third message
-        timeout:float=600    # Seconds that a rank waits for the others
+        timeout:float=600,   # Seconds that a rank waits for the others
+        shares:list|str|None=None # Items of a loader batch for each rank: `[3, 1]` in this ratio, 'auto' by measured speed, None even parts
     ):
         for k,v in dict(bucket_mb=bucket_mb, timeout=timeout).items():
             if not is_positive(v): raise ValueError(f"{k}={v!r}: pass a number greater than 0.")
+        check_shares(shares)
+        if shares == 'auto' and overlap:
+            raise ValueError("overlap=True sends gradients while a rank computes, so the speeds for shares='auto' cannot be measured. Use "
+                             "one of the two.")
         store_attr()
         self.brings_ranks = self.make_ranks() if start_group(timeout) else None   # accumulation and checkpoints find it here
         self.fitting,self.validation,self._logger,self._loaders = False,None,None,{}
         self.telling,self.joint = False,False      # in `errors_told`; do the others wait for this rank?
         if not overlap: self.unused_events = self.unused_events + ('before_backward',)
 
-    def make_ranks(self): return Ranks(self.timeout, self.bucket_mb, self.overlap)
+    def make_ranks(self): return Ranks(self.timeout, self.bucket_mb, self.overlap, self.group_shares())
+    def group_shares(self): return shares_of(self.shares, dist.get_rank(), dist.get_world_size())
     many  = property(lambda self: self.brings_ranks is not None, doc="Are there several ranks?")
     rank  = property(lambda self: self.brings_ranks.rank if self.many else 0, doc="Number of this rank")
     world = property(lambda self: self.brings_ranks.world if self.many else 1, doc="Number of ranks")
@@ -95,8 +103,9 @@ class DataParallel(LoopCallback):
         if not ghosts and not (isinstance(dl, (DataLoader, torch.utils.data.DataLoader)) and len(getattr(dl, 'dataset', ())) >= self.world):
             return LocalDL(dl)
         old = self._loaders.get(ghosts)
-        if old is None or old.source is not dl:
-            old = self._loaders[ghosts] = ShardedDL(dl, self.rank, self.world, ghosts)
+        if old is not None and old.source is dl: old.share()
+        else:
+            old = self._loaders[ghosts] = ShardedDL(dl, self.rank, self.brings_ranks.shares, ghosts)
             old.source = dl
         return old
 
@@ -108,7 +117,7 @@ class DataParallel(LoopCallback):
             self._tell_of_single_items(rows)
             self.brings_ranks.own_random_numbers()
         self.fitting = True
-        self.brings_ranks.begin_epoch(rows)
+        self.brings_ranks.begin_epoch(self.learn.dl)
 
     def _tell_of_single_items(self, rows):
         n = sum(rows[-1]) if rows else 0
@@ -128,7 +137,8 @@ class DataParallel(LoopCallback):
         self.learn.dl = dl = self._shard(self.learn.dl)
         if self.fitting: self.brings_ranks.before_validate()
         if not isinstance(dl, ShardedDL): return
-        self.joint,self.validation = True,JointValidation(self.brings_ranks, self.learn, dl.rows)
+        self.joint = True                          # from here on, also if the ranks turn out to differ
+        self.validation = JointValidation(self.brings_ranks, self.learn, dl.rows)
 
     def after_cancel_validate(self):
         if self.validation is not None: self.validation.cancelled = True
@@ -149,6 +159,17 @@ class DataParallel(LoopCallback):
         names = [k for k,on in (('preds', cb.with_preds), ('targets', cb.with_targs), ('inputs', cb.with_input), ('losses', cb.with_loss))
                  if on]
         for k,v in zip(names, joined_predictions([getattr(cb, k) for k in names], rows, cb.concat_dim)): setattr(cb, k, v)
+
+    # -- a checkpoint
+    def state_dict(self) -> dict: # Plain values
+        "The shares of the ranks, for checkpoints"
+        return (self.brings_ranks.shares if self.many else Shares(1)).state_dict()
+
+    def load_state_dict(self,
+        state:dict # From `state_dict`
+    ):
+        "With `shares='auto'`, continue with the saved shares, if there are as many ranks"
+        if self.many: self.brings_ranks.load_shares(state)
 
     # -- batches and steps
     def before_backward(self):

@@ -36,16 +36,19 @@ class FullyShard(DataParallel):
         sync:str='every',  # 'every', 'last' or 'keep': what each micro-batch sends, see the table above
         units=None,        # Modules to gather one at a time; default those in `nn.Sequential`s and `nn.ModuleList`s
         offload:bool=False,# Keep the parts in the CPU's memory?
-        **kwargs           # `timeout` of `DataParallel`
+        **kwargs           # `timeout` and `shares` (numbers) of `DataParallel`
     ):
         if sync not in ('every','last','keep'): raise ValueError(f"sync={sync!r}: pass 'every', 'last' or 'keep'.")
         if kwargs.get('overlap'):
             raise ValueError("overlap=True is an option of DataParallel; FSDP always sends while it computes: leave it out.")
+        if kwargs.get('shares') == 'auto':
+            raise ValueError("shares='auto' needs the speed of each rank alone, but with FullyShard the ranks wait for each other in every "
+                             "layer: pass numbers, such as shares=[3, 1].")
         store_attr('sync,units,offload')
         super().__init__(**kwargs)
         if sync != 'every': self.unused_events = ('after_batch',)
 
-    def make_ranks(self): return ShardedRanks(self.sync, timeout=self.timeout)
+    def make_ranks(self): return ShardedRanks(self.sync, timeout=self.timeout, shares=self.group_shares())
 
     def _change(self, learn):
         super()._change(learn)
@@ -113,6 +116,7 @@ class ShardedRanks(Ranks):
 
     # Nothing to send: the weights have been those of rank 0 since they were sharded
     def begin_steps(self):
+        self.shares.check_same(self.rank)
         self.buckets,self.path,self.n_batches = (),0,0
         units = [(name, m) for name,m in self.learn.model.named_modules() if isinstance(m, FSDPModule)]
         self.hooks += [m.register_forward_pre_hook(partial(self._enter, name), prepend=True) for name,m in units]
@@ -199,12 +203,12 @@ def check_shards(cb):
     if cb.sync != 'every' and acc.remainder != 'step':
         raise ValueError(f"With sync={cb.sync!r}, remainder={acc.remainder!r} leaves gradients that are not sharded yet: use "
                          "remainder='step', or sync='every'.")
-    sizes = shard_sizes(known_sizes(as_fastai(cb.learn.dls.train)), cb.world)
+    sizes = shard_sizes(known_sizes(as_fastai(cb.learn.dls.train)), cb.brings_ranks.shares.now)
     uneven = first(row for row in sizes if k is not None and len({-(-n//k) for n in row if n}) > 1)
     if uneven is not None:
         raise ValueError(f"micro_batch_size={k} splits the ranks' {' and '.join(map(str, dict.fromkeys(uneven)))} items into different "
                          "numbers of micro-batches, but with FullyShard all ranks go through the model together: use a loader batch "
-                         "size that divides evenly, or another micro_batch_size.")
+                         "size that divides evenly, another micro_batch_size, or other shares.")
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #cd35f7e1
 # Give each rank its part of the weights of a `Learner` without an optimizer; the arguments are those of `FullyShard`

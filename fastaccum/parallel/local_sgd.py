@@ -35,6 +35,9 @@ class LocalSGD(DataParallel):
             raise ValueError(f"outer_lr={outer_lr!r}: pass a number greater than 0, or None for plain averages.")
         if kwargs.get('overlap'):
             raise ValueError("overlap=True sends gradients during the backward pass, but LocalSGD sends no gradients: leave it out.")
+        if kwargs.get('shares') is not None:
+            raise ValueError("LocalSGD averages the ranks' weights, whatever the number of items behind them, so the items of a small "
+                             "share would count more than others: leave out shares=, or use DataParallel.")
         store_attr('period,warmup_steps,outer_lr')
         super().__init__(**kwargs)
 

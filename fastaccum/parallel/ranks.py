@@ -17,6 +17,7 @@ from ..core.microbatch import part_sizes
 from ..loop.ranks import OneRank
 from .processes import all_ended, from_all, together
 from .saving import joined, load_together
+from .shares import Shares
 from .tensors import GradientBuckets, average_buffers, joined_items, same_weights
 
 # %% auto #0
@@ -26,10 +27,11 @@ __all__ = []
 # What several ranks do together. `DataParallel` makes one, if there are several
 class Ranks(OneRank):
     joint_gradients = True                         # do they add up their gradients at each step?
-    def __init__(self, timeout=600, bucket_mb=25, overlap=False):
+    def __init__(self, timeout=600, bucket_mb=25, overlap=False, shares=None):
         super().__init__()
         self.timeout,self.bucket_mb,self.overlap = timeout,bucket_mb,overlap
         self.rank,self.world = dist.get_rank(),dist.get_world_size()
+        self.shares,self.dl = shares or Shares(self.world),None
         self.asked,self.ended,self.buckets,self.hooks,self.calls,self.buffers_differ = set(),False,None,[],0,False
 
     # -- a fit
@@ -38,9 +40,10 @@ class Ranks(OneRank):
         self.learn,self.ended,self.buckets = learn,False,None
         self.accumulation = first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
 
-    # `rows`: for each batch, the number of items of each rank
-    def begin_epoch(self, rows):
-        self.rows = rows
+    # `dl`: the `ShardedDL` of the epoch
+    def begin_epoch(self, dl):
+        self.dl = dl
+        self.shares.pause()
         self.summing = [cb for cb in self.learn.cbs if getattr(type(cb), 'sums_over_ranks', False)]
         self.agree('train')
         self.buffers_differ = True                 # each rank's BatchNorm sees its own items
@@ -54,12 +57,14 @@ class Ranks(OneRank):
 
     # Once in a fit, when all callbacks are ready
     def begin_steps(self):
+        self.shares.check_same(self.rank)
         same_weights(self.learn.model)
         self.buckets = GradientBuckets(self.accumulation.acc.params, self.bucket_mb)
         if self.overlap: self.hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.buckets.place]
         if self.learn.one_batch.lr_finder and self.rank: save_for_lr_find(self.learn)
 
     def before_validate(self):
+        self.shares.pause()                        # what happens between two steps is no part of them
         self.agree('validate')
         self.join_buffers()
 
@@ -68,7 +73,9 @@ class Ranks(OneRank):
         self.buffers_differ = False
 
     # The loader batches of a validation begin, and end
-    def begin_validation(self): self.calls = 0
+    def begin_validation(self):
+        self.calls = 0
+        self.shares.check_same(self.rank)
     def end_validation(self): pass
 
     def end_fit(self):
@@ -86,7 +93,7 @@ class Ranks(OneRank):
     # -- a loader batch
     @property
     def device(self): return device_of(self.learn.model)
-    row        = property(lambda self: self.rows[self.learn.iter])     # items of each rank in the present loader batch
+    row        = property(lambda self: self.dl.rows[self.learn.iter])   # items of each rank in the present loader batch
     n_own      = property(lambda self: self.row[self.rank])            # this rank's items
     total      = property(lambda self: sum(self.row))                  # as planned: the dataset may skip items
     n_active   = property(lambda self: sum(n > 0 for n in self.row))   # ranks with items
@@ -94,6 +101,7 @@ class Ranks(OneRank):
 
     def begin(self, batch):
         if self.overlap: self._expect(batch.closes)
+        if self.shares.measures: self.shares.batch_begins(self.n_own, self.device)
         if self.n_own: return True
         self.no_items()
         if self.accumulation.coupled: self.gather()
@@ -108,7 +116,7 @@ class Ranks(OneRank):
     # A rank without items has no outputs, and needs none
     def gather(self, out=None):
         learn = self.learn
-        joined = joined_items(self.row, None if out is None else (out, learn.yb), self.device)
+        with self.shares.waiting(self.device): joined = joined_items(self.row, None if out is None else (out, learn.yb), self.device)
         if joined is None: return None
         out,learn.yb = joined
         return out,self.first_item,self.n_active
@@ -116,6 +124,11 @@ class Ranks(OneRank):
     # -- a step
     # Loss, weight and number of items over all ranks, from a mean loss, the sum of its weights, and the target that `backward` divided by
     def reduce(self, loss, weight, n_items, target):
+        with self.shares.waiting(self.device): res = self._reduce(loss, weight, n_items, target)
+        if self.shares.measures and self.shares.step_ends(self.dl.dl.bs, self.device): self._share(self.learn.iter+1)
+        return res
+
+    def _reduce(self, loss, weight, n_items, target):
         acc = self.accumulation.acc
         if self.overlap:
             with together(): self.buckets.send_rest(self._early_scale(ifnone(target, 1)))   # before the sums, on all ranks
@@ -126,6 +139,17 @@ class Ranks(OneRank):
             self.buckets.receive()
         if self.overlap and acc.normalize: scale_grads(acc.params, acc.accum_bs/total if total else 0.)
         return mean,weight,n
+
+    # From loader batch `first` on, the ranks take their present shares. The step in which workers start anew is not measured
+    def _share(self, first):
+        self.dl.share(first)
+        self.shares.pause()
+
+    # Memory ran out on this rank, which goes on with smaller micro-batches
+    def out_of_memory(self):
+        if not self.shares.measures: return
+        self.shares.out_of_memory(own=True)
+        self.ask('out_of_memory')                  # with the next head, all ranks learn of it
 
     # The loss over all ranks, the divisor of the gradients, and the sums of weights and items
     def add_up(self, loss, weight, n_items):
@@ -182,7 +206,12 @@ class Ranks(OneRank):
     # -- a checkpoint
     def ask(self, what): self.asked.add(what)      # all ranks know it after the next message
     def load(self, folder, fit, device): return load_together(folder, fit, device)
-    def join(self, learn, state): return joined(state, dict(get_model(learn.model).named_buffers()))
+    def join(self, learn, state):
+        self.shares.pause()
+        return joined(state, dict(get_model(learn.model).named_buffers()))
+    def load_shares(self, state):
+        self.shares.load_state_dict(state)
+        if self.dl is not None: self._share(0)
     def all_ended(self): return all_ended(self.timeout)
 
     # -- the head
@@ -198,6 +227,7 @@ class Ranks(OneRank):
                    **dict.fromkeys(asked, True))
         head = own.added_up(self.device)
         self.known.update(k for k in asks if getattr(head, k))
+        if head.out_of_memory: self.shares.out_of_memory(own=False)
         if head.ended and not ends:
             self.ended = True
             raise CancelFitException('another rank has ended the fit')
@@ -253,6 +283,7 @@ class Head(NamedTuple):
     SIGINT:bool = False
     SIGTERM:bool = False
     SIGUSR1:bool = False
+    out_of_memory:bool = False   # has memory run out on the rank, where the shares are measured?
 
     # In one message; numbers may be tensors without dimensions
     def added_up(self, device):

@@ -7,26 +7,28 @@ Docs: https://fastaccum.github.io/fastaccum/api/parallel/sharding.html.md"""
 # %% ../../nbs/api/parallel/05_sharding.ipynb #8d82f81c
 from __future__ import annotations
 from fastai.basics import *
-from fastai.data.load import _FakeLoader
+from fastai.data.load import _FakeLoader, _loaders
 import torch.distributed as dist
 from ..core.microbatch import map_tensors
 from ..core.random import RandomState
 from ..loop.sizes import batch_sizes, loader_bs, loader_items
 from .processes import from_all, from_rank0
+from .shares import split_items
 
 # %% auto #0
 __all__ = []
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #44859a61
 # The rank's part of every batch of `dl`, which is fastai's or PyTorch's loader of whole batches. With `ghosts`, a rank without
-# items gets one that does not count, so that all ranks have the same number of batches
+# items gets one that does not count, so that all ranks have the same number of batches. The ranks' `shares` may move between two batches
 class ShardedDL(TfmdDL):
     _default = 'dl'
-    def __init__(self, dl, rank, world, ghosts=False):
-        self.dl,self.rank,self.world,self.ghosts = as_fastai(dl),rank,world,ghosts
-        self.rows = shard_sizes(known_sizes(self.dl), world)
+    def __init__(self, dl, rank, shares, ghosts=False):
+        self.dl,self.rank,self.shares,self.ghosts = as_fastai(dl),rank,shares,ghosts
+        self.sizes,self.rows,self.moves = known_sizes(self.dl),[],0
+        self.share()
         dl = self.dl
-        self.bs,self.n = max(1, -(-(dl.bs-rank)//world)),dl.n
+        self.n = dl.n
         for k in ('dataset','drop_last','num_workers','offs','pin_memory','after_item','before_batch','after_batch'):
             setattr(self, k, getattr(dl, k))
         self._device,f = dl.device,dl.fake_l
@@ -35,30 +37,57 @@ class ShardedDL(TfmdDL):
 
     def __len__(self): return len(self.rows) if self.ghosts else sum(row[self.rank] > 0 for row in self.rows)
 
-    # This rank's items of an epoch, in the order that rank 0 draws
+    # From batch `first` of an epoch on, the ranks take their present shares
+    def share(self, first=0):
+        self.rows[first:] = shard_sizes(self.sizes, self.shares.now)[first:]
+        self.bs,self.moves = max(1, split_items(self.dl.bs, self.shares.now)[self.rank]),self.moves+1
+
+    # An epoch, in the order that rank 0 draws
     def get_idxs(self):
-        order = drawn_by_rank0(self.dl) if self.world > 1 else list(self.dl.get_idxs())
+        order = drawn_by_rank0(self.dl) if len(self.shares.now) > 1 else list(self.dl.get_idxs())
         seed = vars(self.dl).get('worker_seed')
         if seed is not None: self.fake_l.generator = torch.Generator().manual_seed((seed+self.rank)%2**63)
-        return self.take_up(order)
+        self.take_up(order)
 
-    # This rank's items in the rest of an epoch, after `done` batches; `order`: indices of all ranks' items that are left
-    def take_up(self, order, done=0):
-        self.order,res,start = order,[],0
-        for row in self.rows[done:]:
-            a = start + sum(row[:self.rank])
-            part = order[a:a+row[self.rank]]
-            res += part if part or not self.ghosts else order[start:start+1]
-            start += sum(row)
-        return res
+    # The rest of an epoch, after `done` batches; `order`: indices of all ranks' items that are left
+    def take_up(self, order, done=0): self.order,self.done = order,done
 
     # The items of all ranks that are left after `done` more batches, in order
     def left(self, done): return self.order[done*self.dl.bs:]
 
+    # Indices of this rank's items in batch `i` of the epoch
+    def part(self, i):
+        row,start = self.rows[i],(i-self.done)*self.dl.bs
+        a = start + sum(row[:self.rank])
+        return self.order[a:a+row[self.rank]] or (self.order[start:start+1] if self.ghosts else [])
+
+    def __iter__(self):
+        self.randomize()
+        self.before_iter()
+        self.get_idxs()
+        first = self.done
+        while first < len(self.rows): first = yield from self._batches_from(first)
+        self.after_iter()
+
+    # To the end of the epoch; or, if workers load in advance, until the shares move. Returns the number of the batch that comes next
+    def _batches_from(self, first):
+        self.first,moves = first,self.moves
+        for b in _loaders[self.fake_l.num_workers == 0](self.fake_l):
+            if self.pin_memory and type(b) == list: b = tuple(b)         # pinning makes a list of it
+            yield self.after_batch(b if self.device is None else to_device(b, self.device))
+            first += 1
+            if self.fake_l.num_workers and moves != self.moves: return first
+        return len(self.rows)
+
+    # The parts that this process loads, which may be a worker
+    def sample(self):
+        parts = (self.part(i) for i in range(self.first, len(self.rows)) if (i-self.first)%self.num_workers == self.offs)
+        return (part for part in parts if part)
+
     def create_batches(self, samps):
         dl = self.dl
         # None: the item was skipped
-        for chunk in chunked(samps, self.bs): yield dl.do_batch([o for o in map(dl.do_item, chunk) if o is not None])
+        for part in samps: yield dl.do_batch([o for o in map(dl.do_item, part) if o is not None])
 
     def before_iter(self): self.dl.before_iter()
     def after_iter(self): self.dl.after_iter()
@@ -99,14 +128,19 @@ class LocalDL(GetAttr):
     def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #6d9c9dfd
-# For batches of `sizes` items, the number of items of each rank: as even as possible, where the first ranks may take one item more. In a
-# small last batch fewer ranks have items, if a rank would have a single one, of which BatchNorm cannot compute a variance
-def shard_sizes(sizes, world):
-    def shared(n, k=world): return [n//k + (r < n%k) for r in range(k)] + [0]*(world-k)
-    rows = [shared(n) for n in sizes]
+# For batches of `sizes` items, the number of items of each rank, in proportion to `shares`. In a small last batch fewer ranks have items,
+# if a rank would have a single one, of which BatchNorm cannot compute a variance
+def shard_sizes(sizes, shares):
+    row_of = {n: split_items(n, shares) for n in set(sizes)}
+    rows = [row_of[n] for n in sizes]
     if not rows or min(rows[0]) < 2 or 1 not in rows[-1] or sizes[-1] == 1: return rows
-    last = shared(sizes[-1], sizes[-1]//2)
-    return rows if last[0] > rows[0][0] else [*rows[:-1], last]         # a rank's loader has no larger batches than its first
+    last,left = rows[-1],list(range(len(shares)))
+    while 1 in last:
+        left.remove(min(left, key=lambda r: (shares[r], -r)))
+        part = split_items(sizes[-1], [shares[r] for r in left])
+        last = [part[left.index(r)] if r in left else 0 for r in range(len(shares))]
+    fits = all(a <= b for a,b in zip(last, rows[0]))                   # a rank has no more items than in the first batch
+    return [*rows[:-1], last] if fits else rows
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #1792fe31
 # fastai's `dl`, or a fastai loader with the items, order and `collate_fn` of PyTorch's

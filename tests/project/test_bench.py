@@ -8,7 +8,7 @@ from reference import rel_err, weights
 import torch
 from fastai.basics import Callback
 from torch import nn
-from bench import against, batchnorm, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, small_batches, speed, syncs, toolbox
+from bench import against, batchnorm, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, shares, small_batches, speed, syncs, toolbox
 from bench.clients import data
 from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
 from bench.jobs import job
@@ -199,6 +199,14 @@ def test_small_batches_take_the_same_items(monkeypatch):
     assert [(r['steps'], r['items']) for r in runs]==[(180, 1437), (23, 1437), (6, 1437)]
     one,small,accumulated,large = (small_batches.peak('characters', *c) for c in ((1, 1), (4, 4), (4, 64), (64, 64)))
     assert one < .5*small and accumulated < 1.05*small and small < .2*large
+
+def test_ranks_of_different_speeds():
+    "A step takes what the speeds allow, to 10%"
+    rows = shares.results()['rows']
+    assert [tuple(r['ms']) for r in rows]==list(shares.MS)
+    for r,gain in zip(rows, shares.table(rows)['the speeds allow']):
+        assert r['even']/r['auto'] > .9*float(gain), r
+        assert sum(r['row'])==shares.BS and abs(r['row'][0]/r['row'][1] - r['ms'][1]/r['ms'][0]) < .15*r['ms'][1]/r['ms'][0], r
 
 def test_page_is_of_the_results():
     "Else: run nbs/benchmarks.ipynb again"
