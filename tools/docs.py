@@ -30,18 +30,22 @@ def reference(titles, internal):
     return (entries(titles, overview) + sections(False) + entries(titles, [p for p in alone[False] if p not in overview])
             + ([{'Internals': inner}] if inner else []))
 
+def pages_of(place):
+    "All pages that a part of the menu names"
+    if isinstance(place, str): return [place]
+    return [p for part in (place.values() if isinstance(place, dict) else place) for p in pages_of(part)]
+
 def navigation(titles, internal=()):
     "The menu for `titles`, path -> title of all pages in the order of their notebooks; `internal`: those of the package that are not for users"
     titles = {p: names.get(p[:-3], t) for p,t in titles.items()}
     def those(paths): return [f'{p}.md' for p in paths if f'{p}.md' in titles]
-    grouped = {p for place in menu.values() if isinstance(place, dict) for paths in place.values() for p in those(paths)}
-    left = [p for p in titles if p not in grouped and p[:-3] not in menu.values()]
+    placed = those(pages_of(menu))
+    left = [p for p in titles if p not in placed]
     def below(folder): return [p for p in left if p.startswith(folder)]
     def entry(name, place):
         if not place: return entries(titles, [p for p in left if not p.startswith(('api/', 'tutorials/'))])
-        if isinstance(place, dict):
-            groups = [{group: entries(titles, those(paths))} for group,paths in place.items() if those(paths)]
-            mine = groups + entries(titles, below('tutorials/'))
+        if isinstance(place, dict): mine = [e for group,paths in place.items() for e in entry(group, paths)] + entries(titles, below('tutorials/'))
+        elif isinstance(place, list): mine = entries(titles, those(place))
         elif place.endswith('/'): mine = reference({p: titles[p] for p in below(place)}, internal)
         else: return [{name: p} for p in those([place])]
         return [{name: mine}] if mine else []

@@ -2,14 +2,15 @@
 
 A page is its path in `nbs`, without `.ipynb` and the number that a file of the API begins with. One that does not exist is left out."""
 
-# Name -> a page; groups of pages, in the order in which a user needs them, before what else their folder has; all of a folder; or all
-# that is left
+# Name -> a page; several pages; groups of tutorials that open, before those that stand nowhere else; all of a folder; or all that is
+# left. Everything in the order in which a user needs it
 menu = {
     'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipes': 'recipes', 'Troubleshooting': 'troubleshooting',
     'Migrating from other libraries': 'coming_from', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks',
     'Works with': 'works_with', 'Glossary': 'glossary',
+    'First steps': ['tutorials/bigger_batch', 'tutorials/any_gpu', 'tutorials/from_the_course', 'tutorials/token_losses', 'tutorials/when_not_to',
+                    'tutorials/how_exact'],
     'Tutorials': {
-        'First steps': ['tutorials/bigger_batch', 'tutorials/any_gpu', 'tutorials/from_the_course', 'tutorials/token_losses', 'tutorials/when_not_to', 'tutorials/how_exact'],
         'Memory': ['tutorials/fit_memory', 'tutorials/batchnorm', 'tutorials/contrastive', 'tutorials/optimizers', 'tutorials/attention'],
         'Precision': ['tutorials/mixed_precision', 'tutorials/quantization'],
         'Batch size': ['tutorials/find_batch_size', 'tutorials/anneal'],
@@ -24,7 +25,7 @@ folders = ['api/' + o for o in ('accumulation', 'precision', 'batch_size', 'chec
 # What the menu calls a page whose title is longer, or lacks the word that a user knows
 names = {
     'tutorials/fit_memory': 'Fit it into memory: gradient checkpointing and more', 'tutorials/attention': 'FlashAttention', 'tutorials/quantization': 'Quantization',
-    'tutorials/distillation': 'Distillation', 'tutorials/many_devices': 'Multi-GPU', 'tutorials/scaling': 'What limits scaling',
+    'tutorials/distillation': 'Distillation', 'tutorials/many_devices': 'Multi-GPU',
     'tutorials/token_losses': 'Token losses and class weights', 'tutorials/mixed_precision': 'Mixed precision: fp16 and bf16'}
 
 # A page, or a section of it -> what users type who look for it, in words that it does not use
