@@ -9,17 +9,9 @@ from urllib.parse import unquote, urlsplit
 from latex2mathml.converter import convert as mathml
 from nbdev.config import get_config
 import apidoc, pages
+from menu import folders, menu, names, words
 
 # -- The menu ----------------------------------------------------------------------------------------------------
-# A page in each place, all of a folder, or all that is left
-menu = {'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipes': 'recipes', 'Troubleshooting': 'troubleshooting',
-        'Migrating from other libraries': 'coming_from', 'Tutorials': 'tutorials/', 'API reference': 'api/', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks', 'Works with': 'works_with', '': '',
-        'Changelog': 'changelog', 'Contributing': 'contributing'}
-# In the order in which a user needs them; those that are not named follow
-first = ['tutorials/' + o for o in ('bigger_batch', 'from_the_course', 'anneal', 'find_batch_size', 'when_not_to', 'mixed_precision', 'any_gpu', 'token_losses', 'contrastive', 'batchnorm', 'callbacks', 'several_models', 'many_devices', 'scaling',
-                                    'wandb', 'stop_and_resume', 'how_exact', 'optimizers', 'attention', 'quantization', 'distillation')]
-folders = ['api/' + o for o in ('accumulation', 'precision', 'batch_size', 'checkpoint', 'parallel', 'memory', 'logs', 'core', 'loop')]
-
 def entries(titles, pages): return [{titles[p]: p} for p in pages]
 
 def reference(titles, internal):
@@ -38,16 +30,24 @@ def reference(titles, internal):
     return (entries(titles, overview) + sections(False) + entries(titles, [p for p in alone[False] if p not in overview])
             + ([{'Internals': inner}] if inner else []))
 
+def pages_of(place):
+    "All pages that a part of the menu names"
+    if isinstance(place, str): return [place]
+    return [p for part in (place.values() if isinstance(place, dict) else place) for p in pages_of(part)]
+
 def navigation(titles, internal=()):
     "The menu for `titles`, path -> title of all pages in the order of their notebooks; `internal`: those of the package that are not for users"
-    rank = {f'{path}.md': i for i,path in enumerate(first)}
-    left = sorted((p for p in titles if p[:-3] not in menu.values()), key=lambda p: rank.get(p, len(rank)))
-    groups = tuple(place for place in menu.values() if place.endswith('/'))
+    titles = {p: names.get(p[:-3], t) for p,t in titles.items()}
+    def those(paths): return [f'{p}.md' for p in paths if f'{p}.md' in titles]
+    placed = those(pages_of(menu))
+    left = [p for p in titles if p not in placed]
+    def below(folder): return [p for p in left if p.startswith(folder)]
     def entry(name, place):
-        if not place: return entries(titles, (p for p in left if not p.startswith(groups)))
-        if place not in groups: return [{name: f'{place}.md'}] if f'{place}.md' in titles else []
-        pages = [p for p in left if p.startswith(place)]
-        mine = reference({p: titles[p] for p in pages}, internal) if place == 'api/' else entries(titles, pages)
+        if not place: return entries(titles, [p for p in left if not p.startswith(('api/', 'tutorials/'))])
+        if isinstance(place, dict): mine = [e for group,paths in place.items() for e in entry(group, paths)] + entries(titles, below('tutorials/'))
+        elif isinstance(place, list): mine = entries(titles, those(place))
+        elif place.endswith('/'): mine = reference({p: titles[p] for p in below(place)}, internal)
+        else: return [{name: p} for p in those([place])]
         return [{name: mine}] if mine else []
     return [e for name,place in menu.items() for e in entry(name, place)]
 
@@ -72,7 +72,7 @@ def write_markdown(cfg, md):
         titles[f.name.lower()] = f.stem.capitalize()
         (out/f.name.lower()).write_text(pages.linked(f.read_text(encoding='utf-8'), f'../{f.name}', cfg), encoding='utf-8')
     shutil.copytree(cfg.nbs_path/'images', out/'images')
-    for f in ('extra.css', 'iframe-worker.js'): shutil.copy(root/'tools'/f, out/'assets')
+    for f in ('extra.css', 'iframe-worker.js', 'search-order.js'): shutil.copy(root/'tools'/f, out/'assets')
     (out/'llms.txt').write_text(llms_txt(cfg, nbs), encoding='utf-8')
     conf = yaml.safe_load((root/'mkdocs.yml').read_text(encoding='utf-8'))
     conf.update(site_name=cfg.lib_path.name, site_url=cfg.doc_url, site_description=cfg.description, docs_dir='docs', site_dir='site', nav=navigation(titles, {p.path for p in nbs if p.internal}))
@@ -99,15 +99,18 @@ def build(md):
 
 # -- Search ------------------------------------------------------------------------------------------------------
 def ranked(items):
-    """Entries of the search's index, in the order in which equals are listed: guides first, then what is public. An entry about a
-    helper has its name in its text, not in its title, as a match in a title comes before all others"""
+    """Entries of the search's index with a `tier`, by which tools/search-order.js lists them: guides, what is public, internals; and with the
+    other words that users type. A helper has its name in its text, not in its title, as a match in a title comes before all others"""
     helpers = {f'api/{m.replace(".", "/")}.html#{n.partition(".")[0].lower()}': m for m,names in apidoc.helpers().items() for n in names}
-    def place(o): return o['location'].startswith(('api/', 'changelog', 'contributing', 'benchmarks')),'helper' in o
-    res = []
-    for o in items:
-        mod = helpers.get(o['location'].partition('.html#')[0] + '.html#' + o['location'].partition('#')[2].partition('.')[0])
-        res.append({**o, 'title': f'Helpers of {mod}', 'text': f"<code>{o['title']}</code> {o['text']}", 'helper': True} if mod else o)
-    return [{k: v for k,v in o.items() if k != 'helper'} for o in sorted(res, key=place)]
+    inner = {f'api/{m.replace(".", "/")}.html' for m in apidoc.modules() if not apidoc.is_public(apidoc.module_of(m))}
+    def entry(o):
+        page,_,anchor = o['location'].partition('#')
+        mod,others = helpers.get(f'{page}#{anchor.partition(".")[0]}'),words.get(o['location'].replace('.html', ''), '')
+        if mod: o = {**o, 'title': f'Helpers of {mod}', 'text': f"<code>{o['title']}</code> {o['text']}"}
+        if others: o = {**o, 'words': others, 'text': f"{o['text']} <p>Other words: {others}</p>"}
+        public = page.startswith(('api/', 'changelog', 'contributing', 'benchmarks'))
+        return {**o, 'tier': 2 if mod or page in inner or o['title'].startswith('Internals') else int(public)}
+    return sorted(map(entry, items), key=lambda o: o['tier'])
 
 def rank(site):
     "Put the search's index in order, for the server and for the disk"
@@ -118,6 +121,11 @@ def rank(site):
     text = json.dumps(index, ensure_ascii=False, separators=(',', ':'))
     (site/'search.json').write_text(text, encoding='utf-8')
     js.write_text(head + text + before[before.rindex('}')+1:], encoding='utf-8')
+
+def wrong_words(site):
+    "Places in tools/menu.py that the folder `site` does not have, a line for each"
+    found = {o['location'].replace('.html', '') for o in json.loads((site/'search.json').read_text(encoding='utf-8'))['items']}
+    return [f'tools/menu.py: `words` for {place}, but the site has no such place' for place in sorted(words.keys() - found)]
 
 # -- Links -------------------------------------------------------------------------------------------------------
 class Links(HTMLParser):
@@ -156,7 +164,7 @@ def main():
     md = cfg.config_path/'_md'
     write_markdown(cfg, md)
     site = build(md).resolve()
-    wrong = wrong_links(site, cfg.doc_url)
+    wrong = wrong_links(site, cfg.doc_url) + wrong_words(site)
     if wrong: sys.exit('\n'.join(['The site was not replaced:', *wrong]))
     shutil.rmtree(cfg.doc_path, ignore_errors=True)
     shutil.move(site, cfg.doc_path)

@@ -10,7 +10,7 @@ pytest.importorskip('zensical', reason='The site needs Zensical, and that Python
 from fastcore.docments import docments
 from fastcore.nbio import read_nb
 from nbdev.config import get_config
-import apidoc, docs, pages, snippets
+import apidoc, docs, menu, pages, snippets
 
 root = Path(__file__).resolve().parents[2]
 quick = 'test_outputs',   # the others need the site
@@ -182,11 +182,16 @@ def test_links_in_links():
         assert pages.linked(text, 'index.ipynb', cfg)==expected
 
 def test_menu():
-    paths = ['api/b.md', 'api/a.md', 'benchmarks.md', 'changelog.md', 'index.md', 'new.md', 'tutorials/new.md', 'tutorials/wandb.md']
+    "Groups in their order, what no group names after them, and pages that are not there left out"
+    paths = ['api/b.md', 'api/a.md', 'benchmarks.md', 'changelog.md', 'index.md', 'new.md', 'tutorials/new.md', 'tutorials/wandb.md', 'tutorials/attention.md']
     assert docs.navigation({p: p.upper() for p in paths})==[
-        {'Home': 'index.md'}, {'Tutorials': [{'TUTORIALS/WANDB.MD': 'tutorials/wandb.md'}, {'TUTORIALS/NEW.MD': 'tutorials/new.md'}]},
-        {'API reference': [{'API/B.MD': 'api/b.md'}, {'API/A.MD': 'api/a.md'}]}, {'Benchmarks': 'benchmarks.md'}, {'NEW.MD': 'new.md'},
-        {'Changelog': 'changelog.md'}]
+        {'Home': 'index.md'}, {'Benchmarks': 'benchmarks.md'},
+        {'Tutorials': [{'Memory': [{'FlashAttention': 'tutorials/attention.md'}]}, {'Runs': [{'TUTORIALS/WANDB.MD': 'tutorials/wandb.md'}]}, {'TUTORIALS/NEW.MD': 'tutorials/new.md'}]},
+        {'API reference': [{'API/B.MD': 'api/b.md'}, {'API/A.MD': 'api/a.md'}]}, {'NEW.MD': 'new.md'}, {'Changelog': 'changelog.md'}]
+
+def test_all_tutorials_have_a_place():
+    "Every tutorial stands in the menu, in tools/menu.py"
+    assert {f'tutorials/{f.stem}' for f in (root/'nbs'/'tutorials').glob('*.ipynb')} <= {*docs.pages_of(menu.menu)}
 
 @pytest.mark.parametrize('text,expected', [
     (':::{.callout-note}\n## Head\n\nText\n:::', '!!! note "Head"\n\n    Text'), (':::{.callout-tip}\nText\n\nmore\n:::', '!!! tip\n\n    Text\n\n    more')])
@@ -242,17 +247,29 @@ def test_notebook_links(site):
 
 # What a user types, and where it should lead, as one of the first three
 searches = {'resume': 'tutorials/stop_and_resume', 'out of memory': 'troubleshooting', 'remainder': 'troubleshooting', 'distributed': 'tutorials/many_devices',
-            'clip': 'tutorials/bigger_batch', 'segmentation': 'recipes', 'overflow': 'tutorials/mixed_precision', 'GradientAccumulation': 'api/accumulation/callback'}
+            'clip': 'tutorials/bigger_batch', 'segmentation': 'recipes', 'overflow': 'tutorials/mixed_precision', 'GradientAccumulation': 'api/accumulation/callback',
+            'effective batch size': 'tutorials/bigger_batch', 'learning rate wrong after accumulation': 'tutorials/bigger_batch', 'huggingface': 'coming_from',
+            'multi gpu': 'tutorials/many_devices', 'ddp': 'tutorials/many_devices', 'how many GB': 'tutorials/fit_memory', 'memory estimate': 'tutorials/fit_memory',
+            'loss nan': 'tutorials/mixed_precision', 'dropout': 'tutorials/bigger_batch', 'batch size': 'tutorials/find_batch_size', 'OOM': 'troubleshooting',
+            'gradient checkpointing': 'tutorials/fit_memory', 'cite': 'index', 'glossary': 'glossary', 'flash attention': 'tutorials/attention',
+            'quantization': 'tutorials/quantization', 'distillation': 'tutorials/distillation', 'ActivationCheckpointing': 'api/memory/activations'}
 
 def test_search_index(site):
-    "Helpers do not stand in titles, guides come before the API, and the server's index is the disk's"
+    "Guides are told from the API and both from internals, helpers do not stand in titles, other words are there, and the server's index is the disk's"
     items = json.loads((site/'search.json').read_text())['items']
     assert json.loads((site/'search.js').read_text().partition('= ')[2].rstrip(';'))['items']==items
-    api = [o['location'].startswith('api/') for o in items]
-    guides = [i for i,o in enumerate(items) if o['location'].startswith(('tutorials/', 'recipes', 'troubleshooting'))]
-    assert guides and max(guides) < api.index(True)
+    tiers = {o['location']: o['tier'] for o in items}
+    guides = [t for l,t in tiers.items() if l.startswith(('tutorials/', 'recipes', 'troubleshooting', 'glossary'))]
+    assert guides and {*guides}=={0} and tiers['api/accumulation/callback.html#gradientaccumulation']==1 and tiers['api/loop/events.html']==2
     helpers = {f'api/{m}.html#{n.lower()}' for m,names in apidoc.helpers().items() for n in names}
-    assert all(o['title'].startswith('Helpers of') for o in items if o['location'] in helpers)
+    assert all(o['title'].startswith('Helpers of') and o['tier']==2 for o in items if o['location'] in helpers)
+    found = {o['location'].replace('.html', ''): o for o in items if 'words' in o}
+    assert found.keys()==menu.words.keys() and all(w in found[l]['words'] and w in found[l]['text'] for l,w in menu.words.items())
+
+def test_words_for_no_place(tmp_path):
+    (tmp_path/'search.json').write_text(json.dumps({'items': [{'location': l.replace('#', '.html#')} for l in [*menu.words][1:]]}))
+    first, = docs.wrong_words(tmp_path)
+    assert [*menu.words][0] in first
 
 # -- In a browser ------------------------------------------------------------------------------------------------
 flags = ('--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking '
@@ -349,14 +366,25 @@ def test_search(browser, base):
 
 @pytest.mark.parametrize('query', searches)
 def test_search_finds(browser, site, query):
+    "The page is among the first three. What has the words in its title comes first, then the rest; of both guides, then what is public, then internals"
     browser.get(f'{site.as_uri()}/index.html')
     wait(browser, 'document.querySelector(".md-search__button")').click()
     frame = '[...document.querySelectorAll("*")].find(e => e.shadowRoot).shadowRoot'
     wait(browser, f'{frame}.querySelector("input")').send_keys(query)
-    wait(browser, f'{frame}.querySelector("a[role=option]")')
+    items = {o['location']: o for o in json.loads((site/'search.json').read_text())['items']}
+    def place(url):
+        o = items[url.path.removeprefix(f'{urlsplit(site.as_uri()).path}/') + f'#{url.fragment}'*bool(url.fragment)]
+        names = re.split(r'[\s\-_.,`/]+', re.sub('<.*?>', '', f"{o['title']} {o.get('words', '')}").lower())
+        return not all(any(n.startswith(w) for n in names) for w in query.lower().split()),o['tier']
+    def is_right(browser):
+        urls = [*map(urlsplit, browser.execute_script(f'return [...{frame}.querySelectorAll("a[role=option]")].map(a => a.href)'))]
+        seen[:] = [(u.path, *place(u)) for u in urls]
+        return any(u.path.endswith(f'/{searches[query]}.html') for u in urls[:3]) and sorted(p[1:] for p in seen) == [p[1:] for p in seen]
+    seen = []
+    from selenium.common.exceptions import TimeoutException
     from selenium.webdriver.support.ui import WebDriverWait
-    hits = lambda b: [h for h in b.execute_script(f'return [...{frame}.querySelectorAll("a[role=option]")].map(a => a.href)')[:3] if f'{searches[query]}.html' in h]
-    WebDriverWait(browser, 10).until(hits, f'{query}: {searches[query]} is not among the first three')
+    try: WebDriverWait(browser, 10).until(is_right)           # until then the list is that of the letters typed so far
+    except TimeoutException: pytest.fail(f'{query}: {searches[query]} is not among the first three, or these are out of order: {seen[:6]}')
 
 def test_first_screen(browser, site):
     "Who opens the site sees the call, the picture and the proof without scrolling"

@@ -1,0 +1,50 @@
+"""The menu of the site, and the words by which its search finds pages that do not use them
+
+A page is its path in `nbs`, without `.ipynb` and the number that a file of the API begins with. One that does not exist is left out."""
+
+# Name -> a page; several pages; groups of tutorials that open, before those that stand nowhere else; all of a folder; or all that is
+# left. Everything in the order in which a user needs it
+menu = {
+    'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipes': 'recipes', 'Troubleshooting': 'troubleshooting',
+    'Migrating from other libraries': 'coming_from', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks',
+    'Works with': 'works_with', 'Glossary': 'glossary',
+    'First steps': ['tutorials/bigger_batch', 'tutorials/any_gpu', 'tutorials/from_the_course', 'tutorials/token_losses', 'tutorials/when_not_to',
+                    'tutorials/how_exact'],
+    'Tutorials': {
+        'Memory': ['tutorials/fit_memory', 'tutorials/batchnorm', 'tutorials/contrastive', 'tutorials/optimizers', 'tutorials/attention'],
+        'Precision': ['tutorials/mixed_precision', 'tutorials/quantization'],
+        'Batch size': ['tutorials/find_batch_size', 'tutorials/anneal'],
+        'Several devices': ['tutorials/many_devices', 'tutorials/scaling'],
+        'Runs': ['tutorials/stop_and_resume', 'tutorials/wandb'],
+        'Models and callbacks': ['tutorials/callbacks', 'tutorials/several_models', 'tutorials/distillation']},
+    'API reference': 'api/', '': '', 'Changelog': 'changelog', 'Contributing': 'contributing'}
+
+# The folders of the API; those that are not named follow
+folders = ['api/' + o for o in ('accumulation', 'precision', 'batch_size', 'checkpoint', 'parallel', 'memory', 'logs', 'core', 'loop')]
+
+# What the menu calls a page whose title is longer, or lacks the word that a user knows
+names = {
+    'tutorials/fit_memory': 'Fit it into memory: gradient checkpointing and more', 'tutorials/attention': 'FlashAttention', 'tutorials/quantization': 'Quantization',
+    'tutorials/distillation': 'Distillation', 'tutorials/many_devices': 'Multi-GPU',
+    'tutorials/token_losses': 'Token losses and class weights', 'tutorials/mixed_precision': 'Mixed precision: fp16 and bf16'}
+
+# A page, or a section of it -> what users type who look for it, in words that it does not use
+words = {
+    'index#cite': 'citation bibtex reference paper',
+    'coming_from': 'huggingface transformers pytorch-lightning mosaicml',
+    'glossary': 'terms definitions vocabulary',
+    'troubleshooting#the-loss-is-off': 'wrong loss not equal different',
+    'troubleshooting#out-of-memory': 'OOM CUDA out of memory error',
+    'troubleshooting#overflow-in-fp16': 'loss nan inf NaN infinite loss',
+    'tutorials/mixed_precision': 'loss nan inf amp autocast GradScaler half precision',
+    'tutorials/bigger_batch': 'effective batch size, virtual batch size, gradient accumulation steps, large batch',
+    'tutorials/bigger_batch#find-the-learning-rate': 'learning rate wrong after accumulation, lr too high',
+    'tutorials/bigger_batch#what-it-cannot-do': 'dropout batchnorm',
+    'tutorials/find_batch_size': 'best batch size, optimal batch size, linear scaling rule',
+    'tutorials/fit_memory': 'how many GB, GiB, VRAM, GPU memory estimate, memory usage, OOM, gradient checkpointing, offload',
+    'tutorials/many_devices': 'multi-GPU, multiple GPUs, DDP, DistributedDataParallel, FSDP, torchrun, two GPUs',
+    'tutorials/attention': 'flash attention, sdpa, memory-efficient attention',
+    'tutorials/quantization': 'quantize int8 8-bit 4-bit QLoRA torchao',
+    'tutorials/distillation': 'knowledge distillation, teacher and student',
+    'tutorials/stop_and_resume': 'resume training, checkpoint, continue, preempted, Colab timeout',
+}
