@@ -246,7 +246,7 @@ class LearnerState:
     def _generator_places(self):
 
         cbs = {name: {**{k: v for k,v in vars(cb).items() if k != 'learn'}, 'methods': users_methods(type(cb))}
-               for name,cb in self.cbs if _has_part(cb) and not _connects(cb)}
+               for name,cb in self.cbs if _has_part(cb) and 'brings_ranks' not in vars(cb)}
         return {'loss_func': self.loss, **cbs, 'model': self.model}
 
 # %% ../../nbs/api/checkpoint/03_state.ipynb #9d83124d
@@ -267,9 +267,7 @@ state_form = {'learner': learner_form, 'model_attrs': {str: dict}, 'has_grad': l
               'file?': str, 'ranks?': list}
 
 # Does a callback have something to save? What connects the ranks has only what it gives itself
-def _has_part(cb): return getattr(type(cb), 'in_checkpoint', True) and (not _connects(cb) or has_state_dict(cb))
-
-def _connects(cb): return 'brings_ranks' in vars(cb)
+def _has_part(cb): return getattr(type(cb), 'in_checkpoint', True) and ('brings_ranks' not in vars(cb) or has_state_dict(cb))
 
 def _inner(opt): return getattr(opt, 'opt', opt) if isinstance(opt, Lookahead) else opt
 
