@@ -24,18 +24,21 @@ __all__ = []
 # %% ../../nbs/api/accumulation/02_batch.ipynb #8929de1a
 # One loader batch on its way through the model. It ends or continues an accumulated batch, whose record the accumulator writes
 class BatchPass:
-    # `n`: this rank's items; `last`: is it the last loader batch of the epoch? `cb`, a `GradientAccumulation`, is only read
-    def __init__(self, cb, n, last):
+    # `n`: this rank's items; `last`: is it the last loader batch of the epoch? `counted`: what they count, if `accum_bs` does not count
+    # items. `cb`, a `GradientAccumulation`, is only read
+    def __init__(self, cb, n, last, counted=None):
         self.cb,self.learn,self.acc,self.rule,self.n,self.last = cb,cb.learn,cb.acc,cb.rule,n,last
         total = cb.ranks.total
-        self.n_items,self.before = n if total is None else total,cb.acc.n_items   # on all ranks; counted before this loader batch
-        self.opens,self.closes = self.before == 0,self.ends(self.before + self.n_items)
+        self.n_items,self.counted = n if total is None else total,counted         # items on all ranks
+        self.n_more,self.before = self.n_items if counted is None else counted.total,cb.acc.n_items # counted in it, and before it
+        self.opens,self.closes = self.before == 0,self.ends(self.before + self.n_more)
+        self.items = 0 if self.opens else cb.batch.items                 # of the accumulated batch before this loader batch
         learn = cb.learn
         self.place,self.done = (learn.__dict__.get('epoch'), learn.__dict__.get('iter')),False    # outside a fit there may be none
         self.tensors = learn.xb,learn.yb                                 # whose items `n` counts
         self.joint = bool(cb.coupled) and cb.ranks.world > 1          # one loss over the items of all ranks
         self.coupled = self.yb = self.loop = None
-        self.sizes,self.values = [],None
+        self.sizes,self.counts,self.values = [],[],None
 
     # Does the accumulated batch end with `n` items?
     def ends(self, n): return n >= self.acc.accum_bs or (self.last and self.cb.remainder == 'step' and n > 0)
@@ -52,6 +55,7 @@ class BatchPass:
         beside = [o[k] for o,k in kept]
         parts = split_batch(*whole, self.n, size, beside, lists=self.cb.batch_lists) if split else [(*whole, beside)]
         self.sizes = part_sizes(self.n, size) if split else [self.n]
+        self.counts = self.sizes if self.counted is None else self.counted.in_parts(self.sizes)
         keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
         watch,probed = table['after_pred'] or table['after_loss'] or table['before_backward'],self.rule.probed
         self._weigh()
@@ -108,7 +112,7 @@ class BatchPass:
             coupled.backward()
             if coupled.passes is not None: self.cb.tell(self.cb.coupled_watch.check_first())
         loss = learn.loss
-        self.acc.count(loss.detach() if loss.requires_grad else loss, weight, self.sizes[i])
+        self.acc.count(loss.detach() if loss.requires_grad else loss, weight, self.counts[i])
         values = self.values
         if values is not None: values.add(len(self.acc.losses)-1, self.sizes[i], learn.pred, learn.yb, self.rule.info, self._shown)
 
@@ -117,7 +121,7 @@ class BatchPass:
         acc,cb,self.weights,self.stacked = self.acc,self.cb,None,None
         if cb.weight is not None or not acc.normalize or self.rule.measuring or self.joint: return
         weights,nominal = self.rule.weights(self.learn.yb, self.sizes, acc.dtype)
-        shares = acc.shares(weights, self.n, nominal, complete=self.opens and self.closes and not cb.ranks.one_target)
+        shares = acc.shares(weights, sum(self.counts), nominal, complete=self.opens and self.closes and not cb.ranks.one_target)
         # can a weight be 0, so that the loss's gradient would be NaN?
         if isinstance(weights, Tensor): self.stacked,weights,shares = weights,weights.unbind(),shares.unbind()
         self.may_be_empty = self.rule.may_be_nan if isinstance(weights[0], Tensor) else not all(weights)
@@ -136,7 +140,7 @@ class BatchPass:
             acc.open(floor=floor)
         weight = as_weight(weight, learn.loss_grad.device)
         if self.joint: weight = weight/cb.ranks.n_active
-        share, = acc.shares([weight], n)
+        share, = acc.shares([weight], n if self.counted is None else self.counts[self.i])
         if isinstance(weight, Tensor) or not weight: ignore_empty(learn.pred, acc.counted(learn.loss_grad, weight))
         return weight,share
 
@@ -215,8 +219,8 @@ class BatchPass:
         if self.joint: self._own_items(yb)
         if len(self.sizes) > 1: learn.pred = join_items(preds) if len(preds) == len(self.sizes) else None
         if self.cb.learn is not learn: raise removed_in_batch(self.cb)
-        done = acc.n_items - self.before
-        if done > 0: learn.loss = acc.mean(self.first, self.stacked if done == self.n else None)[0]
+        done = len(acc.losses) - self.first
+        if done > 0: learn.loss = acc.mean(self.first, self.stacked if done == len(self.sizes) else None)[0]
         if self.values is not None:
             if len(self.sizes) > 1: self.values.join(self.first, acc.so_far.weights, acc.normalize)
             if self.values.news: self.cb.warn_of_values(self)
@@ -224,7 +228,8 @@ class BatchPass:
     # The items of all ranks count, whether or not this rank has counted its own. Returns the accumulated loss if this was the end
     def close(self):
         self.done,self.tensors = True,None
-        if self.cb.ranks.world > 1: self.acc.count_for_all(self.before + self.n_items)
+        self.items += self.n_items
+        if self.cb.ranks.world > 1: self.acc.count_for_all(self.before + self.n_more)
         self.closes = self.ends(self.acc.n_items)                        # False if a micro-batch was cancelled
         if not self.closes: return None
         if self.cb.watch.on: self.cb.watch.end(self.cb)
@@ -304,7 +309,7 @@ class FittingSize:
                 why = str(e)
             # outside `except`, because the traceback keeps the activations alive
             learn.pred = learn.loss_grad = learn.loss = None
-            n,last,batch = batch.n,batch.last,None
+            again,batch = (batch.n, batch.last, batch.counted),None
             free_memory(device_of(learn.model))
             if self.now == 1: raise too_big(why)
             if versions != [o._version for o in tensors]:
@@ -316,7 +321,7 @@ class FittingSize:
             cb.watch.skip()
             self.now = self.sizes[key] = -(-self.now//2)
             print(f"GradientAccumulation: out of memory, going on with micro-batches of {self.now} items.")
-            batch = BatchPass(cb, n, last)
+            batch = BatchPass(cb, *again)
 
     # There may be more memory in the next fit
     def forget(self): self.sizes,self.room = {},None

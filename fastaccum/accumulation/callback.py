@@ -33,6 +33,7 @@ from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
 from .checks import check_args, check_learner, refuse_others
 from .plan import accum_batches, epoch_plan, epochs_for
 from .text import left_out_message, lossy_encoder
+from .tokens import BatchCounter
 from .watch import Watch, reader_of, value_message
 
 # %% auto #0
@@ -55,23 +56,29 @@ class GradientAccumulation(LoopCallback):
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
         grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
         coupled:bool|str=False,      # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
+        unit:str='items',            # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
+        count=None,                  # `count(learn)`: how much a loader batch counts, or how much each of its items does
+        pad_idx:int|None=None,       # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
         refuse_others(theirs, type(self).__name__)
-        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss, grad_device)
+        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss, grad_device,
+                   unit, count, pad_idx)
         store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,grad_device,coupled')
+        store_attr('unit,count,pad_idx')
         self._n_items = n_items
         self.per_loader_batch = accum_bs is None and n_acc is None and micro_batch_size is not None
         self.acc,self.ranks,self.fitting = GradientAccumulator([], 1, normalize),OneRank(),FittingSize()
         self.rule,self.coupled_watch,self.batch_lists,self.batch,self.running = LossRule(),CoupledWatch(),Lists(),None,False
         self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
+        self.counter = None if unit == 'items' else BatchCounter(count, pad_idx)
         self.n_before,self.last_rule = 0,str(self.rule)  # accumulated batches of the fit before this epoch; what the last fit found
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
     # -- what other callbacks may read
     @property
     def accum_bs(self) -> int:
-        "Target number of items of the current accumulated batch"
+        "Target size of the current accumulated batch, in items or in `unit`"
         return self.acc.accum_bs
     @accum_bs.setter
     def accum_bs(self, v):
@@ -81,13 +88,18 @@ class GradientAccumulation(LoopCallback):
 
     @property
     def n_items(self) -> int:
-        "Items accumulated so far"
+        "Items accumulated so far; with another `unit`, what was counted of it so far"
         return self.acc.n_items
 
     @property
     def items(self) -> int:
         "Items of the last accumulated batch that closed"
-        return self.acc.closed.n_items
+        return self.acc.closed.n_items if self.counter is None else self.batch.items
+
+    @property
+    def so_far(self) -> dict: # Name -> number
+        "Items accumulated so far, and what was counted of another `unit`, for loggers"
+        return dict(items=self.n_items) if self.counter is None else {'items': self.batch.items, self.unit: self.n_items}
 
     @property
     def opens(self) -> bool:
@@ -123,6 +135,7 @@ class GradientAccumulation(LoopCallback):
     def step_values(self) -> dict: # Name -> value
         "Values of the last step, for loggers"
         res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
+        if self.counter is not None: res[self.unit] = self.acc.closed.n_items
         return res if self.micro_batch_size is None else {**res, 'micro_bs': self.micro_bs}
 
     def size_at(self,
@@ -141,6 +154,9 @@ class GradientAccumulation(LoopCallback):
         return accum_batches(self._sizes(dl), n_epoch, self.size_at, self.remainder)
 
     def _sizes(self, dl):
+        if self.counter is not None:
+            raise ValueError(f"accum_bs counts {self.unit}, and how many a loader batch has is not known before it is loaded: there is no "
+                             "plan. After training, `StepLogger` shows the steps.")
         if dl is None and self.learn is None:
             raise ValueError("There is no loader to plan for: add the callback to a Learner, or pass `dl`.")
         return batch_sizes(ifnone(dl, self.learn.dls.train) if self.learn is not None else dl)
@@ -148,7 +164,7 @@ class GradientAccumulation(LoopCallback):
     def epoch_plan(self):
         "How the position in training moves in this epoch; None if the steps are not known, or if their size changes"
         learn = self.learn
-        if self._n_items is not None or type(self).size_at is not GradientAccumulation.size_at: return None
+        if self._n_items is not None or self.counter is not None or type(self).size_at is not GradientAccumulation.size_at: return None
         try: sizes = batch_sizes(learn.dls.train)
         except ValueError: return None
         return epoch_plan(sizes, learn.epoch, learn.n_epoch, self._accum_bs, self.remainder) if len(sizes) == learn.n_iter else None
@@ -208,7 +224,7 @@ class GradientAccumulation(LoopCallback):
         self.rule.end()
         self.warn_of_loss()
         if not self.n_items: return
-        print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} items accumulated; their gradients are cleared.")
+        print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} {self.unit} accumulated; their gradients are cleared.")
         self.clear()
 
     def detach(self):
@@ -252,13 +268,15 @@ class GradientAccumulation(LoopCallback):
         if not self.running: self.before_fit(); acc = self.acc   # added in the middle of a fit
         n = self._count_items()
         n_iter,i = learn.__dict__.get('n_iter', 0),learn.__dict__.get('iter', 0)
+        counted = None if self.counter is None else self.counter(learn, n, self.ranks)
         if acc.n_items == 0:
             epoch,n_epoch = learn.__dict__.get('epoch', 0),learn.__dict__.get('n_epoch', 1)      # `one_batch` may be called without a fit
-            size = ifnone(self.ranks.total, n) if self.per_loader_batch else self.size_at(epoch*n_iter + i, n_iter, n_epoch)
+            whole = ifnone(self.ranks.total, n) if counted is None else counted.total
+            size = whole if self.per_loader_batch else self.size_at(epoch*n_iter + i, n_iter, n_epoch)
             if size != acc.accum_bs: acc.open(size)
             self._without_grad = [p for p in acc.params if p.grad is None] if self.remainder == 'drop' else []
         # not by `=`: fastai's `__setattr__` would look for the name in the Learner and in its model, at each batch
-        self.__dict__['batch'] = BatchPass(self, n, last=i == n_iter-1)
+        self.__dict__['batch'] = BatchPass(self, n, i == n_iter-1, counted)
 
     def _count_items(self):
         learn = self.learn
@@ -279,7 +297,7 @@ class GradientAccumulation(LoopCallback):
         xb,yb = batch.tensors
         if learn.xb is not xb or learn.yb is not yb or not type(xb) is tuple is type(yb):   # changed since `before_batch`? A list may be
             n = self._count_items()
-            if n != batch.n: batch = self.__dict__['batch'] = BatchPass(self, n, batch.last)
+            if n != batch.n: batch = self.__dict__['batch'] = BatchPass(self, n, batch.last, batch.counted and batch.counted.shared_by(n))
         with_items = self.ranks.begin(batch)
         if batch.opens:
             if self.params.opt is not learn.opt: self.params.look_up()
@@ -368,8 +386,9 @@ class GradientAccumulation(LoopCallback):
     def after_train(self):
         self._end_epoch()
         whole = self.batch is not None and self.batch.last                      # nobody cut the epoch short
-        if whole and self.remainder == 'step' and self.n_opened - self.n_before == 1 and 0 < self.items < self.accum_bs:
-            self.warn_once(f"accum_bs={self.accum_bs} is more than the {self.items} items of an epoch: each epoch is one step.")
+        n = self.acc.closed.n_items
+        if whole and self.remainder == 'step' and self.n_opened - self.n_before == 1 and 0 < n < self.accum_bs:
+            self.warn_once(f"accum_bs={self.accum_bs} is more than the {n} {self.unit} of an epoch: each epoch is one step.")
 
     def after_cancel_epoch(self): self._end_epoch()
     def after_epoch(self): fit_graph(self.learn)
@@ -437,12 +456,15 @@ class GradientAccumulationSchedule(GradientAccumulation):
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
         grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
         coupled:bool|str=False,      # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
+        unit:str='items',            # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
+        count=None,                  # `count(learn)`: how much a loader batch counts, or how much each of its items does
+        pad_idx:int|None=None,       # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
         refuse_others(theirs, type(self).__name__)
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
                          normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
-                         grad_dtype=grad_dtype, grad_device=grad_device, coupled=coupled)
+                         grad_dtype=grad_dtype, grad_device=grad_device, coupled=coupled, unit=unit, count=count, pad_idx=pad_idx)
         check_accum_bs(final_accum_bs)
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
         if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish:

@@ -39,7 +39,7 @@ def refuse_others(kwargs, name):
 
 # Wrong types and values, and arguments that contradict each other
 def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, grad_dtype=None, coupled=False, check_loss=True,
-               grad_device=None):
+               grad_device=None, unit='items', count=None, pad_idx=None):
     if None not in (accum_bs, n_acc):
         raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone "
                          "(n_acc is fastai's name for it).")
@@ -60,6 +60,7 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
         raise ValueError(f"grad_device={grad_device!r}: pass 'cpu' to keep gradients in the host's memory, or None for the model's device.")
     if n_items is not None and not callable(n_items):
         raise TypeError(f"n_items is {n_items!r}: pass a function of the Learner that returns the number of items in its batch.")
+    check_unit(unit, count, pad_idx)
     if check_loss not in (True, False, 'always'):
         raise ValueError(f"check_loss={check_loss!r}: pass True to measure a loss that is not PyTorch's or fastai's and to check it "
                          "now and then, 'always' to check each micro-batch, or False.")
@@ -68,6 +69,20 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
                         "(Class weights belong to the loss.)")
 
 # %% ../../nbs/api/accumulation/03_checks.ipynb #00d0487e
+_columns = 'step','fit','epoch','accum_bs','loss','lr','skipped','micro_bs'   # of `StepLogger`
+
+def check_unit(unit, count, pad_idx):
+    if not isinstance(unit, str) or not unit.isidentifier() or unit in _columns:
+        raise ValueError(f"unit={unit!r}: pass 'items', 'tokens', or a name for what count= counts, which becomes a column of the logs.")
+    if count is not None and not callable(count):
+        raise TypeError(f"count is {count!r}: pass a function of the Learner that returns a number for its loader batch, or one for each item.")
+    if count is not None and unit == 'items':
+        raise ValueError("count= counts something else than items, and accum_bs is in its unit: name it, as in unit='seconds'.")
+    if count is None and unit not in ('items','tokens'):
+        raise ValueError(f"unit={unit!r}: pass count= too, a function of the Learner that counts them. Without, 'items' and 'tokens' are known.")
+    if pad_idx is not None and (isinstance(pad_idx, bool) or not isinstance(pad_idx, int)):
+        raise TypeError(f"pad_idx is {pad_idx!r}: pass the token of the padding, an int.")
+
 # Raise an error for settings of the Learner that cannot work with `acc`, and warn of doubtful ones
 def check_learner(acc):
     learn = acc.learn
@@ -146,20 +161,25 @@ def check_sizes(acc):
     try: sizes = batch_sizes(learn.dls.train)
     except ValueError: return
     if not sizes: return
-    total = len(sizes)*learn.n_epoch
-    most = max((acc.size_at(done, len(sizes), learn.n_epoch) for done in range(0, total, max(1, total//100))), default=acc.accum_bs)
-    if acc.remainder == 'drop' and sum(sizes) < most:
-        raise ValueError(f"remainder='drop' with accum_bs={most} would never step: an epoch has {sum(sizes)} items. "
-                         "Use 'step' or 'carry', or a smaller accum_bs.")
+    if acc.unit == 'items': check_steps(acc, sizes)
     most_at_once = max(sizes)
     if acc.micro_batch_size not in (None, 'auto'): most_at_once = min(most_at_once, acc.micro_batch_size)
-    if most < max(sizes) and not acc.per_loader_batch:
-        acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
-                      "every loader batch is a step.")
     head = find_head(get_model(learn.model), acc.coupled) if isinstance(acc.coupled, str) else None
     if most_at_once < 8 and has_batchnorm(learn.model, but=head):
         acc.warn_once(f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its "
                       f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_head(acc)}")
+
+# Does `accum_bs` fit the loader, whose batches have `sizes` items?
+def check_steps(acc, sizes):
+    n_epoch = acc.learn.n_epoch
+    total = len(sizes)*n_epoch
+    most = max((acc.size_at(done, len(sizes), n_epoch) for done in range(0, total, max(1, total//100))), default=acc.accum_bs)
+    if acc.remainder == 'drop' and sum(sizes) < most:
+        raise ValueError(f"remainder='drop' with accum_bs={most} would never step: an epoch has {sum(sizes)} items. "
+                         "Use 'step' or 'carry', or a smaller accum_bs.")
+    if most < max(sizes) and not acc.per_loader_batch:
+        acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
+                      "every loader batch is a step.")
 
 # Does the model have a BatchNorm that sees micro-batches?
 def has_batchnorm(model, but=None):

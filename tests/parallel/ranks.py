@@ -91,6 +91,15 @@ def tokens():
     return run(x, y, model=mlp(3), loss=lambda p, t: F.cross_entropy(p.flatten(0, 1), t.flatten()), bs=8, accum=20,
                weight=lambda learn: (learn.y != -100).sum())
 @case
+def unit_tokens():
+    "All ranks close at the same loader batch, also those that a rank has no items of, or no tokens"
+    x,y = data(61, 3, seq=7)
+    y[torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < .5] = -100
+    y[:9] = -100
+    logger = StepLogger()
+    return run(x, y, model=mlp(3), loss=CrossEntropyLossFlat(), bs=4, accum=60, unit='tokens', cbs=[logger],
+               more=lambda learn: dict(rows=logger.to_df()[['items','tokens']].values.tolist()))
+@case
 def positives():
     "Focal-like, divided by the number of positive targets; many micro-batches have none"
     x,y = data(97, 2)
