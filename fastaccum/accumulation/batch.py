@@ -37,25 +37,28 @@ class BatchPass:
         self.place,self.done = (learn.__dict__.get('epoch'), learn.__dict__.get('iter')),False    # outside a fit there may be none
         self.tensors = learn.xb,learn.yb                                 # whose items `n` counts
         self.joint = bool(cb.coupled) and cb.ranks.world > 1          # one loss over the items of all ranks
-        self.coupled = self.yb = self.loop = None
+        self.coupled = self.yb = self.loop = self.cut = None
         self.sizes,self.counts,self.values = [],[],None
 
     # Does the accumulated batch end with `n` items?
     def ends(self, n): return n >= self.acc.accum_bs or (self.last and self.cb.remainder == 'step' and n > 0)
 
-    # In micro-batches of at most `size` items: 1 weigh, 2 forward, 3 backward, 4 count, 5 join
-    def run(self, size):
+    # In micro-batches of at most `size` items, or of at most `tokens` tokens as padded: 1 weigh, 2 forward, 3 backward, 4 count, 5 join
+    def run(self, size, tokens=None):
         learn,coupled,whole,preds = self.learn,self.cb.coupled,(self.learn.xb, self.learn.yb),[]
         loop = self.loop = learn.one_batch                               # a callback may remove it on the way
-        table,split = loop.events.table,self.n > size and not coupled    # a coupled loss is one: only the model is called in parts
-        self.size,self.first,values = size,len(self.acc.losses),self.cb.loss_values
+        table,cut = loop.events.table,None if tokens is None else self.cb.cut(self.counted.spans, tokens)
+        split = cut is not None or self.n > size and not coupled         # a coupled loss is one: only the model is called in parts
+        self.size,self.cut = size if cut is None else max(cut.sizes),cut
+        self.first,values = len(self.acc.losses),self.cb.loss_values
         # what belongs to the items, too: MixUp keeps targets and shares of its own, and a loss may have been given weights
         kept = [(vars(o), k) for o in table['mixers'] if o.run and 'yb1' in vars(o) for k in ('yb1','lam')]
         if values.holder is not None: kept += [(vars(values.holder), k) for k in values.look(self.n)]
         beside = [o[k] for o,k in kept]
-        parts = split_batch(*whole, self.n, size, beside, lists=self.cb.batch_lists) if split else [(*whole, beside)]
-        self.sizes = part_sizes(self.n, size) if split else [self.n]
-        self.counts = self.sizes if self.counted is None else self.counted.in_parts(self.sizes)
+        if cut is not None: parts,self.sizes = cut.split(*whole, beside),cut.sizes
+        elif split: parts,self.sizes = split_batch(*whole, self.n, size, beside, lists=self.cb.batch_lists),part_sizes(self.n, size)
+        else: parts,self.sizes = [(*whole, beside)],[self.n]
+        self.counts = self.sizes if self.counted is None else self.counted.in_parts(self.sizes, cut and cut.order)
         keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
         watch,probed = table['after_pred'] or table['after_loss'] or table['before_backward'],self.rule.probed
         self._weigh()
@@ -114,13 +117,16 @@ class BatchPass:
         loss = learn.loss
         self.acc.count(loss.detach() if loss.requires_grad else loss, weight, self.counts[i])
         values = self.values
-        if values is not None: values.add(len(self.acc.losses)-1, self.sizes[i], learn.pred, learn.yb, self.rule.info, self._shown)
+        if values is not None:
+            rows = None if self.cut is None else self.cut.parts[i].rows
+            values.add(len(self.acc.losses)-1, self.sizes[i], learn.pred, learn.yb, self.rule.info, self._shown, rows)
 
     # -- weights: known before the first micro-batch, or only after each prediction
     def _weigh(self):
         acc,cb,self.weights,self.stacked = self.acc,self.cb,None,None
         if cb.weight is not None or not acc.normalize or self.rule.measuring or self.joint: return
-        weights,nominal = self.rule.weights(self.learn.yb, self.sizes, acc.dtype)
+        yb = self.learn.yb if self.cut is None else self.cut.ordered(self.learn.yb)
+        weights,nominal = self.rule.weights(yb, self.sizes, acc.dtype)
         shares = acc.shares(weights, sum(self.counts), nominal, complete=self.opens and self.closes and not cb.ranks.one_target)
         # can a weight be 0, so that the loss's gradient would be NaN?
         if isinstance(weights, Tensor): self.stacked,weights,shares = weights,weights.unbind(),shares.unbind()
@@ -217,7 +223,9 @@ class BatchPass:
     def _join(self, yb, preds):
         learn,acc = self.learn,self.acc
         if self.joint: self._own_items(yb)
-        if len(self.sizes) > 1: learn.pred = join_items(preds) if len(preds) == len(self.sizes) else None
+        if len(self.sizes) > 1:
+            join = join_items if self.cut is None else self.cut.join
+            learn.pred = join(preds) if len(preds) == len(self.sizes) else None
         if self.cb.learn is not learn: raise removed_in_batch(self.cb)
         done = len(acc.losses) - self.first
         if done > 0: learn.loss = acc.mean(self.first, self.stacked if done == len(self.sizes) else None)[0]
@@ -282,6 +290,7 @@ def elements_of(shapes): return sum(s.numel() for s,_ in shapes) or 1
 
 # micro_batch_size='auto': the largest micro-batches that fit memory
 class FittingSize:
+    what = 'items'
     def __init__(self): self.sizes,self.room,self.now = {},None,'auto'   # room: elements of a micro-batch, if the largest batch was split
 
     # The size for inputs like `xb`, at most `n`. Shapes that have not come yet start with the elements that fitted
@@ -303,15 +312,15 @@ class FittingSize:
         key,versions = shapes_of(learn.xb),[o._version for o in tensors]
         self.now,snap = self.of(learn.xb, batch.n),Snapshot(learn.model, acc.params, gradients=not batch.opens)
         while True:
-            try: batch.run(self.now); return batch
+            try: self.send(batch); return batch
             except Exception as e:
                 if not is_out_of_memory(e): raise
-                why = str(e)
+                why,most = str(e),max(batch.sizes)
             # outside `except`, because the traceback keeps the activations alive
             learn.pred = learn.loss_grad = learn.loss = None
             again,batch = (batch.n, batch.last, batch.counted),None
             free_memory(device_of(learn.model))
-            if self.now == 1: raise too_big(why)
+            if most == 1: raise too_big(why)
             if versions != [o._version for o in tensors]:
                 raise RuntimeError("Memory ran out, and the loader batch cannot restart with smaller micro-batches, because the model or a "
                                    "callback has changed it in place. Make new tensors there, or pass a number as micro_batch_size. "
@@ -319,9 +328,12 @@ class FittingSize:
             snap.restore()
             acc.rollback(before)
             cb.watch.skip()
-            self.now = self.sizes[key] = -(-self.now//2)
-            print(f"GradientAccumulation: out of memory, going on with micro-batches of {self.now} items.")
+            self.halve(key)
+            print(f"GradientAccumulation: out of memory, going on with micro-batches of {self.now} {self.what}.")
             batch = BatchPass(cb, *again)
+
+    def send(self, batch): batch.run(self.now)
+    def halve(self, key): self.now = self.sizes[key] = -(-self.now//2)
 
     # There may be more memory in the next fit
     def forget(self): self.sizes,self.room = {},None

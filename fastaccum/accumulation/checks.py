@@ -39,7 +39,7 @@ def refuse_others(kwargs, name):
 
 # Wrong types and values, and arguments that contradict each other
 def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, grad_dtype=None, coupled=False, check_loss=True,
-               grad_device=None, unit='items', count=None, pad_idx=None):
+               grad_device=None, unit='items', count=None, pad_idx=None, micro_batch_tokens=None):
     if None not in (accum_bs, n_acc):
         raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone "
                          "(n_acc is fastai's name for it).")
@@ -50,6 +50,14 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
     if not isinstance(coupled, bool) and not (isinstance(coupled, str) and coupled):
         raise ValueError(f"coupled={coupled!r}: pass True for one loss over the whole loader batch, 'head' or the name of a module "
                          "that should see the whole loader batch too, or False.")
+    t = micro_batch_tokens
+    if not (t is None or t == 'auto' or is_count(t)):
+        raise ValueError(f"micro_batch_tokens={t!r}: pass the largest number of tokens of a micro-batch (an int, at least 1), 'auto' for as "
+                         "many as fit memory, or None.")
+    other = first(f'{k}={v!r}' for k,v in dict(micro_batch_size=k, coupled=coupled, n_items=n_items).items() if v)
+    if t is not None and other:
+        raise ValueError(f"micro_batch_tokens={t!r} sorts the rows of a loader batch into micro-batches, which does not go with {other}: "
+                         "use one of the two.")
     if coupled and k is None:
         raise ValueError(f"coupled={coupled!r} computes one loss over the micro-batches of a loader batch, and so needs micro_batch_size: "
                          "write GradientAccumulation(micro_batch_size=..., coupled=True).")
@@ -75,11 +83,13 @@ def check_unit(unit, count, pad_idx):
     if not isinstance(unit, str) or not unit.isidentifier() or unit in _columns:
         raise ValueError(f"unit={unit!r}: pass 'items', 'tokens', or a name for what count= counts, which becomes a column of the logs.")
     if count is not None and not callable(count):
-        raise TypeError(f"count is {count!r}: pass a function of the Learner that returns a number for its loader batch, or one for each item.")
+        raise TypeError(f"count is {count!r}: pass a function of the Learner that returns a number for its loader batch, or one for each "
+                        "item.")
     if count is not None and unit == 'items':
         raise ValueError("count= counts something else than items, and accum_bs is in its unit: name it, as in unit='seconds'.")
     if count is None and unit not in ('items','tokens'):
-        raise ValueError(f"unit={unit!r}: pass count= too, a function of the Learner that counts them. Without, 'items' and 'tokens' are known.")
+        raise ValueError(f"unit={unit!r}: pass count= too, a function of the Learner that counts them. Without it, 'items' and 'tokens' are "
+                         "known.")
     if pad_idx is not None and (isinstance(pad_idx, bool) or not isinstance(pad_idx, int)):
         raise TypeError(f"pad_idx is {pad_idx!r}: pass the token of the padding, an int.")
 
@@ -98,7 +108,7 @@ def check_learner(acc):
         raise ValueError("fastai's MixedPrecision is attached, but it does not work with fastaccum's GradientAccumulation: it ends its "
                          "autocast at every micro-batch, and the weights would stop learning. Use fastaccum's: write `from fastaccum.all "
                          "import *` after fastai's imports, then `learn.to_fp16()` or `learn.to_bf16()`, which replace fastai's.")
-    if acc.micro_batch_size is not None and keeps_state(learn.model, learn.cbs):
+    if acc.splits and keeps_state(learn.model, learn.cbs):
         raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (the Learner has a "
                          "ModelResetter): some items would get the state of others. Leave micro_batch_size out and give the loader a "
                          "smaller batch size.")
@@ -107,13 +117,20 @@ def check_learner(acc):
         raise ValueError("grad_device='cpu' keeps gradients off the device, but several ranks add them up there, all at once: leave it "
                          "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
     if acc.coupled: check_coupled(acc)
+    if acc.micro_batch_tokens is not None: check_ranks_with_tokens(acc)
     if not acc.per_loader_batch: check_sides(acc)
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
-    if hooked and acc.micro_batch_size is not None:
+    if hooked and acc.splits:
         acc.warn_once(f"{hooked} looks at the model with hooks, which see one micro-batch at a time: in training it keeps the figures of "
                       "the last micro-batch of a loader batch. For those of all items leave out micro_batch_size, and make the loader "
                       "batches smaller.")
     check_sizes(acc)
+
+# Raise an error if ranks need to know how many micro-batches there are
+def check_ranks_with_tokens(acc):
+    if not acc.ranks.one_target and not getattr(acc.ranks, 'overlap', False): return
+    why = "all ranks go through the model equally often" if acc.ranks.one_target else "overlap=True sends gradients in the last backward pass"
+    raise ValueError(f"micro_batch_tokens makes as many micro-batches as the texts of a rank need, but {why}: use micro_batch_size.")
 
 # Raise an error if the model is compiled into CUDA graphs. Gradients lie in the memory of a graph, which its next replay overwrites:
 # PyTorch raises an error (pytorch#169545), or adds up wrong gradients without a word (pytorch#181723)

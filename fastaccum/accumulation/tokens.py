@@ -10,6 +10,7 @@ from typing import NamedTuple
 from fastai.basics import *
 from torch.utils._pytree import tree_leaves
 from ..core.losses import LossInfo, mixer_of, _valid
+from .lengths import Spans
 
 # %% auto #0
 __all__ = []
@@ -17,36 +18,43 @@ __all__ = []
 # %% ../../nbs/api/accumulation/08_tokens.ipynb #70c3a008
 # What `accum_bs` counts in a loader batch
 class Counted(NamedTuple):
-    of_items:list # for each item of this rank
-    total:int     # of all ranks
+    of_items:list     # for each item of this rank
+    total:int         # of all ranks
+    spans:Spans|None=None # where the rows begin and end, for `micro_batch_tokens`
 
-    # For consecutive micro-batches with so many items
-    def in_parts(self, sizes):
+    # For micro-batches with so many items, which are in the order `order`
+    def in_parts(self, sizes, order=None):
+        of_items = self.of_items if order is None else [self.of_items[i] for i in order]
         ends = np.cumsum([0, *sizes]).tolist()
-        return [sum(self.of_items[i:j]) for i,j in zip(ends, ends[1:])]
+        return [sum(of_items[i:j]) for i,j in zip(ends, ends[1:])]
 
     # The same, if a callback has left `n` items of the loader batch
     def shared_by(self, n): return Counted(evenly(sum(self.of_items), n), self.total)
 
 # %% ../../nbs/api/accumulation/08_tokens.ipynb #70c3a009
-# Counts the tokens of loader batches, or what a function of the user's counts
+# Counts in loader batches what `unit` says: items, tokens, or what a function of the user's counts. lengths: find the ends of rows, too?
 class BatchCounter:
-    def __init__(self, count=None, pad_idx=None): self.count,self.pad_idx,self._found = count,pad_idx,{}
+    def __init__(self, unit, count=None, pad_idx=None, lengths=False):
+        self.unit,self.count,self.pad_idx,self.lengths,self._found = unit,count,pad_idx,lengths,{}
 
-    # Of the Learner's loader batch with `n` items, of which `world` ranks have a part each. Reads the device once
+    # Of the Learner's loader batch, of which this rank has `n` items
     def __call__(self, learn, n, ranks):
-        of_items = [0] if ranks.total is not None and not ranks.n_own else self._of_items(learn, n)
-        total = sum(of_items) if ranks.total is None else ranks.sum_of_batch(sum(of_items))
+        of_items,spans = ([0], None) if ranks.total is not None and not ranks.n_own else self._read(learn, n)
+        if self.unit == 'items': total = ifnone(ranks.total, n)
+        else: total = ranks.sum_of_batch(sum(of_items))
         if not total: of_items,total = [int(not ranks.rank), *of_items[1:]],1
-        return Counted(of_items, total)
+        return Counted(of_items, total, spans)
 
-    def _of_items(self, learn, n):
-        v = self.count(learn) if self.count is not None else self.tokens(learn, n).flatten(1).sum(1)
-        v = v.tolist() if hasattr(v, 'tolist') else v
-        if isinstance(v, (list,tuple)) and len(v) == 1 != n: v = v[0]
-        if not isinstance(v, (list,tuple)): v = evenly(int(v), n)
-        if len(v) == n and min(v) >= 0: return [int(o) for o in v]
-        raise ValueError(f"count= returns {len(v)} numbers for a loader batch of {n} items: return one number, or one for each item, 0 at least.")
+    # What its items count, and where its rows begin and end. Reads the device once
+    def _read(self, learn, n):
+        ends = self._ends(learn, n) if self.lengths else None
+        if self.count is not None: v = torch.as_tensor(self.count(learn)).flatten()
+        elif self.unit == 'tokens': v = self.tokens(learn, n).flatten(1).sum(1)
+        else: v = torch.ones(n, dtype=torch.long)
+        if ends is None: return of_each(v.tolist(), n),None
+        ends,width,of_targets = ends
+        starts,ends,v = torch.cat([ends.flatten(), v.to(ends.device)]).split([n, n, len(v)])
+        return of_each(v.tolist(), n),Spans(starts.tolist(), ends.tolist(), width, of_targets)
 
     # Which places of targets or inputs have a token that counts
     def tokens(self, learn, n):
@@ -57,10 +65,10 @@ class BatchCounter:
     def not_padded(self, learn, n):
         x = first(learn.xb)
         if isinstance(x, dict) and 'attention_mask' in x: return x['attention_mask'] != 0
-        ids = first(t for t in tree_leaves(learn.xb) if isinstance(t, Tensor) and is_row_of_classes(t, n))
+        ids = first(t for t in tree_leaves(learn.xb) if is_row_of_classes(t, n))
         if ids is None:
-            raise ValueError("unit='tokens': neither targets nor inputs of this Learner are rows of tokens, which are integers. Pass count=, a "
-                             "function of the Learner that counts the tokens of its loader batch.")
+            raise ValueError("To count tokens: neither targets nor inputs of this Learner are rows of tokens, which are integers. Pass count=, "
+                             "a function of the Learner that counts the tokens of its loader batch, and leave out micro_batch_tokens.")
         return ids != self.padding(learn)
 
     def padding(self, learn):
@@ -69,7 +77,32 @@ class BatchCounter:
         if key not in self._found: self._found = {key: padding_of(learn)}
         return self._found[key]
 
+    def spans(self, learn, n):
+        (starts,ends),width,of_targets = self._ends(learn, n)
+        starts,ends = torch.stack([starts, ends]).tolist()
+        return Spans(starts, ends, width, of_targets)
+
+    # Where rows begin and end on the device, their width, and do the targets have such rows?
+    def _ends(self, learn, n):
+        used,y = in_rows(self.not_padded(learn, n)),first(learn.yb)
+        width = used.shape[1]
+        of_targets = isinstance(y, Tensor) and y.dim() > 1 and len(y) == n and y.shape[1] == width
+        if of_targets:
+            info = class_loss(learn.loss_func) if is_row_of_classes(y, n) else None
+            used = used | (in_rows(_valid(y, info.ignore_index)) if info else True)
+        places = torch.arange(width, device=used.device)
+        return torch.stack([torch.where(used, places, width).amin(1), torch.where(used, places+1, 0).amax(1)]),width,of_targets
+
 # %% ../../nbs/api/accumulation/08_tokens.ipynb #70c3a012
+# Numbers `v` of the user's as one for each of `n` items
+def of_each(v, n):
+    if len(v) == 1 != n: v = evenly(int(v[0]), n)
+    if len(v) == n and min(v) >= 0: return [int(o) for o in v]
+    raise ValueError(f"count= returns {len(v)} numbers for a loader batch of {n} items: return one number, or one for each item, each of "
+                     "them 0 at least.")
+
+def in_rows(used): return used.flatten(2).any(2) if used.dim() > 2 else used
+
 def evenly(total, n): return [total*(i+1)//n - total*i//n for i in range(n)]
 
 # Is `t` a tensor of integers with several for each of `n` items?
@@ -88,5 +121,5 @@ def padding_of(learn):
         vocabs = getattr(learn.dls, 'vocab', None) or ()
         found = {v.index('xxpad') for v in (vocabs, *vocabs) if isinstance(v, (list,L)) and 'xxpad' in v}
     if len(found) == 1: return found.pop()
-    raise ValueError("unit='tokens': which token is padding is not known, as the model has no embedding with a padding_idx. Pass pad_idx=, "
+    raise ValueError("Which token is padding is not known, as the model has no embedding with a padding_idx. Pass pad_idx=, "
                      "the token of the padding (-1 if there is none), or count=, a function of the Learner.")

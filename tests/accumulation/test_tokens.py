@@ -1,6 +1,9 @@
 "Accumulated batches that are full when they have so many tokens"
+import io, math, re, warnings
+from contextlib import redirect_stdout
 import pytest, torch, torch.nn.functional as F
 from fastai.text.data import TensorText
+from fastcore.test import test_close as close
 from reference import *
 from fastaccum.batch_size.noise import GradientNoiseScale
 from fastaccum.batch_size.rates import ScaleLR, batch_ramp
@@ -22,7 +25,7 @@ lengths = [len(t) for t in texts]
 
 class Batches(DataLoader):
     "A loader of texts, in their order if not told otherwise, padded batch by batch"
-    def __init__(self, pairs, bs=4, first=False, **kwargs): super().__init__(pairs, bs=bs, **kwargs); self.first = first
+    def __init__(self, dataset, bs=4, first=False, **kwargs): super().__init__(dataset, bs=bs, **kwargs); self.first = first
     def create_batch(self, b):
         xs,ys = zip(*b)
         return padded(xs, self.first),(padded(ys, self.first, -100) if ys[0].dim() else torch.stack(ys))
@@ -81,7 +84,7 @@ def test_float64():
     learn = text_learner('language', GradientAccumulation(60, unit='tokens', micro_batch_size=3), double=True, loss_func=nn_loss)
     learn.fit(1, .1)
     check_steps(learn, 1e-12)
-def nn_loss(pred, y): return F.cross_entropy(pred.flatten(0, 1), y.flatten())
+def nn_loss(pred, y): return F.cross_entropy(pred.flatten(0, -2), y.flatten())
 nn_loss.ignore_index = -100
 
 def test_ignored_targets_are_no_tokens():
@@ -197,7 +200,7 @@ def test_unknown_padding():
         def __init__(self): super().__init__(); self.emb.padding_idx = None
     learn = text_learner('classes', GradientAccumulation(60, unit='tokens'))
     learn.model = Unknown()
-    with pytest.raises(ValueError, match='which token is padding is not known.*pad_idx'): learn.fit(1)
+    with pytest.raises(ValueError, match='hich token is padding is not known.*pad_idx'): learn.fit(1)
     learn = text_learner('classes', GradientAccumulation(60, unit='tokens', pad_idx=pad), StepLogger())
     learn.model = Unknown()
     learn.fit(1)
@@ -206,3 +209,164 @@ def test_unknown_padding():
 def test_no_tokens():
     learn = learner(Data(torch.randn(32, 6), torch.randn(32, 4)), 8, GradientAccumulation(16, unit='tokens'))
     with pytest.raises(ValueError, match='neither targets nor inputs of this Learner are rows of tokens'): learn.fit(1)
+
+# --- micro-batches of so many tokens, as padded
+class Attention(nn.Module):
+    "A transformer that masks padding. per_word: says something of each word"
+    def __init__(self, per_word=False, masks=True):
+        super().__init__()
+        self.per_word,self.masks,self.shapes = per_word,masks,[]
+        self.emb,self.out = nn.Embedding(n_words, 8, padding_idx=pad),nn.Linear(8, n_words)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True)
+    def forward(self, x):
+        self.shapes.append(tuple(x.shape))
+        mask = x == pad
+        h = self.layer(self.emb(x), src_key_padding_mask=mask if self.masks else None)
+        if self.per_word: return self.out(h)
+        keep = (~mask)[...,None]
+        return self.out((h*keep).sum(1)/keep.sum(1) if self.masks else h.mean(1))
+
+class Packed(nn.Module):
+    "An LSTM with packed input"
+    def __init__(self):
+        super().__init__()
+        self.emb,self.rnn,self.out,self.shapes = nn.Embedding(n_words, 6, padding_idx=pad),nn.LSTM(6, 7, batch_first=True),nn.Linear(7, n_words),[]
+    def forward(self, x):
+        self.shapes.append(tuple(x.shape))
+        seq = nn.utils.rnn.pack_padded_sequence(self.emb(x), (x != pad).sum(1).cpu(), batch_first=True, enforce_sorted=False)
+        return self.out(self.rnn(seq)[1][0][-1])
+
+masked = dict(transformer=(Attention, classes, False), transformer_padded_first=(Attention, classes, True), packed=(Packed, classes, False),
+              every_word=(partial(Attention, per_word=True), language, False), every_word_padded_first=(partial(Attention, per_word=True), language, True))
+
+def masked_learner(name, *cbs, double=True, **kwargs):
+    Model,pairs,first = masked[name]
+    set_seed(0)
+    dl,model = Batches(pairs, first=first, bs=16),Model()
+    learn = Learner(DataLoaders(dl, dl, device='cpu'), model.double() if double else model, nn_loss, SGD, cbs=[*cbs, Spy()], **kwargs)
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+@pytest.mark.parametrize('unit', ['items','tokens'])
+@pytest.mark.parametrize('name', masked)
+def test_steps_of_rows_by_length(name, unit):
+    "Exact, and no micro-batch has more tokens than said, but for a single row"
+    learn = masked_learner(name, GradientAccumulation(32 if unit == 'items' else 150, unit=unit, micro_batch_tokens=48))
+    learn.model.shapes.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learn.fit(1, .1)
+    assert len(learn.spy.steps) > 1
+    check_steps(learn, 1e-12)
+    shapes = learn.model.shapes
+    assert all(n*w <= 48 or n == 1 for n,w in shapes) and len({w for _,w in shapes}) > 5
+
+def test_whole_run_is_that_of_rows():
+    "In float32, with validation: losses, metrics, predictions"
+    def run(*cbs):
+        learn = masked_learner('every_word', *cbs, double=False, metrics=accuracy_of_words)
+        learn.recorder.train_metrics = True
+        learn.fit(2, .1)
+        return learn
+    whole,ours = run(GradientAccumulation(32)),run(GradientAccumulation(32, micro_batch_tokens=60))
+    for a,b in zip(whole.recorder.values, ours.recorder.values): close(list(a), list(b), 1e-5)
+    close(weights(whole.model), weights(ours.model), 1e-5)
+    (a,ya),(b,yb) = whole.get_preds(), ours.get_preds()
+    for p,q,y in zip(a, b, ya): close(p[y != -100], q[y != -100], 1e-5)
+def accuracy_of_words(pred, y): return (pred.argmax(-1) == y)[y != -100].float().mean()
+
+def test_order_of_the_loader():
+    "What comes after a loader batch sees its rows in the loader's order"
+    preds = []
+    def after_batch(learn): preds.append((learn.iter, learn.xb[0], learn.yb[0], learn.pred))
+    def run(**kwargs):
+        preds.clear()
+        learn = masked_learner('transformer', GradientAccumulation(16, **kwargs), On('after_batch', after_batch))
+        learn.fit(1, 0.)
+        return list(preds)
+    for (i,x,y,p),(j,x2,y2,p2) in zip(run(), run(micro_batch_tokens=48)):
+        assert i == j and torch.equal(x, x2) and torch.equal(y, y2)
+        close(p, p2, 1e-10)
+
+def test_values_for_the_items_of_a_loss():
+    "What a callback gives the loss for each item follows the rows"
+    class Weighted(nn.Module):
+        def forward(self, pred, y): return (F.cross_entropy(pred, y, reduction='none')*self.w).mean()
+    def weigh(learn): learn.loss_func.w = learn.xb[0].sum(1).double()/50
+    def run(**kwargs):
+        learn = masked_learner('transformer', GradientAccumulation(16, **kwargs), On('before_batch', weigh))
+        learn.loss_func = Weighted()
+        learn.fit(1, .1)
+        return weights(learn.model)
+    close(run(), run(micro_batch_tokens=48), 1e-10)
+
+def test_values_that_a_loss_keeps():
+    "A step of two loader batches has the values of both, in the loader's order"
+    class Keeps(nn.Module):
+        def forward(self, pred, y):
+            losses = F.cross_entropy(pred, y, reduction='none')
+            self.losses = losses.detach()
+            return losses.mean()
+    kept = []
+    def keep(learn):
+        if learn.gradient_accumulation.closes: kept.append(learn.loss_func.losses)
+    def run(accum, **kwargs):
+        kept.clear()
+        learn = masked_learner('transformer', GradientAccumulation(accum, **kwargs), On('after_batch', keep))
+        learn.loss_func = Keeps()
+        learn.fit(1, 0.)
+        return torch.cat(kept)
+    close(run(16), run(32, micro_batch_tokens=48), 1e-10)
+
+@pytest.mark.parametrize('name', ['transformer','every_word'])
+def test_padding_that_is_not_masked_is_told(name):
+    learn = masked_learner(name, GradientAccumulation(32, micro_batch_tokens=48))
+    learn.model.masks = False
+    before = weights(learn.model)
+    with pytest.warns(UserWarning, match=r'does not mask padding.*change by [\d.]+% when they are padded to') as told: learn.fit(2, .1)
+    assert len([w for w in told if 'mask padding' in str(w.message)]) == 1
+
+def test_trial_leaves_no_trace():
+    "Trying whether padding is masked changes neither buffers nor random numbers"
+    class Trace(Attention):
+        def __init__(self): super().__init__(); self.drop = nn.Dropout(.3); self.register_buffer('n', torch.zeros(()))
+        def forward(self, x): self.n += 1; return self.drop(super().forward(x))
+    def run(tried):
+        learn = masked_learner('transformer', GradientAccumulation(32, micro_batch_tokens=48))
+        learn.model = (set_seed(0), Trace().double())[1]
+        if not tried: learn.add_cb(On('before_train', lambda learn: setattr(learn.gradient_accumulation, 'padding_tried', True)))
+        learn.fit(1, .1)
+        return weights(learn.model),learn.model.n
+    (a,n),(b,m) = run(True),run(False)
+    assert torch.equal(a, b) and n == m
+
+def test_auto_halves_tokens():
+    class Small(Attention):
+        room = 90
+        def forward(self, x):
+            if x.numel() > self.room: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(x)
+    learn = masked_learner('transformer', GradientAccumulation(32, micro_batch_tokens='auto'), StepLogger())
+    learn.model = (set_seed(0), Small().double())[1]
+    with redirect_stdout(out := io.StringIO()): learn.fit(1, .1)
+    learn.model.room = math.inf
+    check_steps(learn, 1e-12)
+    assert re.search(r'going on with micro-batches of \d+ tokens', out.getvalue()) and max(n*w for n,w in learn.model.shapes[-30:]) > 45
+    assert learn.step_logger.to_df().micro_tokens.max() <= 90
+
+@pytest.mark.parametrize('kwargs,says', [
+    (dict(micro_batch_size=4), 'micro_batch_size=4'), (dict(n_items=len), 'n_items'), (dict(micro_batch_tokens=0), 'micro_batch_tokens=0'),
+    (dict(coupled=True), 'coupled=True')])
+def test_not_with_tokens(kwargs, says):
+    with pytest.raises(ValueError, match=says): GradientAccumulation(64, **{**dict(micro_batch_tokens=64), **kwargs})
+
+def test_lists_are_refused():
+    x,y = padded(texts[:8]),torch.zeros(8, dtype=torch.long)
+    class Named(Texts):
+        def forward(self, x, names): return super().forward(x)
+    batches = [(x, [str(i) for i in range(8)], y)]
+    dls = DataLoaders(batches, batches, device='cpu')
+    dls.n_inp = 2
+    learn = Learner(dls, Named(), CrossEntropyLossFlat(), SGD, cbs=GradientAccumulation(micro_batch_tokens=20))
+    with learn.no_bar(), pytest.raises(TypeError, match='a loader batch has a str'): learn.fit(1)
