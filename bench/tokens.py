@@ -10,6 +10,7 @@ from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from fastaccum.all import *
 from fastaccum.core.memory import PeakMemory
+from .__main__ import machine, versions
 
 FILE = Path(__file__).with_suffix('.json')
 N_WORDS,PAD,BS,LONGEST = 200,0,64,256
@@ -76,11 +77,11 @@ def table(rows):
     df['weights off by'],df['MiB'] = df['weights off by'].map('{:.0e}'.format),df['MiB'].round(1)
     return df.set_index(['lengths','tokens that are no padding','way'])
 
-def load(): return json.loads(FILE.read_text(encoding='utf-8'))
+def results(): return json.loads(FILE.read_text(encoding='utf-8'))
 
 if __name__ == '__main__':
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
     rows = run()
     print(table(rows).to_string())
-    FILE.write_text(json.dumps(dict(date=date.today().isoformat(), rows=rows), indent=1)+'\n', encoding='utf-8')
+    FILE.write_text(json.dumps(dict(date=date.today().isoformat(), machine=machine(), versions=versions(), rows=rows), indent=1)+'\n', encoding='utf-8')

@@ -70,7 +70,8 @@ class GradientAccumulation(LoopCallback):
         store_attr('unit,count,pad_idx,micro_batch_tokens')
         self._n_items = n_items
         self.per_loader_batch = accum_bs is None and n_acc is None and self.splits
-        self.acc,self.ranks,self.fitting = GradientAccumulator([], 1, normalize),OneRank(),FittingSize() if micro_batch_tokens is None else FittingTokens()
+        self.acc,self.ranks = GradientAccumulator([], 1, normalize),OneRank()
+        self.fitting = FittingSize() if micro_batch_tokens is None else FittingTokens()
         self.rule,self.coupled_watch,self.batch_lists,self.batch,self.running = LossRule(),CoupledWatch(),Lists(),None,False
         self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
@@ -345,7 +346,8 @@ class GradientAccumulation(LoopCallback):
         message = left_out_message(self.lossy_encoder, self.learn.xb[0], batch.size)
         if message: self.warn_once(message); self.lossy_encoder = None
 
-    # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one is tried: is padding masked?
+    # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one is
+    # tried: is padding masked?
     def cut(self, spans, most):
         cut = spans.cut(most, 1 if self.lossy_encoder is None else self.lossy_encoder.bptt)
         if cut is None or self.padding_tried: return cut

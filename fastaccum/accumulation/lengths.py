@@ -24,7 +24,8 @@ class Spans(NamedTuple):
     width:int
     of_targets:bool=False
 
-    # The rows in micro-batches of at most `most` tokens as padded; None if one is enough. What is trimmed from the left is a multiple of `chunk`
+    # The rows in micro-batches of at most `most` tokens as padded; None if one is enough. What is trimmed from the left is a multiple of
+    # `chunk`
     def cut(self, most, chunk=1):
         n,W = len(self.starts),self.width
         if n*W <= most: return None
@@ -55,7 +56,8 @@ class Cut:
     # A micro-batch after the other: inputs, targets, and the values that callbacks keep `beside` them, such as MixUp's `yb1` and `lam`
     def split(self, xb, yb, beside=()):
         for p in self.parts:
-            others = [self._pick(v, p, self.of_targets) if isinstance(v, Tensor) and v.dim() and len(v) == len(self.order) else v for v in beside]
+            others = [self._pick(v, p, self.of_targets) if isinstance(v, Tensor) and len(v.shape[:1]) and len(v) == len(self.order) else v
+                      for v in beside]
             yield self.take(xb, p),self.take(yb, p, self.of_targets),others
 
     # The tensors of `b` for micro-batch `p`
@@ -95,7 +97,8 @@ def on_device(rows, t): return torch.as_tensor(rows).to(t.device, non_blocking=T
 # `b`, which must not have a list with an object for each item
 def check_tensors(b):
     others = [type(o).__name__ for o in flat_values(b) if isinstance(o, str) or hasattr(o, '__len__') and not isinstance(o, Tensor)]
-    if others: raise TypeError(f"micro_batch_tokens sorts the rows of tensors, and a loader batch has a {others[0]}: use micro_batch_size for it.")
+    if others:
+        raise TypeError(f"micro_batch_tokens sorts the rows of tensors, and a loader batch has a {others[0]}: use micro_batch_size for it.")
     return b
 
 def flat_values(b):
@@ -131,6 +134,6 @@ def padding_message(call, model, xb, cut, tol):
         if off > tol: return _message.format(off=off, n=len(rows), most=p.end-p.start, W=W)
     return None
 
-_message = ("The model does not mask padding: its predictions for the {n} shortest texts of a loader batch, of at most {most} tokens, change by "
-            "{off:.1%} when they are padded to {W}. micro_batch_tokens trims padding, so a step is not that of the whole batch. It is the better "
-            "one, perhaps, as a text's padding depends on the other texts. To be exact, mask padding in the model, or use micro_batch_size.")
+_message = ("The model does not mask padding: its predictions for the {n} shortest texts of a loader batch, of at most {most} tokens, "
+            "change by {off:.1%} when they are padded to {W}. micro_batch_tokens trims padding, so a step is not that of the whole batch. "
+            "To be exact, mask padding in the model, or use micro_batch_size.")

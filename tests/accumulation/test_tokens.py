@@ -10,6 +10,7 @@ from fastaccum.batch_size.rates import ScaleLR, batch_ramp
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.logs.steps import StepLogger
+from fastaccum.memory import advice as _  # `learn.memory_advice`
 
 pad,n_words = 1,12
 def padded(texts, first=False, value=pad):
@@ -370,3 +371,8 @@ def test_lists_are_refused():
     dls.n_inp = 2
     learn = Learner(dls, Named(), CrossEntropyLossFlat(), SGD, cbs=GradientAccumulation(micro_batch_tokens=20))
     with learn.no_bar(), pytest.raises(TypeError, match='a loader batch has a str'): learn.fit(1)
+
+def test_no_memory_advice():
+    "Shapes do not tell how long texts are"
+    with pytest.raises(ValueError, match='the lengths of texts, which micro_batch_tokens sorts by, are values'):
+        masked_learner('transformer', GradientAccumulation(micro_batch_tokens=64)).memory_advice()

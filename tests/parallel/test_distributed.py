@@ -47,7 +47,7 @@ def same_values(one, a, b, eps=1e-6):
     for va,vb in zip(a['values'], b['values']): assert va[1:] == vb[1:]
     close([list(v) for v in a['values']], [list(v) for v in one['values']], eps)
 
-equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'unit_tokens', 'positives', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
+equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'unit_tokens', 'rows_by_length', 'positives', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
          'drop', 'carry', 'schedule', 'layer_groups', 'unused', 'fine_tune', 'early_stopping', 'several_fits', 'short_epoch', 'after_an_exception', 'distrib_ctx', 'lr_find',
          'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first', 'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow', 'coupled', 'coupled_every_batch']
 @pytest.mark.parametrize('name', equal)
@@ -283,7 +283,8 @@ def test_a_killed_rank_is_noticed(failures):
 
 def test_refused(results):
     says = dict(alone='add DataParallel()', nothing='add `GradientAccumulation', normalize='normalize=False', metric='(Largest)', overlap="micro_batch_size='auto'", two='2 parallel callbacks are attached',
-                checkpoint='with LocalSGD each rank has', noise='with DataParallel', sharded_noise='with DataParallel', alone_saved='add DataParallel()', count='n_items=')
+                checkpoint='with LocalSGD each rank has', noise='with DataParallel', sharded_noise='with DataParallel', alone_saved='add DataParallel()', count='n_items=',
+                rows_by_length='all ranks go through the model equally often', rows_overlap='overlap=True sends gradients')
     for r in results('refused')[1:]:
         for k,text in says.items(): assert text in r[k], k
 
