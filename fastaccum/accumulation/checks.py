@@ -52,8 +52,8 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
                          "that should see the whole loader batch too, or False.")
     t = micro_batch_tokens
     if not (t is None or t == 'auto' or is_count(t)):
-        raise ValueError(f"micro_batch_tokens={t!r}: pass the largest number of tokens of a micro-batch (an int, at least 1), 'auto' for as "
-                         "many as fit memory, or None.")
+        raise ValueError(f"micro_batch_tokens={t!r}: pass the largest number of tokens of a micro-batch (an int, at least 1), 'auto' for "
+                         "as many as fit memory, or None.")
     other = first(f'{k}={v!r}' for k,v in dict(micro_batch_size=k, coupled=coupled, n_items=n_items).items() if v)
     if t is not None and other:
         raise ValueError(f"micro_batch_tokens={t!r} sorts the rows of a loader batch into micro-batches, which does not go with {other}: "
@@ -88,8 +88,8 @@ def check_unit(unit, count, pad_idx):
     if count is not None and unit == 'items':
         raise ValueError("count= counts something else than items, and accum_bs is in its unit: name it, as in unit='seconds'.")
     if count is None and unit not in ('items','tokens'):
-        raise ValueError(f"unit={unit!r}: pass count= too, a function of the Learner that counts them. Without it, 'items' and 'tokens' are "
-                         "known.")
+        raise ValueError(f"unit={unit!r}: pass count= too, a function of the Learner that counts them. Without it, 'items' and 'tokens' "
+                         "are known.")
     if pad_idx is not None and (isinstance(pad_idx, bool) or not isinstance(pad_idx, int)):
         raise TypeError(f"pad_idx is {pad_idx!r}: pass the token of the padding, an int.")
 
@@ -129,7 +129,8 @@ def check_learner(acc):
 # Raise an error if ranks need to know how many micro-batches there are
 def check_ranks_with_tokens(acc):
     if not acc.ranks.one_target and not getattr(acc.ranks, 'overlap', False): return
-    why = "all ranks go through the model equally often" if acc.ranks.one_target else "overlap=True sends gradients in the last backward pass"
+    why = "overlap=True sends gradients in the last backward pass"
+    if acc.ranks.one_target: why = "all ranks go through the model equally often"
     raise ValueError(f"micro_batch_tokens makes as many micro-batches as the texts of a rank need, but {why}: use micro_batch_size.")
 
 # Raise an error if the model is compiled into CUDA graphs. Gradients lie in the memory of a graph, which its next replay overwrites:

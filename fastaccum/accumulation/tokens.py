@@ -67,8 +67,8 @@ class BatchCounter:
         if isinstance(x, dict) and 'attention_mask' in x: return x['attention_mask'] != 0
         ids = first(t for t in tree_leaves(learn.xb) if is_row_of_classes(t, n))
         if ids is None:
-            raise ValueError("To count tokens: neither targets nor inputs of this Learner are rows of tokens, which are integers. Pass count=, "
-                             "a function of the Learner that counts the tokens of its loader batch, and leave out micro_batch_tokens.")
+            raise ValueError("To count tokens: neither targets nor inputs of this Learner are rows of tokens, which are integers. Pass "
+                             "count=, a function of the Learner that counts the tokens of its loader batch, and leave out micro_batch_tokens.")
         return ids != self.padding(learn)
 
     def padding(self, learn):

@@ -49,8 +49,8 @@ class ScaleLR(LoopCallback):
             raise ValueError("ScaleLR has nothing to scale by: add GradientAccumulation, or pass `bs=`, the number of items per step that "
                              "the learning rate was chosen for.")
         if self.bs is None and getattr(accum, 'unit', 'items') != 'items' and not hasattr(accum, 'start_accum_bs'):
-            raise ValueError(f"accum_bs counts {accum.unit}, and the loader knows items: pass ScaleLR(bs=...), the {accum.unit} of a step that "
-                             "the learning rate was chosen for.")
+            raise ValueError(f"accum_bs counts {accum.unit}, and the loader knows items: pass ScaleLR(bs=...), the {accum.unit} of a step "
+                             "that the learning rate was chosen for.")
         if self._base() is None or accum is None and loader_bs(learn.dls.train) is None:
             raise ValueError("This loader does not say how many items its batches have: add an accumulation callback, and pass "
                              "ScaleLR(bs=...).")

@@ -48,8 +48,8 @@ class LossValues:
         self._before,self.parts = dict(vars(self.holder)),[o for o in self.parts if o[0] < start]
         self._start = sum(n for _,n,*_ in self.parts)
 
-    # A micro-batch has been counted, as number `i` of its accumulated batch. `rule`, `shown`: see `LossRule`; `rows`: the places of its items
-    # in the loader batch, if they do not follow those before
+    # A micro-batch has been counted, as number `i` of its accumulated batch. `rule`, `shown`: see `LossRule`; `rows`: the places of its
+    # items in the loader batch, if they do not follow those before
     def add(self, i, n, pred, yb, rule, shown=None, rows=None):
         held = vars(self.holder)
         new = [k for k,v in held.items() if k not in (*self.fits, *self.given) and v is not self._before.get(k) and leaves_of(v)]
