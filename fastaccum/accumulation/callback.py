@@ -312,7 +312,8 @@ class GradientAccumulation(LoopCallback):
         xb,yb = batch.tensors
         if learn.xb is not xb or learn.yb is not yb or not type(xb) is tuple is type(yb):   # changed since `before_batch`? A list may be
             n = self._count_items()
-            if n != batch.n: batch = self.__dict__['batch'] = BatchPass(self, n, batch.last, batch.counted and batch.counted.shared_by(n))
+            counted = batch.counted and self.counter.again(learn, n, batch.counted)
+            if n != batch.n or counted is not None: batch = self.__dict__['batch'] = BatchPass(self, n, batch.last, counted)
         with_items = self.ranks.begin(batch)
         if batch.opens:
             if self.params.opt is not learn.opt: self.params.look_up()
@@ -328,7 +329,7 @@ class GradientAccumulation(LoopCallback):
         floor = rule.info.floor if self.weight is None else acc.floor
         if batch.opens and (mean != acc.normalize or floor != acc.floor): acc.open(normalize=mean, floor=floor)
         if with_items:
-            if self.auto: batch = self.__dict__['batch'] = self.fitting.run(batch)
+            if 'auto' in (self.micro_batch_size, self.micro_batch_tokens): batch = self.__dict__['batch'] = self.fitting.run(batch)
             else: batch.run(self.micro_batch_size or batch.n, self.micro_batch_tokens)      # `micro_batch_size` may be more than that
         if rule.info.inexact and self.weight is None: rule.note(self.learn.yb)
         if rule.probed: self.warn_of_sum(batch)

@@ -28,9 +28,6 @@ class Counted(NamedTuple):
         ends = np.cumsum([0, *sizes]).tolist()
         return [sum(of_items[i:j]) for i,j in zip(ends, ends[1:])]
 
-    # The same, if a callback has left `n` items of the loader batch
-    def shared_by(self, n): return Counted(evenly(sum(self.of_items), n), self.total)
-
 # %% ../../nbs/api/accumulation/08_tokens.ipynb #70c3a009
 # Counts in loader batches what `unit` says: items, tokens, or what a function of the user's counts. lengths: find the ends of rows, too?
 class BatchCounter:
@@ -44,6 +41,11 @@ class BatchCounter:
         else: total = ranks.sum_of_batch(sum(of_items))
         if not total: of_items,total = [int(not ranks.rank), *of_items[1:]],1
         return Counted(of_items, total, spans)
+
+    # The same, after a callback has changed the loader batch, which has `n` items now
+    def again(self, learn, n, counted):
+        of_items = counted.of_items if len(counted.of_items) == n else evenly(sum(counted.of_items), n)
+        return Counted(of_items, counted.total, self.spans(learn, n) if self.lengths else None)
 
     # What its items count, and where its rows begin and end. Reads the device once
     def _read(self, learn, n):
@@ -68,7 +70,7 @@ class BatchCounter:
         ids = first(t for t in tree_leaves(learn.xb) if is_row_of_classes(t, n))
         if ids is None:
             raise ValueError("To count tokens: neither targets nor inputs of this Learner are rows of tokens, which are integers. Pass "
-                             "count=, a function of the Learner that counts the tokens of its loader batch, and leave out micro_batch_tokens.")
+                             "count=, a function of the Learner that counts the tokens of a loader batch; micro_batch_tokens cannot work.")
         return ids != self.padding(learn)
 
     def padding(self, learn):

@@ -290,6 +290,17 @@ def test_order_of_the_loader():
         assert i == j and torch.equal(x, x2) and torch.equal(y, y2)
         close(p, p2, 1e-10)
 
+def padding_first(x): return x.gather(1, (x != pad).long().argsort(dim=1, stable=True))
+
+@pytest.mark.parametrize('change', [lambda x, y: (padding_first(x), y), lambda x, y: (x[:-3], y[:-3])], ids=['moved','fewer'])
+def test_batch_that_a_callback_changes(change):
+    def changed(learn): x,y = change(learn.x, learn.y); learn.xb,learn.yb = (x,),(y,)
+    def grads_of(**kwargs):
+        learn = masked_learner('transformer', GradientAccumulation(60, unit='tokens', **kwargs), On('before_batch', changed))
+        learn.fit(1, .1)
+        return [s.grad for s in learn.spy.steps]
+    for a,b in zip(grads_of(), grads_of(micro_batch_tokens=48), strict=True): assert rel_err(a, b) < 1e-12
+
 def test_values_for_the_items_of_a_loss():
     "What a callback gives the loss for each item follows the rows"
     class Weighted(nn.Module):
