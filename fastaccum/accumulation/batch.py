@@ -25,34 +25,41 @@ __all__ = []
 # %% ../../nbs/api/accumulation/02_batch.ipynb #8929de1a
 # One loader batch on its way through the model. It ends or continues an accumulated batch, whose record the accumulator writes
 class BatchPass:
-    # `n`: this rank's items; `last`: is it the last loader batch of the epoch? `cb`, a `GradientAccumulation`, is only read
-    def __init__(self, cb, n, last):
+    # `n`: this rank's items; `last`: is it the last loader batch of the epoch? `counted`: what they count, if `accum_bs` does not count
+    # items. `cb`, a `GradientAccumulation`, is only read
+    def __init__(self, cb, n, last, counted=None):
         self.cb,self.learn,self.acc,self.rule,self.n,self.last = cb,cb.learn,cb.acc,cb.rule,n,last
         total = cb.ranks.total
-        self.n_items,self.before = n if total is None else total,cb.acc.n_items   # on all ranks; counted before this loader batch
-        self.opens,self.closes = self.before == 0,self.ends(self.before + self.n_items)
+        self.n_items,self.counted = n if total is None else total,counted         # items on all ranks
+        self.n_more,self.before = self.n_items if counted is None else counted.total,cb.acc.n_items # counted in it, and before it
+        self.opens,self.closes = self.before == 0,self.ends(self.before + self.n_more)
+        self.items = 0 if self.opens else cb.batch.items                 # of the accumulated batch before this loader batch
         learn = cb.learn
         self.place,self.done = (learn.__dict__.get('epoch'), learn.__dict__.get('iter')),False    # outside a fit there may be none
         self.tensors = learn.xb,learn.yb                                 # whose items `n` counts
         self.joint = bool(cb.coupled) and cb.ranks.world > 1          # one loss over the items of all ranks
-        self.coupled = self.yb = self.loop = None
-        self.sizes,self.values = [],None
+        self.coupled = self.yb = self.loop = self.cut = None
+        self.sizes,self.counts,self.values = [],[],None
 
     # Does the accumulated batch end with `n` items?
     def ends(self, n): return n >= self.acc.accum_bs or (self.last and self.cb.remainder == 'step' and n > 0)
 
-    # In micro-batches of at most `size` items: 1 weigh, 2 forward, 3 backward, 4 count, 5 join
-    def run(self, size):
+    # In micro-batches of at most `size` items, or of at most `tokens` tokens as padded: 1 weigh, 2 forward, 3 backward, 4 count, 5 join
+    def run(self, size, tokens=None):
         learn,coupled,whole,preds = self.learn,self.cb.coupled,(self.learn.xb, self.learn.yb),[]
         loop = self.loop = learn.one_batch                               # a callback may remove it on the way
-        table,split = loop.events.table,self.n > size and not coupled    # a coupled loss is one: only the model is called in parts
-        self.size,self.first,values = size,len(self.acc.losses),self.cb.loss_values
+        table,cut = loop.events.table,None if tokens is None else self.cb.cut(self.counted.spans, tokens)
+        split = cut is not None or self.n > size and not coupled         # a coupled loss is one: only the model is called in parts
+        self.size,self.cut = size if cut is None else max(cut.sizes),cut
+        self.first,values = len(self.acc.losses),self.cb.loss_values
         # what belongs to the items, too: MixUp keeps targets and shares of its own, and a loss may have been given weights
         kept = [(vars(o), k) for o in table['mixers'] if o.run and 'yb1' in vars(o) for k in ('yb1','lam')]
         if values.holder is not None: kept += [(vars(values.holder), k) for k in values.look(self.n)]
         beside = [o[k] for o,k in kept]
-        parts = split_batch(*whole, self.n, size, beside, lists=self.cb.batch_lists) if split else [(*whole, beside)]
-        self.sizes = part_sizes(self.n, size) if split else [self.n]
+        if cut is not None: parts,self.sizes = cut.split(*whole, beside),cut.sizes
+        elif split: parts,self.sizes = split_batch(*whole, self.n, size, beside, lists=self.cb.batch_lists),part_sizes(self.n, size)
+        else: parts,self.sizes = [(*whole, beside)],[self.n]
+        self.counts = self.sizes if self.counted is None else self.counted.in_parts(self.sizes, cut and cut.order)
         keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
         watch,probed = table['after_pred'] or table['after_loss'] or table['before_backward'],self.rule.probed
         self._weigh()
@@ -109,16 +116,19 @@ class BatchPass:
             coupled.backward()
             if coupled.passes is not None: self.cb.tell(self.cb.coupled_watch.check_first())
         loss = learn.loss
-        self.acc.count(loss.detach() if loss.requires_grad else loss, weight, self.sizes[i])
+        self.acc.count(loss.detach() if loss.requires_grad else loss, weight, self.counts[i])
         values = self.values
-        if values is not None: values.add(len(self.acc.losses)-1, self.sizes[i], learn.pred, learn.yb, self.rule.info, self._shown)
+        if values is not None:
+            rows = None if self.cut is None else self.cut.parts[i].rows
+            values.add(len(self.acc.losses)-1, self.sizes[i], learn.pred, learn.yb, self.rule.info, self._shown, rows)
 
     # -- weights: known before the first micro-batch, or only after each prediction
     def _weigh(self):
         acc,cb,self.weights,self.stacked = self.acc,self.cb,None,None
         if cb.weight is not None or not acc.normalize or self.rule.measuring or self.joint: return
-        weights,nominal = self.rule.weights(self.learn.yb, self.sizes, acc.dtype)
-        shares = acc.shares(weights, self.n, nominal, complete=self.opens and self.closes and not cb.ranks.one_target)
+        yb = self.learn.yb if self.cut is None else self.cut.ordered(self.learn.yb)
+        weights,nominal = self.rule.weights(yb, self.sizes, acc.dtype)
+        shares = acc.shares(weights, sum(self.counts), nominal, complete=self.opens and self.closes and not cb.ranks.one_target)
         # can a weight be 0, so that the loss's gradient would be NaN?
         if isinstance(weights, Tensor): self.stacked,weights,shares = weights,weights.unbind(),shares.unbind()
         self.may_be_empty = self.rule.may_be_nan if isinstance(weights[0], Tensor) else not all(weights)
@@ -137,7 +147,7 @@ class BatchPass:
             acc.open(floor=floor)
         weight = as_weight(weight, learn.loss_grad.device)
         if self.joint: weight = weight/cb.ranks.n_active
-        share, = acc.shares([weight], n)
+        share, = acc.shares([weight], n if self.counted is None else self.counts[self.i])
         if isinstance(weight, Tensor) or not weight: ignore_empty(learn.pred, acc.counted(learn.loss_grad, weight))
         return weight,share
 
@@ -215,10 +225,12 @@ class BatchPass:
     def _join(self, yb, preds):
         learn,acc = self.learn,self.acc
         if self.joint: self._own_items(yb)
-        if len(self.sizes) > 1: learn.pred = join_items(preds) if len(preds) == len(self.sizes) else None
+        if len(self.sizes) > 1:
+            join = join_items if self.cut is None else self.cut.join
+            learn.pred = join(preds) if len(preds) == len(self.sizes) else None
         if self.cb.learn is not learn: raise removed_in_batch(self.cb)
-        done = acc.n_items - self.before
-        if done > 0: learn.loss = acc.mean(self.first, self.stacked if done == self.n else None)[0]
+        done = len(acc.losses) - self.first
+        if done > 0: learn.loss = acc.mean(self.first, self.stacked if done == len(self.sizes) else None)[0]
         if self.values is not None:
             if len(self.sizes) > 1: self.values.join(self.first, acc.so_far.weights, acc.normalize)
             if self.values.news: self.cb.warn_of_values(self)
@@ -226,7 +238,8 @@ class BatchPass:
     # The items of all ranks count, whether or not this rank has counted its own. Returns the accumulated loss if this was the end
     def close(self):
         self.done,self.tensors = True,None
-        if self.cb.ranks.world > 1: self.acc.count_for_all(self.before + self.n_items)
+        self.items += self.n_items
+        if self.cb.ranks.world > 1: self.acc.count_for_all(self.before + self.n_more)
         self.closes = self.ends(self.acc.n_items)                        # False if a micro-batch was cancelled
         if not self.closes: return None
         if self.cb.watch.on: self.cb.watch.end(self.cb)
@@ -279,6 +292,7 @@ def elements_of(shapes): return sum(s.numel() for s,_ in shapes) or 1
 
 # micro_batch_size='auto': the largest micro-batches that fit memory
 class FittingSize:
+    what = 'items'
     def __init__(self): self.sizes,self.room,self.now = {},None,'auto'   # room: elements of a micro-batch, if the largest batch was split
 
     # The size for inputs like `xb`, at most `n`. Shapes that have not come yet start with the elements that fitted
@@ -300,15 +314,15 @@ class FittingSize:
         key,versions = shapes_of(learn.xb),[o._version for o in tensors]
         self.now,snap = self.of(learn.xb, batch.n),Snapshot(learn.model, acc.params, gradients=not batch.opens)
         while True:
-            try: batch.run(self.now); return batch
+            try: self.send(batch); return batch
             except Exception as e:
                 if not is_out_of_memory(e): raise
-                why = str(e)
+                why,most = str(e),max(batch.sizes)
             # outside `except`, because the traceback keeps the activations alive
             learn.pred = learn.loss_grad = learn.loss = None
-            n,last,batch = batch.n,batch.last,None
+            again,batch = (batch.n, batch.last, batch.counted),None
             free_memory(device_of(learn.model))
-            if self.now == 1: raise too_big(why)
+            if min(most, self.now) == 1: raise too_big(why)
             if versions != [o._version for o in tensors]:
                 raise RuntimeError("Memory ran out, and the loader batch cannot restart with smaller micro-batches, because the model or a "
                                    "callback has changed it in place. Make new tensors there, or pass a number as micro_batch_size. "
@@ -317,9 +331,12 @@ class FittingSize:
             acc.rollback(before)
             cb.watch.skip()
             cb.ranks.out_of_memory()
-            self.now = self.sizes[key] = -(-self.now//2)
-            print(f"GradientAccumulation: out of memory, going on with micro-batches of {self.now} items.")
-            batch = BatchPass(cb, n, last)
+            self.halve(key)
+            print(f"GradientAccumulation: out of memory, going on with micro-batches of {self.now} {self.what}.")
+            batch = BatchPass(cb, *again)
+
+    def send(self, batch): batch.run(self.now)
+    def halve(self, key): self.now = self.sizes[key] = -(-self.now//2)
 
     # There may be more memory in the next fit
     def forget(self): self.sizes,self.room = {},None

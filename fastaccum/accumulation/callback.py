@@ -32,8 +32,10 @@ from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
 from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
 from .checks import check_args, check_learner, refuse_others
+from .lengths import FittingTokens, padding_message
 from .plan import accum_batches, epoch_plan, epochs_for
 from .text import left_out_message, lossy_encoder
+from .tokens import BatchCounter
 from .watch import Watch, reader_of, value_message
 
 # %% auto #0
@@ -57,25 +59,33 @@ class GradientAccumulation(LoopCallback):
         grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
         coupled:bool|str=False,      # One loss over the whole loader batch? Sees it too: 'head', a module's name, or each 'batchnorm'
         activations:str='host',      # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
+        unit:str='items',            # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
+        count=None,                  # `count(learn)`: how much a loader batch counts, or how much each of its items does
+        pad_idx:int|None=None,       # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
+        micro_batch_tokens:int|str|None=None, # Split loader batches by length into micro-batches of so many tokens, padding included
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
         refuse_others(theirs, type(self).__name__)
-        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss, grad_device, activations)
+        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss, grad_device, activations,
+                   unit, count, pad_idx, micro_batch_tokens)
         store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,grad_device,coupled')
+        store_attr('unit,count,pad_idx,micro_batch_tokens')
         self.activations = activations
         self._n_items = n_items
-        self.per_loader_batch = accum_bs is None and n_acc is None and micro_batch_size is not None
-        self.acc,self.ranks,self.fitting = GradientAccumulator([], 1, normalize),OneRank(),FittingSize()
+        self.per_loader_batch = accum_bs is None and n_acc is None and self.splits
+        self.acc,self.ranks = GradientAccumulator([], 1, normalize),OneRank()
+        self.fitting = FittingSize() if micro_batch_tokens is None else FittingTokens()
         self.rule,self.coupled_watch,self.batch_lists,self.batch,self.running = LossRule(),CoupledWatch(),Lists(),None,False
         self.keeps = Keeps()
         self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
+        self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
         self.n_before,self.last_rule = 0,str(self.rule)  # accumulated batches of the fit before this epoch; what the last fit found
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
     # -- what other callbacks may read
     @property
     def accum_bs(self) -> int:
-        "Target number of items of the current accumulated batch"
+        "Target size of the current accumulated batch, in items or in `unit`"
         return self.acc.accum_bs
     @accum_bs.setter
     def accum_bs(self, v):
@@ -85,13 +95,18 @@ class GradientAccumulation(LoopCallback):
 
     @property
     def n_items(self) -> int:
-        "Items accumulated so far"
+        "Items accumulated so far; with another `unit`, what was counted of it so far"
         return self.acc.n_items
 
     @property
     def items(self) -> int:
         "Items of the last accumulated batch that closed"
-        return self.acc.closed.n_items
+        return self.acc.closed.n_items if self.unit == 'items' else self.batch.items
+
+    @property
+    def so_far(self) -> dict: # Name -> number
+        "Items accumulated so far, and what was counted of another `unit`, for loggers"
+        return dict(items=self.n_items) if self.unit == 'items' else {'items': self.batch.items, self.unit: self.n_items}
 
     @property
     def opens(self) -> bool:
@@ -113,8 +128,19 @@ class GradientAccumulation(LoopCallback):
 
     @property
     def micro_bs(self) -> int|str|None:
-        "Most items of a micro-batch at present"
-        return self.fitting.now if self.micro_batch_size == 'auto' else self.micro_batch_size
+        "Most items of a micro-batch at present; most tokens with `micro_batch_tokens`"
+        most = ifnone(self.micro_batch_tokens, self.micro_batch_size)
+        return self.fitting.now if most == 'auto' else most
+
+    @property
+    def auto(self) -> bool:
+        "Are micro-batches to be as large as fits memory?"
+        return 'auto' in (self.micro_batch_size, self.micro_batch_tokens)
+
+    @property
+    def splits(self) -> bool:
+        "Are loader batches split into micro-batches?"
+        return self.micro_batch_size is not None or self.micro_batch_tokens is not None
 
     @property
     def loss_rule(self) -> str:
@@ -127,7 +153,8 @@ class GradientAccumulation(LoopCallback):
     def step_values(self) -> dict: # Name -> value
         "Values of the last step, for loggers"
         res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
-        return res if self.micro_batch_size is None else {**res, 'micro_bs': self.micro_bs}
+        if self.unit != 'items': res[self.unit] = self.acc.closed.n_items
+        return {**res, 'micro_bs' if self.micro_batch_tokens is None else 'micro_tokens': self.micro_bs} if self.splits else res
 
     def size_at(self,
         done:int,   # Number of loader batches done in this fit
@@ -145,6 +172,9 @@ class GradientAccumulation(LoopCallback):
         return accum_batches(self._sizes(dl), n_epoch, self.size_at, self.remainder)
 
     def _sizes(self, dl):
+        if self.unit != 'items':
+            raise ValueError(f"accum_bs counts {self.unit}, and how many a loader batch has is not known before it is loaded: there is no "
+                             "plan. After training, `StepLogger` shows the steps.")
         if dl is None and self.learn is None:
             raise ValueError("There is no loader to plan for: add the callback to a Learner, or pass `dl`.")
         return batch_sizes(ifnone(dl, self.learn.dls.train) if self.learn is not None else dl)
@@ -152,7 +182,7 @@ class GradientAccumulation(LoopCallback):
     def epoch_plan(self):
         "How the position in training moves in this epoch; None if the steps are not known, or if their size changes"
         learn = self.learn
-        if self._n_items is not None or type(self).size_at is not GradientAccumulation.size_at: return None
+        if self._n_items is not None or self.unit != 'items' or type(self).size_at is not GradientAccumulation.size_at: return None
         try: sizes = batch_sizes(learn.dls.train)
         except ValueError: return None
         return epoch_plan(sizes, learn.epoch, learn.n_epoch, self._accum_bs, self.remainder) if len(sizes) == learn.n_iter else None
@@ -186,7 +216,8 @@ class GradientAccumulation(LoopCallback):
         self.acc = GradientAccumulator(self.params, self._accum_bs, self.normalize, self.ranks.reduce)
         self.clear()
         self.rule,self.batch,self.n_opened = LossRule(LossProbe, self.check_loss == 'always'),None,0
-        self.batch_lists,self.loss_values,self.replaced,self.keeps = Lists(),LossValues(),None,Keeps()
+        self.batch_lists,self.loss_values,self.replaced,self.padding_tried = Lists(),LossValues(),None,False
+        self.keeps = Keeps()
         self.lossy_encoder = lossy_encoder(self.learn.model)
         rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2
         self.coupled_watch,self.terms = CoupledWatch(rounding),TermWatch(5*rounding)
@@ -198,7 +229,7 @@ class GradientAccumulation(LoopCallback):
         self._begin()
         try:
             yield
-            if self.micro_batch_size == 'auto': self.fitting.settle(self.learn.xb, self.batch.n)
+            if self.auto: self.fitting.settle(self.learn.xb, self.batch.n)
         finally:
             self.clear()
 
@@ -212,7 +243,8 @@ class GradientAccumulation(LoopCallback):
         self.rule.end()
         self.warn_of_loss()
         if not self.n_items: return
-        print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} items accumulated; their gradients are cleared.")
+        print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} {self.unit} accumulated; their gradients are "
+              "cleared.")
         self.clear()
 
     def detach(self):
@@ -256,13 +288,15 @@ class GradientAccumulation(LoopCallback):
         if not self.running: self.before_fit(); acc = self.acc   # added in the middle of a fit
         n = self._count_items()
         n_iter,i = learn.__dict__.get('n_iter', 0),learn.__dict__.get('iter', 0)
+        counted = None if self.counter is None else self.counter(learn, n, self.ranks)
         if acc.n_items == 0:
             epoch,n_epoch = learn.__dict__.get('epoch', 0),learn.__dict__.get('n_epoch', 1)      # `one_batch` may be called without a fit
-            size = ifnone(self.ranks.total, n) if self.per_loader_batch else self.size_at(epoch*n_iter + i, n_iter, n_epoch)
+            whole = ifnone(self.ranks.total, n) if counted is None else counted.total
+            size = whole if self.per_loader_batch else self.size_at(epoch*n_iter + i, n_iter, n_epoch)
             if size != acc.accum_bs: acc.open(size)
             self._without_grad = [p for p in acc.params if p.grad is None] if self.remainder == 'drop' else []
         # not by `=`: fastai's `__setattr__` would look for the name in the Learner and in its model, at each batch
-        self.__dict__['batch'] = BatchPass(self, n, last=i == n_iter-1)
+        self.__dict__['batch'] = BatchPass(self, n, i == n_iter-1, counted)
 
     def _count_items(self):
         learn = self.learn
@@ -283,7 +317,8 @@ class GradientAccumulation(LoopCallback):
         xb,yb = batch.tensors
         if learn.xb is not xb or learn.yb is not yb or not type(xb) is tuple is type(yb):   # changed since `before_batch`? A list may be
             n = self._count_items()
-            if n != batch.n: batch = self.__dict__['batch'] = BatchPass(self, n, batch.last)
+            counted = batch.counted and self.counter.again(learn, n, batch.counted)
+            if n != batch.n or counted is not None: batch = self.__dict__['batch'] = BatchPass(self, n, batch.last, counted)
         with_items = self.ranks.begin(batch)
         if batch.opens:
             if self.params.opt is not learn.opt: self.params.look_up()
@@ -299,8 +334,8 @@ class GradientAccumulation(LoopCallback):
         floor = rule.info.floor if self.weight is None else acc.floor
         if batch.opens and (mean != acc.normalize or floor != acc.floor): acc.open(normalize=mean, floor=floor)
         if with_items:
-            if self.micro_batch_size == 'auto': batch = self.__dict__['batch'] = self.fitting.run(batch)
-            else: batch.run(self.micro_batch_size or batch.n)                  # `micro_batch_size` may be more than that
+            if 'auto' in (self.micro_batch_size, self.micro_batch_tokens): batch = self.__dict__['batch'] = self.fitting.run(batch)
+            else: batch.run(self.micro_batch_size or batch.n, self.micro_batch_tokens)      # `micro_batch_size` may be more than that
         if rule.info.inexact and self.weight is None: rule.note(self.learn.yb)
         if rule.probed: self.warn_of_sum(batch)
         if with_items and self.lossy_encoder is not None: self._check_texts(batch)
@@ -317,6 +352,16 @@ class GradientAccumulation(LoopCallback):
         message = left_out_message(self.lossy_encoder, self.learn.xb[0], batch.size)
         if message: self.warn_once(message); self.lossy_encoder = None
 
+    # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one is
+    # tried: is padding masked?
+    def cut(self, spans, most):
+        cut = spans.cut(most, 1 if self.lossy_encoder is None else self.lossy_encoder.bptt)
+        if cut is None or self.padding_tried: return cut
+        learn = self.learn
+        self.padding_tried = cut.trims
+        self.tell(padding_message(self.loop.precision.predict, learn.model, learn.xb, cut, self.terms.tol))
+        return cut
+
     def give_up_batch(self) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
         "With several ranks: this rank's part of the loader batch was cancelled, and its items count, as the other ranks count them"
         if self.batch is None or self.batch.place != _place_of(self.learn): self.before_batch()   # cancelled even before that
@@ -328,11 +373,14 @@ class GradientAccumulation(LoopCallback):
 
     def predict(self, call, model, *xb):
         "Forward pass of validation"
-        learn,k,call = self.learn,self.micro_batch_size,partial(call, model)
+        learn,call,cut = self.learn,partial(call, model),None
         # all ranks must call the model equally often
-        if self.ranks.one_target or k is None or keeps_state(learn.model, learn.cbs): return call(*xb)
+        if self.ranks.one_target or not self.splits or keeps_state(learn.model, learn.cbs): return call(*xb)
         n = self._count_items()
-        size = self.fitting.of(xb, n) if k == 'auto' else k
+        size = self.fitting.of(xb, n) if self.auto else self.micro_bs
+        if self.micro_batch_tokens is not None:
+            cut = self.cut(self.counter.spans(learn, n), size)
+            size = n if cut is None else max(cut.sizes)
         if n > size and hooks_of_others(learn.model):
             try: return call(*xb)
             except Exception as e:
@@ -341,6 +389,7 @@ class GradientAccumulation(LoopCallback):
             self.warn_once(f"Memory ran out with a validation batch of {n} items, and it goes through the model in micro-batches of "
                            f"{size}. The model has forward hooks, which see one of them at a time: for all items at once, make the "
                            "validation loader's batches smaller (val_bs).")
+        if cut is not None: return cut.predict(call, xb)
         return predict_in_parts(call, xb, n, size, bool(self.coupled), self.batch_lists)
 
     # Step on what is left at the end of this epoch, whatever `remainder` is: the fit ends there
@@ -372,8 +421,9 @@ class GradientAccumulation(LoopCallback):
     def after_train(self):
         self._end_epoch()
         whole = self.batch is not None and self.batch.last                      # nobody cut the epoch short
-        if whole and self.remainder == 'step' and self.n_opened - self.n_before == 1 and 0 < self.items < self.accum_bs:
-            self.warn_once(f"accum_bs={self.accum_bs} is more than the {self.items} items of an epoch: each epoch is one step.")
+        n = self.acc.closed.n_items
+        if whole and self.remainder == 'step' and self.n_opened - self.n_before == 1 and 0 < n < self.accum_bs:
+            self.warn_once(f"accum_bs={self.accum_bs} is more than the {n} {self.unit} of an epoch: each epoch is one step.")
 
     def after_cancel_epoch(self): self._end_epoch()
     def after_epoch(self): fit_graph(self.learn)
@@ -442,12 +492,17 @@ class GradientAccumulationSchedule(GradientAccumulation):
         grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
         coupled:bool|str=False,      # One loss over the whole loader batch? Sees it too: 'head', a module's name, or each 'batchnorm'
         activations:str='host',      # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
+        unit:str='items',            # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
+        count=None,                  # `count(learn)`: how much a loader batch counts, or how much each of its items does
+        pad_idx:int|None=None,       # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
+        micro_batch_tokens:int|str|None=None, # Split loader batches by length into micro-batches of so many tokens, padding included
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
         refuse_others(theirs, type(self).__name__)
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
                          normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
-                         grad_dtype=grad_dtype, grad_device=grad_device, coupled=coupled, activations=activations)
+                         grad_dtype=grad_dtype, grad_device=grad_device, coupled=coupled, activations=activations, unit=unit, count=count,
+                         pad_idx=pad_idx, micro_batch_tokens=micro_batch_tokens)
         check_accum_bs(final_accum_bs)
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
         if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish:

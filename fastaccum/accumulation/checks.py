@@ -40,7 +40,7 @@ def refuse_others(kwargs, name):
 
 # Wrong types and values, and arguments that contradict each other
 def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, grad_dtype=None, coupled=False, check_loss=True,
-               grad_device=None, activations='host'):
+               grad_device=None, activations='host', unit='items', count=None, pad_idx=None, micro_batch_tokens=None):
     if None not in (accum_bs, n_acc):
         raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone "
                          "(n_acc is fastai's name for it).")
@@ -54,6 +54,14 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
     if activations not in ('host','device') or activations == 'device' and coupled != 'batchnorm':
         raise ValueError(f"activations={activations!r}: with coupled='batchnorm', pass 'host' or 'device', where they wait for the "
                          "backward pass. Without it, leave this out: `ActivationOffload` keeps them on the host.")
+    t = micro_batch_tokens
+    if not (t is None or t == 'auto' or is_count(t)):
+        raise ValueError(f"micro_batch_tokens={t!r}: pass the largest number of tokens of a micro-batch (an int, at least 1), 'auto' for "
+                         "as many as fit memory, or None.")
+    other = first(f'{k}={v!r}' for k,v in dict(micro_batch_size=k, coupled=coupled, n_items=n_items).items() if v)
+    if t is not None and other:
+        raise ValueError(f"micro_batch_tokens={t!r} sorts the rows of a loader batch into micro-batches, which does not go with {other}: "
+                         "use one of the two.")
     if coupled and k is None:
         raise ValueError(f"coupled={coupled!r} computes one loss over the micro-batches of a loader batch, and so needs micro_batch_size: "
                          "write GradientAccumulation(micro_batch_size=..., coupled=True).")
@@ -64,6 +72,7 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
         raise ValueError(f"grad_device={grad_device!r}: pass 'cpu' to keep gradients in the host's memory, or None for the model's device.")
     if n_items is not None and not callable(n_items):
         raise TypeError(f"n_items is {n_items!r}: pass a function of the Learner that returns the number of items in its batch.")
+    check_unit(unit, count, pad_idx)
     if check_loss not in (True, False, 'always'):
         raise ValueError(f"check_loss={check_loss!r}: pass True to measure a loss that is not PyTorch's or fastai's and to check it "
                          "now and then, 'always' to check each micro-batch, or False.")
@@ -72,6 +81,22 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
                         "(Class weights belong to the loss.)")
 
 # %% ../../nbs/api/accumulation/03_checks.ipynb #00d0487e
+_columns = 'step','fit','epoch','accum_bs','loss','lr','skipped','micro_bs'   # of `StepLogger`
+
+def check_unit(unit, count, pad_idx):
+    if not isinstance(unit, str) or not unit.isidentifier() or unit in _columns:
+        raise ValueError(f"unit={unit!r}: pass 'items', 'tokens', or a name for what count= counts, which becomes a column of the logs.")
+    if count is not None and not callable(count):
+        raise TypeError(f"count is {count!r}: pass a function of the Learner that returns a number for its loader batch, or one for each "
+                        "item.")
+    if count is not None and unit == 'items':
+        raise ValueError("count= counts something else than items, and accum_bs is in its unit: name it, as in unit='seconds'.")
+    if count is None and unit not in ('items','tokens'):
+        raise ValueError(f"unit={unit!r}: pass count= too, a function of the Learner that counts them. Without it, 'items' and 'tokens' "
+                         "are known.")
+    if pad_idx is not None and (isinstance(pad_idx, bool) or not isinstance(pad_idx, int)):
+        raise TypeError(f"pad_idx is {pad_idx!r}: pass the token of the padding, an int.")
+
 # Raise an error for settings of the Learner that cannot work with `acc`, and warn of doubtful ones
 def check_learner(acc):
     learn = acc.learn
@@ -87,7 +112,7 @@ def check_learner(acc):
         raise ValueError("fastai's MixedPrecision is attached, but it does not work with fastaccum's GradientAccumulation: it ends its "
                          "autocast at every micro-batch, and the weights would stop learning. Use fastaccum's: write `from fastaccum.all "
                          "import *` after fastai's imports, then `learn.to_fp16()` or `learn.to_bf16()`, which replace fastai's.")
-    if acc.micro_batch_size is not None and keeps_state(learn.model, learn.cbs):
+    if acc.splits and keeps_state(learn.model, learn.cbs):
         raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (the Learner has a "
                          "ModelResetter): some items would get the state of others. Leave micro_batch_size out and give the loader a "
                          "smaller batch size.")
@@ -96,13 +121,21 @@ def check_learner(acc):
         raise ValueError("grad_device='cpu' keeps gradients off the device, but several ranks add them up there, all at once: leave it "
                          "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
     if acc.coupled: check_coupled(acc)
+    if acc.micro_batch_tokens is not None: check_ranks_with_tokens(acc)
     if not acc.per_loader_batch: check_sides(acc)
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
-    if hooked and acc.micro_batch_size is not None:
+    if hooked and acc.splits:
         acc.warn_once(f"{hooked} looks at the model with hooks, which see one micro-batch at a time: in training it keeps the figures of "
                       "the last micro-batch of a loader batch. For those of all items leave out micro_batch_size, and make the loader "
                       "batches smaller.")
     check_sizes(acc)
+
+# Raise an error if ranks need to know how many micro-batches there are
+def check_ranks_with_tokens(acc):
+    if not acc.ranks.one_target and not getattr(acc.ranks, 'overlap', False): return
+    why = "overlap=True sends gradients in the last backward pass"
+    if acc.ranks.one_target: why = "all ranks go through the model equally often"
+    raise ValueError(f"micro_batch_tokens makes as many micro-batches as the texts of a rank need, but {why}: use micro_batch_size.")
 
 # Raise an error if the model is compiled into CUDA graphs. Gradients lie in the memory of a graph, which its next replay overwrites:
 # PyTorch raises an error (pytorch#169545), or adds up wrong gradients without a word (pytorch#181723)
@@ -165,20 +198,25 @@ def check_sizes(acc):
     try: sizes = batch_sizes(learn.dls.train)
     except ValueError: return
     if not sizes: return
-    total = len(sizes)*learn.n_epoch
-    most = max((acc.size_at(done, len(sizes), learn.n_epoch) for done in range(0, total, max(1, total//100))), default=acc.accum_bs)
-    if acc.remainder == 'drop' and sum(sizes) < most:
-        raise ValueError(f"remainder='drop' with accum_bs={most} would never step: an epoch has {sum(sizes)} items. "
-                         "Use 'step' or 'carry', or a smaller accum_bs.")
+    if acc.unit == 'items': check_steps(acc, sizes)
     most_at_once = max(sizes)
     if acc.micro_batch_size not in (None, 'auto'): most_at_once = min(most_at_once, acc.micro_batch_size)
-    if most < max(sizes) and not acc.per_loader_batch:
-        acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
-                      "every loader batch is a step.")
     head = None if acc.coupled in (True, False, 'batchnorm') else find_head(get_model(learn.model), acc.coupled)
     if most_at_once < 8 and acc.coupled != 'batchnorm' and has_batchnorm(learn.model, but=head):
         acc.warn_once(f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its "
                       f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_coupled(acc)}")
+
+# Does `accum_bs` fit the loader, whose batches have `sizes` items?
+def check_steps(acc, sizes):
+    n_epoch = acc.learn.n_epoch
+    total = len(sizes)*n_epoch
+    most = max((acc.size_at(done, len(sizes), n_epoch) for done in range(0, total, max(1, total//100))), default=acc.accum_bs)
+    if acc.remainder == 'drop' and sum(sizes) < most:
+        raise ValueError(f"remainder='drop' with accum_bs={most} would never step: an epoch has {sum(sizes)} items. "
+                         "Use 'step' or 'carry', or a smaller accum_bs.")
+    if most < max(sizes) and not acc.per_loader_batch:
+        acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
+                      "every loader batch is a step.")
 
 # Does the model have a BatchNorm that sees micro-batches?
 def has_batchnorm(model, but=None):

@@ -59,7 +59,7 @@ def marks_of(sizes, n_epoch, accum_bs, remainder):
 # %% ../../nbs/api/accumulation/04_plan.ipynb #ffc7f8fd
 # Number of epochs that have at least `n_steps` optimizer steps. `acc`: a `GradientAccumulation` that is attached to a `Learner`
 def epochs_for(acc, n_steps):
-    try: sizes,n = batch_sizes(acc.learn.dls.train),1
+    try: sizes,n = acc._sizes(None),1
     except ValueError: return n_steps*acc.size_at(0, 1, 1)  # enough even with one item per loader batch; LRFinder ends the fit itself
     while len(accum_batches(sizes, n, acc.size_at, acc.remainder)) < n_steps: n *= 2
     return next(i for i in range(n//2, n+1) if len(accum_batches(sizes, i, acc.size_at, acc.remainder)) >= n_steps)

@@ -60,7 +60,7 @@ class GradientNoiseScale(LoopCallback):
             raise ValueError("GradientNoiseScale needs the mean over the accumulated batch: leave out normalize=False, and use a loss "
                              "with reduction='mean'.")
         bs = loader_bs(learn.dls.train)
-        if num_distrib() > 1 or acc.micro_batch_size == 'auto' or bs is None: return
+        if num_distrib() > 1 or acc.micro_batch_size == 'auto' or bs is None or acc.unit != 'items': return
         most = bs if acc.per_loader_batch else getattr(acc, 'min_accum_bs', None) or max(acc.accum_bs, getattr(acc, 'final_accum_bs', 0))
         if most <= min(bs, acc.micro_batch_size or bs):
             raise ValueError(f"GradientNoiseScale compares the micro-batches of a step, but each step has only one: the loader batch has "
@@ -143,7 +143,7 @@ class GradientNoiseScale(LoopCallback):
         if not self._fitting or not len(self.rows) or self._off: return {}
         return dict(zip(('noise_scale','noise_low','noise_high'), self.ratio.read()))
 
-    def estimate(self) -> NoiseEstimate: # In items; NaN before the first measured step
+    def estimate(self) -> NoiseEstimate: # In items, or in what `accum_bs` counts; NaN before the first measured step
         "The noise scale now, its 90% interval (the upper end may be infinite), tr(S), |G|^2, and the number of steps measured in this fit"
         n = int(self.ratio.n)
         if not n: return NoiseEstimate(math.nan, 0., math.inf, math.nan, math.nan, 0)
@@ -162,7 +162,7 @@ class GradientNoiseScale(LoopCallback):
         self.rows.load_state_dict(state['rows'])
 
 class NoiseEstimate(NamedTuple):
-    "The gradient noise scale, in items"
+    "The gradient noise scale, in items or in what `accum_bs` counts"
     b_simple:float # trace/sq_norm; NaN before the first measured step
     low:float      # Lower end of the 90% interval
     high:float     # Upper end; may be infinite
@@ -190,7 +190,8 @@ def plot(self:GradientNoiseScale,
     ax.plot(steps, np.where(np.isfinite(b), b, np.nan), '.-', ms=3, label='noise scale')    # a gap where there is no estimate
     ax.plot(steps, sizes, 'k:', label='accum_bs')
     bottom = min(b[np.isfinite(b)].min(initial=top), sizes.min())/4
-    ax.set(xlabel='measured step', ylabel='items', yscale='log', ylim=(max(.5, bottom), top))
+    unit = getattr(getattr(self.learn, 'gradient_accumulation', None), 'unit', 'items')
+    ax.set(xlabel='measured step', ylabel=unit, yscale='log', ylim=(max(.5, bottom), top))
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax
@@ -236,7 +237,7 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         noise = self.learn.gradient_noise_scale
         if not self.loop.closed or len(noise.rows) == self._judged: return
         self._judged,est = len(noise.rows),noise.estimate()   # reads the device, right after the Recorder has read it
-        bs = loader_bs(self.learn.dls.train) or 1
+        bs = (self.unit == 'items' and loader_bs(self.learn.dls.train)) or 1
         new = next_size(self._size, est.low, est.high, self.min_accum_bs, self.max_accum_bs, bs, self.monotone)
         if new != self._size: self.changes.append(Change(est.n_steps, self._size, new, est.b_simple, est.low, est.high))
         self._size = new

@@ -48,6 +48,9 @@ class ScaleLR(LoopCallback):
         if self.bs is None and accum is None:
             raise ValueError("ScaleLR has nothing to scale by: add GradientAccumulation, or pass `bs=`, the number of items per step that "
                              "the learning rate was chosen for.")
+        if self.bs is None and getattr(accum, 'unit', 'items') != 'items' and not hasattr(accum, 'start_accum_bs'):
+            raise ValueError(f"accum_bs counts {accum.unit}, and the loader knows items: pass ScaleLR(bs=...), the {accum.unit} of a step "
+                             "that the learning rate was chosen for.")
         if self._base() is None or accum is None and loader_bs(learn.dls.train) is None:
             raise ValueError("This loader does not say how many items its batches have: add an accumulation callback, and pass "
                              "ScaleLR(bs=...).")
@@ -62,9 +65,10 @@ class ScaleLR(LoopCallback):
 
     @property
     def k(self) -> float:
-        "Items of a step, relative to the items that the learning rate was chosen for"
+        "Items of a step (or what `accum_bs` counts), relative to those that the learning rate was chosen for"
         accum = self._accum
-        return (loader_bs(self.learn.dls.train) if accum is None or accum.per_loader_batch else accum.accum_bs)/self._base()
+        return (loader_bs(self.learn.dls.train) if accum is None or accum.per_loader_batch and accum.unit == 'items'
+                else accum.accum_bs)/self._base()
 
     def before_batch(self):
         if self._accum is not None and not self._accum.log_accum_batch: self._scale()   # every loader batch has a row

@@ -105,7 +105,7 @@ class GradientAccumulator:
             self._planned = -1
             if self.target is None:
                 if nominal is None: nominal = n_items if any(isinstance(w, Tensor) for w in weights) else sum(weights) or n_items
-                self.target = self.accum_bs*nominal/n_items
+                self.target = self.accum_bs*nominal/(n_items or nominal)
         if self.floor is not None: weights = self._divisor(weights) if stacked else [self._divisor(w) for w in weights]
         return [w/self.target for w in weights] if isinstance(weights, list) else weights/self.target
 

@@ -161,8 +161,9 @@ class LossRule:
         if not isinstance(w, Tensor):
             if len(sizes) > 1 or info.over == 'items': return [w*n for n in sizes],None
             return [w*n_items(yb if info.target is None else _targets(yb)[info.target])],None     # a target may have other rows than items
-        large = n*sizes.count(n)                            # the first micro-batches may have one item more
+        large = n*next((i for i,k in enumerate(sizes) if k != n), len(sizes))    # the first micro-batches may have one item more
         if len(sizes) == 1: res = w.sum(0, keepdim=True)
+        elif {*sizes[large//n:]} - {sizes[-1]}: res = torch.stack([part.sum() for part in w.split(sizes)])      # rows by their length
         elif large == w.shape[0]: res = w.view(-1, n).sum(1)
         else: res = torch.cat((w[:large].view(-1, n).sum(1), w[large:].view(-1, sizes[-1]).sum(1)))
         on_host = type(res) is Tensor and res.device.type == 'cpu'      # not a fake tensor

@@ -47,23 +47,29 @@ class LossValues:
     # A loader batch begins, after `start` micro-batches of its accumulated batch
     def begin(self, start):
         self._before,self.parts = dict(vars(self.holder)),[o for o in self.parts if o[0] < start]
+        self._start = sum(n for _,n,*_ in self.parts)
 
-    # A micro-batch has been counted, as number `i` of its accumulated batch. `rule`, `shown`: see `LossRule`
-    def add(self, i, n, pred, yb, rule, shown=None):
+    # A micro-batch has been counted, as number `i` of its accumulated batch. `rule`, `shown`: see `LossRule`; `rows`: the places of its
+    # items in the loader batch, if they do not follow those before
+    def add(self, i, n, pred, yb, rule, shown=None, rows=None):
         held = vars(self.holder)
         new = [k for k,v in held.items() if k not in (*self.fits, *self.given) and v is not self._before.get(k) and leaves_of(v)]
         unsure = [k for k,left in self._looks.items() if left]
         if new or unsure: self._measure(new + unsure, pred, yb, n, rule, shown)
-        self.parts.append((i, n, {k: tree_map(_detached, held[k]) for k,kind in self.kinds.items() if kind and k in held}))
+        done = sum(n for _,n,*_ in self.parts)
+        places = range(done, done+n) if rows is None else [self._start+j for j in rows]
+        self.parts.append((i, n, places, {k: tree_map(_detached, held[k]) for k,kind in self.kinds.items() if kind and k in held}))
 
     # Put the values of the micro-batches from number `start` on together, which count with `weights`
     def join(self, start, weights, normalize):
         parts = [o for o in self.parts if o[0] >= start]
         for k,kind in self.kinds.items():
-            own = [(i, n, leaves_of(vals[k])) for i,n,vals in parts if k in vals]
+            own = [(i, n, places, leaves_of(vals[k])) for i,n,places,vals in parts if k in vals]
             if kind is None or not own or len({len(vals) for *_,vals in own}) > 1: continue
+            places = [j for _,_,places,_ in own for j in places]
+            order = sorted(range(len(places)), key=places.__getitem__)
             try:
-                leaves = [joined(kind, vals, [weights[i] for i,*_ in own], [n for _,n,_ in own], normalize)
+                leaves = [joined(kind, vals, [weights[i] for i,*_ in own], [n for _,n,*_ in own], normalize, order)
                           for vals in zip(*(vals for *_,vals in own))]
             except Exception: self._give_up(k); continue         # other shapes than at first
             last = next(vals[k] for *_,vals in reversed(parts) if k in vals)
@@ -116,14 +122,18 @@ def _detached(v): return v.detach() if isinstance(v, Tensor) else v
 def _is_rows(v, n=None): return isinstance(v, Tensor) and v.dim() > 0 and n in (None, len(v)) and not v.is_inference()
 def _same(v, left): return left is not None and left[0] is v and left[1] == v._version
 
-# One value of those of micro-batches
-def joined(kind, vals, weights, sizes, normalize=True):
-    if kind == 'rows': return torch.cat(vals)
+# One value of those of micro-batches; `order`: which of their items comes first, second, ..., if not in this order
+def joined(kind, vals, weights, sizes, normalize=True, order=()):
+    if kind == 'rows': return torch.cat(vals) if [*order] == sorted(order) else in_order(torch.cat(vals), order)
     ts = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for v in vals]
     if kind == 'sum' or kind == 'mean' and not normalize: res = torch.stack(ts).sum(0)
     elif any(t.dim() for t in ts): raise TypeError('only numbers have a mean')
     else: res = mean_loss([t if t.is_floating_point() else t.double() for t in ts], weights if kind == 'mean' else sizes)[0]
     return res if isinstance(vals[0], Tensor) else type(vals[0])(res.item())
+
+def in_order(t, order):
+    if len(t) != len(order): raise TypeError('the rows belong to no item')
+    return t[torch.as_tensor(order).to(t.device, non_blocking=True)]
 
 def _joined_leaves(kind, parts, weights, sizes):
     try: return [joined(kind, vals, weights, sizes, weights[0] is not None) for vals in zip(*parts, strict=True)]

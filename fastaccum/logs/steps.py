@@ -98,6 +98,7 @@ def plot(self:StepLogger,
     if not len(self.rows): raise ValueError("StepLogger has no rows yet: train first.")
     df = self.to_df()
     names = names or [n for n in df if n in ('items','loss') or n not in _not_drawn and df[n].nunique() > 1]
+    unit = getattr(getattr(self.learn, 'gradient_accumulation', None), 'unit', 'items')    # what `accum_bs` counts
     n_cols,n_rows = min(3, len(names)),math.ceil(len(names)/3)
     fig,axs = plt.subplots(n_rows, n_cols, figsize=(3.4*n_cols, 2.4*n_rows + .3), squeeze=False, layout='constrained')
     for ax in axs.flat[len(names):]: ax.set_axis_off()
@@ -105,7 +106,7 @@ def plot(self:StepLogger,
     for n,ax in zip(names, axs.flat):
         alone = df[n].notna() & df[n].shift().isna() & df[n].shift(-1).isna()      # a line between gaps would not be seen
         ax.plot(df[x], df[n], '.-' if alone.any() else '-')
-        if n == 'items': others['accum_bs'], = ax.plot(df[x], df.accum_bs, 'k:')
+        if n == unit: others['accum_bs'], = ax.plot(df[x], df.accum_bs, 'k:')
         if n == 'noise_scale' and 'noise_low' in df:
             top = 2*max(df[n][np.isfinite(df[n])].max(), 1)             # the interval's upper end may be infinite
             others['90% interval'] = ax.fill_between(df[x], df.noise_low, df.noise_high.clip(upper=10*top), alpha=.25, lw=0)
@@ -114,7 +115,7 @@ def plot(self:StepLogger,
             others['skipped'], = ax.plot(skipped, [0]*len(skipped), 'r|', transform=ax.get_xaxis_transform(), ms=12, clip_on=False)
         for start in df[x][df.fit.diff() > 0]: ax.axvline(start, color='grey', ls=':')
         ax.set(xlabel=x, title=n)
-        if n == 'items': ax.set_ylim(0)
+        if n in ('items', unit): ax.set_ylim(0)
         if x == 'step': ax.xaxis.get_major_locator().set_params(integer=True)
     if others: fig.legend(others.values(), others.keys(), loc='outside lower center', ncol=len(others), frameon=False)
     return axs[0] if n_rows == 1 else axs

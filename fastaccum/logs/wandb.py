@@ -72,7 +72,7 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
     def _train_row(self):
         "The row of a step; with `log_accum_batch=False`, also the row of a loader batch without a step. Some values are on the device"
         learn,loop = self.learn,self.loop
-        known = step_row(learn) if loop.closed else dict(items=loop.accumulation.n_items)
+        known = step_row(learn) if loop.closed else loop.accumulation.so_far
         known = {k: v for k,v in known.items() if k not in ('loss','lr')}
         hypers = {f'{k}_{i}': v for i,h in enumerate(learn.opt.hypers) for k,v in h.items() if isinstance(v, (Number,Tensor))}
         speed = known['items']/(time.perf_counter() - self.ti_batch)

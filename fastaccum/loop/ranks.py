@@ -23,6 +23,8 @@ class OneRank:
 
     # -- a loader batch
     total = None         # items of the present loader batch on all ranks; None: those of this rank
+    # Of a number that each rank has for the present loader batch
+    def sum_of_batch(self, n): return n
     # Has this rank items of the loader batch? Called before it goes through the model
     def begin(self, batch): return True
     # Memory ran out on this rank, which goes on with smaller micro-batches

@@ -184,6 +184,9 @@ class Plan:
 def present_plan(learn, bs) -> Plan:
     def attached(cls): return first(cb for cb in learn.cbs if isinstance(cb, cls))
     acc,precision = attached(GradientAccumulation),attached(MixedPrecision)
+    if getattr(acc, 'micro_batch_tokens', None) is not None:
+        raise ValueError("memory_advice computes with shapes alone, and the lengths of texts, which micro_batch_tokens sorts by, are "
+                         "values: ask without micro_batch_tokens for the memory of whole loader batches.")
     k = getattr(acc, 'micro_batch_size', None)
     return Plan(min(k, bs) if isinstance(k, int) else bs, acc, attached(ActivationCheckpointing), attached(ActivationOffload),
                 None if precision is None else precision.amp_mode.dtype, attached(ChunkedHead))

@@ -99,6 +99,8 @@ class Ranks(OneRank):
     n_active   = property(lambda self: sum(n > 0 for n in self.row))   # ranks with items
     first_item = property(lambda self: sum(self.row[:self.rank]))      # place of this rank's first item among those of all
 
+    def sum_of_batch(self, n): return int(self.agree('count', items=n).items)
+
     def begin(self, batch):
         if self.overlap: self._expect(batch.closes)
         if self.shares.measures: self.shares.batch_begins(self.n_own, self.device)
@@ -236,7 +238,7 @@ class Ranks(OneRank):
 
     # A number that must be the same on all ranks
     def _place_of(self, kind):
-        learn,step = self.learn,kind in ('step','average')
+        learn,step = self.learn,kind in ('step','average','count')
         batch = learn.iter if step else self.calls if kind in ('outputs','forward') else 0
         if step or kind in ('train','validate'): batch += learn.epoch*len(learn.dls.train)    # the others may come without a fit
         return kinds.index(kind) + len(kinds)*(batch%2**16)
@@ -262,7 +264,7 @@ class Ranks(OneRank):
                                "Learner and returns what its loss averaged over.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #232b40c9
-kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','end'
+kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','end'
 asks = 'save','SIGINT','SIGTERM','SIGUSR1'
 
 # What a rank tells the others; also the sums of that over all ranks

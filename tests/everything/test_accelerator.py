@@ -121,7 +121,20 @@ def test_waits_are_the_rows(name, amp, opt):
     if amp == 'to_fp16': expected = [expected[0], max(expected[1], 1)]
     assert learn.counted.all==expected*4, simulated.waits.sites
 
+@pytest.mark.skipif(is_gpu, reason='a GPU does not count them')
+def test_tokens_are_read_once():
+    "With `unit='tokens'` each loader batch costs one more wait, and no micro-batch does"
+    classes = torch.randint(8, (64, 5))
+    acc = Acc(100, unit='tokens', micro_batch_size=4)
+    learn = make(Data(x, classes), 16, acc, Counted(), CountedEnd(), model=Words(), loss_func=CrossEntropyLossFlat(ignore_index=0), dl_type=InMemory)
+    learn.fit(2, .01)
+    assert acc.n_opened == len(learn.recorder.losses) == 4 and learn.counted.all == [1, 2]*4, simulated.waits.sites
+
 # --- memory
+
+class Words(nn.Module):
+    def __init__(self): super().__init__(); self.lin = nn.Linear(6, 40)
+    def forward(self, x): return self.lin(x).unflatten(1, (5, 8))
 
 class Forward(nn.Module):
     "A transformer, with a class for each word"

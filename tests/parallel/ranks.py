@@ -96,6 +96,32 @@ def tokens():
     return run(x, y, model=mlp(3), loss=lambda p, t: F.cross_entropy(p.flatten(0, 1), t.flatten()), bs=8, accum=20,
                weight=lambda learn: (learn.y != -100).sum())
 @case
+def unit_tokens():
+    "All ranks close at the same loader batch, also those that a rank has no items of, or no tokens"
+    x,y = data(61, 3, seq=7)
+    y[torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < .5] = -100
+    y[:9] = -100
+    logger = StepLogger()
+    return run(x, y, model=mlp(3), loss=CrossEntropyLossFlat(), bs=4, accum=60, unit='tokens', cbs=[logger],
+               more=lambda learn: dict(rows=logger.to_df()[['items','tokens']].values.tolist()))
+class WordsOfTexts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.emb,self.out = nn.Embedding(9, 6, padding_idx=0),nn.Linear(6, 3)
+    def forward(self, x): return self.out(self.emb(x).tanh().sum(1)/(x > 0).sum(1, keepdim=True))
+
+def texts(n=70):
+    "Of 1 to 15 words, padded"
+    g = torch.Generator().manual_seed(n)
+    lengths = (1+14*torch.rand(n, generator=g)**2).long()
+    x = torch.randint(1, 9, (n, 15), generator=g)
+    return x*(torch.arange(15) < lengths[:,None]),torch.randint(3, (n,), generator=g)
+@case
+def rows_by_length():
+    "Each rank has other micro-batches"
+    return run(*texts(), model=WordsOfTexts(), loss=ce(), bs=16, accum=100, unit='tokens', micro_batch_tokens=(40, 25)[rank])
+@case
 def positives():
     "Focal-like, divided by the number of positive targets; many micro-batches have none"
     x,y = data(97, 2)
@@ -722,7 +748,9 @@ def refused():
     return dict(alone=error(alone), nothing=error(nothing), normalize=error(lambda: learner(x, y, normalize=False).fit(1)), metric=error(lambda: learner(x, y, metrics=Largest()).fit(1)),
                 overlap=error(lambda: learner(x, y, dp=DataParallel(overlap=True), micro_batch_size='auto').fit(1)), two=error(lambda: learner(x, y, cbs=[DataParallel()]).fit(1)),
                 checkpoint=error(lambda: learner(x, y, cbs=[TrainingCheckpoint()], dp=LocalSGD()).fit(1)), noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()], dp=LocalSGD()).fit(1)),
-                sharded_noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()], dp=FullyShard()).fit(1)), alone_saved=error(saved_alone), count=error(lambda: learner(x, y, n_items=lambda learn: 3).fit(1)))
+                sharded_noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()], dp=FullyShard()).fit(1)), alone_saved=error(saved_alone),
+                rows_by_length=error(lambda: learner(*texts(), model=WordsOfTexts(), loss=ce(), micro_batch_tokens=40, dp=FullyShard()).fit(1)),
+                rows_overlap=error(lambda: learner(*texts(), model=WordsOfTexts(), loss=ce(), micro_batch_tokens=40, dp=DataParallel(overlap=True)).fit(1)), count=error(lambda: learner(x, y, n_items=lambda learn: 3).fit(1)))
 
 def main(names):
     for name in names or cases:

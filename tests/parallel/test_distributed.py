@@ -12,9 +12,9 @@ def start(*args, more={}, **kwargs):
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-6000:]
     return r.stdout
 
-few = dict(test_equals_one_process='ragged tokens micro_batches fp16_without_overflow coupled', test_validation_loss_equals_one_process='ragged',
+few = dict(test_equals_one_process='ragged unit_tokens micro_batches fp16_without_overflow coupled', test_validation_loss_equals_one_process='ragged',
            test_interrupted_and_resumed='checkpoint', test_sharded_equals_one_process='shard_adam')
-quick = [f'{test}[{name}]' for test,names in few.items() for name in names.split()]
+quick = ['test_tokens_of_all_ranks', *(f'{test}[{name}]' for test,names in few.items() for name in names.split())]
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
@@ -47,13 +47,17 @@ def same_values(one, a, b, eps=1e-6):
     for va,vb in zip(a['values'], b['values']): assert va[1:] == vb[1:]
     close([list(v) for v in a['values']], [list(v) for v in one['values']], eps)
 
-equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'chunked', 'positives', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
+equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'chunked', 'unit_tokens', 'rows_by_length', 'positives', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
          'drop', 'carry', 'schedule', 'layer_groups', 'unused', 'fine_tune', 'early_stopping', 'several_fits', 'short_epoch', 'after_an_exception', 'distrib_ctx', 'lr_find',
          'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first', 'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow', 'coupled', 'coupled_every_batch']
 @pytest.mark.parametrize('name', equal)
 def test_equals_one_process(results, name):
     runs = results(name)
     same_run(*runs, eps=3e-3 if 'fp16' in name else 1e-6)
+
+def test_tokens_of_all_ranks(results):
+    one,a,b = results('unit_tokens')
+    assert a['rows'] == b['rows'] == one['rows'] and len({tuple(row) for row in one['rows']}) > 3
 
 @pytest.mark.parametrize('name', ['ragged', 'rank_without_items', 'drop', 'early_stopping', 'distrib_ctx'])
 def test_validation_loss_equals_one_process(results, name): same_values(*results(name))
@@ -279,7 +283,8 @@ def test_a_killed_rank_is_noticed(failures):
 
 def test_refused(results):
     says = dict(alone='add DataParallel()', nothing='add `GradientAccumulation', normalize='normalize=False', metric='(Largest)', overlap="micro_batch_size='auto'", two='2 parallel callbacks are attached',
-                checkpoint='with LocalSGD each rank has', noise='with DataParallel', sharded_noise='with DataParallel', alone_saved='add DataParallel()', count='n_items=')
+                checkpoint='with LocalSGD each rank has', noise='with DataParallel', sharded_noise='with DataParallel', alone_saved='add DataParallel()', count='n_items=',
+                rows_by_length='all ranks go through the model equally often', rows_overlap='overlap=True sends gradients')
     for r in results('refused')[1:]:
         for k,text in says.items(): assert text in r[k], k
 

@@ -8,7 +8,7 @@ from reference import rel_err, weights
 import torch
 from fastai.basics import Callback
 from torch import nn
-from bench import against, batchnorm, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, shares, small_batches, speed, syncs, toolbox
+from bench import against, batchnorm, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, shares, small_batches, speed, syncs, tokens, toolbox
 from bench.clients import data
 from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
 from bench.jobs import job
@@ -171,6 +171,10 @@ def test_results_of_the_tutorials():
     assert [(r['way'], len(r['accuracy'])) for r in batchnorm.results()['rows']]==[(k, len(batchnorm.SEEDS)) for k in batchnorm.WAYS]
     runs = {(r['way'], r['seed']) for r in contrastive.results()['rows']}
     assert runs=={*((k, s) for k in ('not trained', *contrastive.WAYS) for s in contrastive.SEEDS), ('pixels', 0)}
+    rows = {(r['lengths'], r['way']): r for r in tokens.results()['rows']}
+    assert rows.keys()=={(k, way) for k in ('wide', 'narrow') for way in tokens.WAYS} and max(r['off'] for r in rows.values()) < 1e-6
+    by_rows,by_tokens = (rows['wide', way] for way in ('micro_batch_size=8', 'micro_batch_tokens=512'))
+    assert by_rows['mib'] > 1.5*by_tokens['mib'] and by_rows['seconds'] > 1.5*by_tokens['seconds']
 
 def test_results_of_small_batches():
     "Every size is tuned, sees the same items, and its best rate is no end of its grid; what it costs is of all cases"

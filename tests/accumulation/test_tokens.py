@@ -1,0 +1,389 @@
+"Accumulated batches that are full when they have so many tokens"
+import io, math, re, warnings
+from contextlib import redirect_stdout
+import pytest, torch, torch.nn.functional as F
+from fastai.text.data import TensorText
+from fastcore.test import test_close as close
+from reference import *
+from fastaccum.batch_size.noise import GradientNoiseScale
+from fastaccum.batch_size.rates import ScaleLR, batch_ramp
+from fastaccum.checkpoint.callback import TrainingCheckpoint
+from fastaccum.checkpoint.folder import CheckpointFolder
+from fastaccum.logs.steps import StepLogger
+from fastaccum.memory import advice as _  # `learn.memory_advice`
+
+pad,n_words = 1,12
+def padded(texts, first=False, value=pad):
+    most = max(map(len, texts))
+    return torch.stack([F.pad(t, (most-len(t), 0) if first else (0, most-len(t)), value=value) for t in texts])
+
+def some_texts(n=46, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    lengths = (1 + 20*torch.rand(n, generator=g)**3).long()
+    return [torch.randint(2, n_words, (int(k),), generator=g) for k in lengths]
+texts = some_texts()
+lengths = [len(t) for t in texts]
+
+class Batches(DataLoader):
+    "A loader of texts, in their order if not told otherwise, padded batch by batch"
+    def __init__(self, dataset, bs=4, first=False, **kwargs): super().__init__(dataset, bs=bs, **kwargs); self.first = first
+    def create_batch(self, b):
+        xs,ys = zip(*b)
+        return padded(xs, self.first),(padded(ys, self.first, -100) if ys[0].dim() else torch.stack(ys))
+    def batch(self, ids): return self.create_batch([self.dataset[i] for i in ids])
+    def ids(self, i): return [*range(i*self.bs, min(self.n, (i+1)*self.bs))]
+
+class Words(nn.Module):
+    "Says something of each word"
+    def __init__(self): super().__init__(); self.emb,self.out = nn.Embedding(n_words, 6, padding_idx=pad),nn.Linear(6, n_words)
+    def forward(self, x): return self.out(self.emb(x).tanh())
+
+class Texts(Words):
+    "Says something of each text: the mean over its words"
+    def forward(self, x):
+        mask = (x != pad)[...,None]
+        return self.out((self.emb(x).tanh()*mask).sum(1)/mask.sum(1))
+
+language,classes = [(t, t.roll(-1)) for t in texts],[(t, t[0]%5) for t in texts]
+kinds = dict(language=(Words, language, False), classes=(Texts, classes, False), classes_padded_first=(Texts, classes, True))
+
+def text_learner(kind, *cbs, double=False, loss_func=None, pairs=None, spy=True, **kwargs):
+    Model,known,first = kinds[kind]
+    set_seed(0)
+    dl = Batches(ifnone(pairs, known), first=first, **kwargs)
+    model = Model().double() if double else Model()
+    learn = Learner(DataLoaders(dl, dl, device='cpu'), model, ifnone(loss_func, CrossEntropyLossFlat()), SGD, cbs=[*cbs, *[Spy()]*spy])
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+def check_steps(learn, tol=1e-6):
+    "Each step had the gradient of its texts in one batch"
+    dl = learn.dls.train
+    for s in learn.spy.steps:
+        x,y = dl.batch([i for _,b in s.batches for i in dl.ids(b)])
+        assert rel_err(s.grad, big_batch(learn.model, s.weights, learn.loss_func, x, (y,))[0]) < tol
+
+def in_batches(lengths, bs=4): return [sum(lengths[i:i+bs]) for i in range(0, len(lengths), bs)]
+
+@pytest.mark.parametrize('remainder', ['step','drop','carry'])
+@pytest.mark.parametrize('k', [None, 3])
+@pytest.mark.parametrize('kind', kinds)
+def test_steps(kind, k, remainder):
+    logger = StepLogger()
+    learn = text_learner(kind, GradientAccumulation(60, unit='tokens', remainder=remainder, micro_batch_size=k), logger)
+    if remainder == 'drop': learn.add_cb(On('before_train', lambda learn: learn.spy.pending.clear()))
+    learn.fit(2, .1)
+    expected = accumulated(in_batches(lengths), 60, remainder, 2)
+    assert [s.batches for s in learn.spy.steps] == expected and len(learn.recorder.losses) == len(expected) > 4
+    check_steps(learn)
+    df,dl = logger.to_df(),learn.dls.train
+    assert df.tokens.tolist() == [sum(lengths[j] for _,i in s for j in dl.ids(i)) for s in expected]
+    assert df['items'].tolist() == [sum(len(dl.ids(i)) for _,i in s) for s in expected] and set(df.accum_bs) == {60}
+
+def test_float64():
+    learn = text_learner('language', GradientAccumulation(60, unit='tokens', micro_batch_size=3), double=True, loss_func=nn_loss)
+    learn.fit(1, .1)
+    check_steps(learn, 1e-12)
+def nn_loss(pred, y): return F.cross_entropy(pred.flatten(0, -2), y.flatten())
+nn_loss.ignore_index = -100
+
+def test_ignored_targets_are_no_tokens():
+    "And a loader batch without any is one token"
+    pairs = [(t, t.new_full(t.shape, -100) if i < 8 else t) for i,t in enumerate(texts)]
+    learn = text_learner('language', GradientAccumulation(60, unit='tokens'), StepLogger(), pairs=pairs)
+    learn.fit(1, .1)
+    check_steps(learn)
+    counted = [1, 1, *in_batches(lengths)[2:]]
+    assert [s.batches for s in learn.spy.steps] == (steps := accumulated(counted, 60))
+    assert learn.step_logger.to_df().tokens.tolist() == [sum(counted[i] for _,i in s) for s in steps]
+
+def test_schedule():
+    acc = GradientAccumulationSchedule(20, 100, finish=1., schedule=batch_ramp(SchedLin(1, .2)), unit='tokens')
+    learn = text_learner('classes', acc, StepLogger())
+    learn.fit(3, .1)
+    n_iter,counted = len(learn.dls.train),in_batches(lengths)
+    assert [s.batches for s in learn.spy.steps] == accumulated(counted, lambda e, i: acc.size_at(e*n_iter+i, n_iter, 3), n_epoch=3)
+    check_steps(learn)
+    assert learn.step_logger.to_df().accum_bs.is_monotonic_increasing
+
+def test_each_loader_batch():
+    learn = text_learner('classes', GradientAccumulation(micro_batch_size=2, unit='tokens'), StepLogger())
+    learn.fit(1, .1)
+    df = learn.step_logger.to_df()
+    assert df.tokens.tolist() == df.accum_bs.tolist() == in_batches(lengths)
+
+def test_own_count():
+    "In its own unit, which is a column"
+    def seconds(learn): return (learn.x != pad).sum()/2
+    learn = text_learner('classes', GradientAccumulation(30, unit='seconds', count=seconds, micro_batch_size=3), StepLogger())
+    learn.fit(1, .1)
+    counted = [n//2 for n in in_batches(lengths)]
+    assert learn.step_logger.to_df().seconds.tolist() == [sum(counted[i] for _,i in s) for s in accumulated(counted, 30)]
+    check_steps(learn)
+
+def test_rows_of_loader_batches():
+    learn = text_learner('classes', GradientAccumulation(60, unit='tokens', log_accum_batch=False))
+    learn.fit(1, .1)
+    assert len(learn.recorder.losses) == len(learn.dls.train)
+
+def test_cancelled_batches():
+    "They do not count"
+    learn = text_learner('classes', GradientAccumulation(60, unit='tokens'), StepLogger(), Stop('after_pred', CancelBatchException, [(0, 1), (0, 5)]))
+    learn.fit(1, .1)
+    expected = accumulated(in_batches(lengths), 60, stop=('after_pred', CancelBatchException, [(0, 1), (0, 5)]))
+    df,dl = learn.step_logger.to_df(),learn.dls.train
+    assert df.tokens.tolist() == [sum(lengths[j] for _,i in s for j in dl.ids(i)) for s in expected]
+    assert df['items'].tolist() == [sum(len(dl.ids(i)) for _,i in s) for s in expected]
+
+def test_no_plan():
+    learn = text_learner('classes', GradientAccumulation(60, unit='tokens'))
+    for what in (learn.gradient_accumulation.plan, learn.gradient_accumulation.plot):
+        with pytest.raises(ValueError, match='accum_bs counts tokens, and how many a loader batch has is not known'): what()
+
+def test_lr_find():
+    learn = text_learner('classes', GradientAccumulation(60, unit='tokens'))
+    before = weights(learn.model)
+    learn.lr_find(num_it=12, show_plot=False)
+    assert len(learn.recorder.lrs) == 12 and torch.equal(weights(learn.model), before)
+
+def test_scale_lr():
+    "By tokens, if it is told of how many"
+    acc = GradientAccumulation(60, unit='tokens')
+    with pytest.raises(ValueError, match='accum_bs counts tokens.*ScaleLR'): text_learner('classes', acc, ScaleLR('linear')).fit(1)
+    learn = text_learner('classes', GradientAccumulation(60, unit='tokens'), ScaleLR('linear', bs=20))
+    learn.fit(1, .1)
+    assert {round(s.lr, 7) for s in learn.spy.steps} == {.3}
+    learn = text_learner('classes', GradientAccumulationSchedule(20, 60, unit='tokens', finish=0), ScaleLR('linear'))
+    learn.fit(1, .1)
+    assert {round(s.lr, 7) for s in learn.spy.steps} == {.3}
+
+def test_noise_scale():
+    "In tokens: that in items, times the tokens of an item"
+    def b_simple(**kwargs):
+        set_seed(0)
+        x = torch.randint(2, n_words, (64, 5))
+        learn = Learner(DataLoaders(dl := [(x[i:i+8], x[i:i+8,0]) for i in range(0, 64, 8)], dl, device='cpu'), Texts(), CrossEntropyLossFlat(),
+                        SGD, cbs=[GradientAccumulation(micro_batch_size=2, **kwargs), GradientNoiseScale()])
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, .01)
+        return learn.gradient_noise_scale.estimate()
+    items,tokens = b_simple(),b_simple(unit='tokens')
+    assert tokens.b_simple == pytest.approx(5*items.b_simple, rel=1e-4) and tokens.n_steps == 16
+
+@pytest.mark.parametrize('epoch', [0, 1])
+def test_resumed_in_the_middle_of_an_accumulated_batch(epoch):
+    def make(*cbs):
+        acc = GradientAccumulation(60, unit='tokens', micro_batch_size=3, remainder='carry')
+        return text_learner('language', acc, TrainingCheckpoint(every_steps=1), StepLogger(), *cbs, spy=False, shuffle=True)
+    def run(learn):
+        CheckpointFolder.in_use.clear()                              # as in a new process
+        learn.fit(2, .1)
+        return learn
+    def stop(learn):
+        if learn.epoch == epoch and learn.iter > 3 and learn.gradient_accumulation.n_items: raise KeyboardInterrupt
+    whole = make()
+    whole.remove_cb(whole.training_checkpoint)
+    run(whole)
+    with pytest.raises(KeyboardInterrupt): run(make(On('before_batch', stop, order=7)))
+    again = run(make())
+    assert torch.equal(weights(again.model), weights(whole.model))
+    assert again.step_logger.to_df().equals(whole.step_logger.to_df())
+
+@pytest.mark.parametrize('kwargs,says', [
+    (dict(unit='words'), 'pass count='), (dict(unit='lr'), "unit='lr'"), (dict(unit='a word'), "unit='a word'"), (dict(count=len), 'name it'),
+    (dict(unit='tokens', count=3), 'count is 3'), (dict(unit='tokens', pad_idx='0'), 'pad_idx is')])
+def test_wrong_arguments(kwargs, says):
+    for make in (lambda **kw: GradientAccumulation(64, **kw), lambda **kw: GradientAccumulationSchedule(16, 64, **kw)):
+        with pytest.raises((TypeError,ValueError), match=says): make(**kwargs)
+
+def test_unknown_padding():
+    class Unknown(Texts):
+        def __init__(self): super().__init__(); self.emb.padding_idx = None
+    learn = text_learner('classes', GradientAccumulation(60, unit='tokens'))
+    learn.model = Unknown()
+    with pytest.raises(ValueError, match='hich token is padding is not known.*pad_idx'): learn.fit(1)
+    learn = text_learner('classes', GradientAccumulation(60, unit='tokens', pad_idx=pad), StepLogger())
+    learn.model = Unknown()
+    learn.fit(1)
+    assert learn.step_logger.to_df().tokens.sum() == sum(lengths)
+
+def test_no_tokens():
+    learn = learner(Data(torch.randn(32, 6), torch.randn(32, 4)), 8, GradientAccumulation(16, unit='tokens'))
+    with pytest.raises(ValueError, match='neither targets nor inputs of this Learner are rows of tokens'): learn.fit(1)
+
+# --- micro-batches of so many tokens, as padded
+class Attention(nn.Module):
+    "A transformer that masks padding. per_word: says something of each word"
+    def __init__(self, per_word=False, masks=True):
+        super().__init__()
+        self.per_word,self.masks,self.shapes = per_word,masks,[]
+        self.emb,self.out = nn.Embedding(n_words, 8, padding_idx=pad),nn.Linear(8, n_words)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True)
+    def forward(self, x):
+        self.shapes.append(tuple(x.shape))
+        mask = x == pad
+        h = self.layer(self.emb(x), src_key_padding_mask=mask if self.masks else None)
+        if self.per_word: return self.out(h)
+        keep = (~mask)[...,None]
+        return self.out((h*keep).sum(1)/keep.sum(1) if self.masks else h.mean(1))
+
+class Packed(nn.Module):
+    "An LSTM with packed input"
+    def __init__(self):
+        super().__init__()
+        self.emb,self.rnn,self.out,self.shapes = nn.Embedding(n_words, 6, padding_idx=pad),nn.LSTM(6, 7, batch_first=True),nn.Linear(7, n_words),[]
+    def forward(self, x):
+        self.shapes.append(tuple(x.shape))
+        seq = nn.utils.rnn.pack_padded_sequence(self.emb(x), (x != pad).sum(1).cpu(), batch_first=True, enforce_sorted=False)
+        return self.out(self.rnn(seq)[1][0][-1])
+
+masked = dict(transformer=(Attention, classes, False), transformer_padded_first=(Attention, classes, True), packed=(Packed, classes, False),
+              every_word=(partial(Attention, per_word=True), language, False), every_word_padded_first=(partial(Attention, per_word=True), language, True))
+
+def masked_learner(name, *cbs, double=True, **kwargs):
+    Model,pairs,first = masked[name]
+    set_seed(0)
+    dl,model = Batches(pairs, first=first, bs=16),Model()
+    learn = Learner(DataLoaders(dl, dl, device='cpu'), model.double() if double else model, nn_loss, SGD, cbs=[*cbs, Spy()], **kwargs)
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+@pytest.mark.parametrize('unit', ['items','tokens'])
+@pytest.mark.parametrize('name', masked)
+def test_steps_of_rows_by_length(name, unit):
+    "Exact, and no micro-batch has more tokens than said, but for a single row"
+    learn = masked_learner(name, GradientAccumulation(32 if unit == 'items' else 150, unit=unit, micro_batch_tokens=48))
+    learn.model.shapes.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learn.fit(1, .1)
+    assert len(learn.spy.steps) > 1
+    check_steps(learn, 1e-12)
+    shapes = learn.model.shapes
+    assert all(n*w <= 48 or n == 1 for n,w in shapes) and len({w for _,w in shapes}) > 5
+
+def test_whole_run_is_that_of_rows():
+    "In float32, with validation: losses, metrics, predictions"
+    def run(*cbs):
+        learn = masked_learner('every_word', *cbs, double=False, metrics=accuracy_of_words)
+        learn.recorder.train_metrics = True
+        learn.fit(2, .1)
+        return learn
+    whole,ours = run(GradientAccumulation(32)),run(GradientAccumulation(32, micro_batch_tokens=60))
+    for a,b in zip(whole.recorder.values, ours.recorder.values): close(list(a), list(b), 1e-5)
+    close(weights(whole.model), weights(ours.model), 1e-5)
+    (a,ya),(b,yb) = whole.get_preds(), ours.get_preds()
+    for p,q,y in zip(a, b, ya): close(p[y != -100], q[y != -100], 1e-5)
+def accuracy_of_words(pred, y): return (pred.argmax(-1) == y)[y != -100].float().mean()
+
+def test_order_of_the_loader():
+    "What comes after a loader batch sees its rows in the loader's order"
+    preds = []
+    def after_batch(learn): preds.append((learn.iter, learn.xb[0], learn.yb[0], learn.pred))
+    def run(**kwargs):
+        preds.clear()
+        learn = masked_learner('transformer', GradientAccumulation(16, **kwargs), On('after_batch', after_batch))
+        learn.fit(1, 0.)
+        return list(preds)
+    for (i,x,y,p),(j,x2,y2,p2) in zip(run(), run(micro_batch_tokens=48)):
+        assert i == j and torch.equal(x, x2) and torch.equal(y, y2)
+        close(p, p2, 1e-10)
+
+def padding_first(x): return x.gather(1, (x != pad).long().argsort(dim=1, stable=True))
+
+@pytest.mark.parametrize('change', [lambda x, y: (padding_first(x), y), lambda x, y: (x[:-3], y[:-3])], ids=['moved','fewer'])
+def test_batch_that_a_callback_changes(change):
+    def changed(learn): x,y = change(learn.x, learn.y); learn.xb,learn.yb = (x,),(y,)
+    def grads_of(**kwargs):
+        learn = masked_learner('transformer', GradientAccumulation(60, unit='tokens', **kwargs), On('before_batch', changed))
+        learn.fit(1, .1)
+        return [s.grad for s in learn.spy.steps]
+    for a,b in zip(grads_of(), grads_of(micro_batch_tokens=48), strict=True): assert rel_err(a, b) < 1e-12
+
+def test_values_for_the_items_of_a_loss():
+    "What a callback gives the loss for each item follows the rows"
+    class Weighted(nn.Module):
+        def forward(self, pred, y): return (F.cross_entropy(pred, y, reduction='none')*self.w).mean()
+    def weigh(learn): learn.loss_func.w = learn.xb[0].sum(1).double()/50
+    def run(**kwargs):
+        learn = masked_learner('transformer', GradientAccumulation(16, check_loss=False, **kwargs), On('before_batch', weigh, training=None))
+        learn.loss_func = Weighted()
+        learn.fit(1, .1)
+        return weights(learn.model)
+    close(run(), run(micro_batch_tokens=48), 1e-10)
+
+def test_values_that_a_loss_keeps():
+    "A step of two loader batches has the values of both, in the loader's order"
+    class Keeps(nn.Module):
+        def forward(self, pred, y):
+            losses = F.cross_entropy(pred, y, reduction='none')
+            self.losses = losses.detach()
+            return losses.mean()
+    kept = []
+    def keep(learn):
+        if learn.gradient_accumulation.closes: kept.append(learn.loss_func.losses)
+    def run(accum, **kwargs):
+        kept.clear()
+        learn = masked_learner('transformer', GradientAccumulation(accum, **kwargs), On('after_batch', keep))
+        learn.loss_func = Keeps()
+        learn.fit(1, 0.)
+        return torch.cat(kept)
+    close(run(16), run(32, micro_batch_tokens=48), 1e-10)
+
+@pytest.mark.parametrize('name', ['transformer','every_word'])
+def test_padding_that_is_not_masked_is_told(name):
+    learn = masked_learner(name, GradientAccumulation(32, micro_batch_tokens=48))
+    learn.model.masks = False
+    before = weights(learn.model)
+    with pytest.warns(UserWarning, match=r'does not mask padding.*change by [\d.]+% when they are padded to') as told: learn.fit(2, .1)
+    assert len([w for w in told if 'mask padding' in str(w.message)]) == 1
+
+def test_trial_leaves_no_trace():
+    "Trying whether padding is masked changes neither buffers nor random numbers"
+    class Trace(Attention):
+        def __init__(self): super().__init__(); self.drop = nn.Dropout(.3); self.register_buffer('n', torch.zeros(()))
+        def forward(self, x): self.n += 1; return self.drop(super().forward(x))
+    def run(tried):
+        learn = masked_learner('transformer', GradientAccumulation(32, micro_batch_tokens=48))
+        learn.model = (set_seed(0), Trace().double())[1]
+        if not tried: learn.add_cb(On('before_train', lambda learn: setattr(learn.gradient_accumulation, 'padding_tried', True)))
+        learn.fit(1, .1)
+        return weights(learn.model),learn.model.n
+    (a,n),(b,m) = run(True),run(False)
+    assert torch.equal(a, b) and n == m
+
+def test_auto_halves_tokens():
+    class Small(Attention):
+        room = 90
+        def forward(self, x):
+            if x.numel() > self.room: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(x)
+    learn = masked_learner('transformer', GradientAccumulation(32, micro_batch_tokens='auto'), StepLogger())
+    learn.model = (set_seed(0), Small().double())[1]
+    with redirect_stdout(out := io.StringIO()): learn.fit(1, .1)
+    learn.model.room = math.inf
+    check_steps(learn, 1e-12)
+    assert re.search(r'going on with micro-batches of \d+ tokens', out.getvalue()) and max(n*w for n,w in learn.model.shapes[-30:]) > 45
+    assert learn.step_logger.to_df().micro_tokens.max() <= 90
+
+@pytest.mark.parametrize('kwargs,says', [
+    (dict(micro_batch_size=4), 'micro_batch_size=4'), (dict(n_items=len), 'n_items'), (dict(micro_batch_tokens=0), 'micro_batch_tokens=0'),
+    (dict(coupled=True), 'coupled=True')])
+def test_not_with_tokens(kwargs, says):
+    with pytest.raises(ValueError, match=says): GradientAccumulation(64, **{**dict(micro_batch_tokens=64), **kwargs})
+
+def test_lists_are_refused():
+    x,y = padded(texts[:8]),torch.zeros(8, dtype=torch.long)
+    class Named(Texts):
+        def forward(self, x, names): return super().forward(x)
+    batches = [(x, [str(i) for i in range(8)], y)]
+    dls = DataLoaders(batches, batches, device='cpu')
+    dls.n_inp = 2
+    learn = Learner(dls, Named(), CrossEntropyLossFlat(), SGD, cbs=GradientAccumulation(micro_batch_tokens=20))
+    with learn.no_bar(), pytest.raises(TypeError, match='a loader batch has a str'): learn.fit(1)
+
+def test_no_memory_advice():
+    "Shapes do not tell how long texts are"
+    with pytest.raises(ValueError, match='the lengths of texts, which micro_batch_tokens sorts by, are values'):
+        masked_learner('transformer', GradientAccumulation(micro_batch_tokens=64)).memory_advice()
