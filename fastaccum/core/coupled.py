@@ -60,6 +60,10 @@ class CoupledBatch:
             self.xbs[i] = tree_unflatten([t if version is None or t._version == version else old for t,version,old in before], form)
             if self.passes is not None: self.passes.first(i, last, self.kept)
             if last: self.kept = None
+        return self._cut_outputs(joined, out)
+
+    # The outputs for the whole batch, to which the loss's backward pass brings gradients
+    def _cut_outputs(self, joined, out):
         self.xb,self.differs,self.of_items,self.views = None,joined.differs,[t.dim() > 0 for t in joined.whole],joined.views
         if self.gather is not None: out,self.first,self.factor = self.gather(out)
         places = iter(enumerate(joined.has_grad))
@@ -71,24 +75,35 @@ class CoupledBatch:
 
     def backward(self) -> None:
         "Second forward pass and backward pass of each part, from the gradients that the loss's backward pass has left"
-        start,grads = self.first,dict(self.grads)
-        self.grads.clear()                        # the graph of the loss holds on to it
+        start,grads = self.first,self._take_grads()
         for i,n in enumerate(self.sizes) if grads else ():
             out,self.kept = self.kept,None
             if out is None:
                 with self.replays[i].second(): outs = tensors_in(out := self.model(*self.xbs[i]))
             else: outs = tensors_in(out)
             if self.passes is not None: self.watch.note(None, self.passes.second(i, out))
-            ups = []
-            for k,g in grads.items():
-                if self.of_items[k]:
-                    views = self.views.get(k, 1)
-                    g = g.unflatten(0, (views, -1, len(outs[k])//n//views))[:,start:start+n].flatten(0, 2)
-                    if self.factor != 1: g = g*self.factor
-                elif i > 0: continue              # the same number in all parts: its gradient goes through the first part
-                ups.append((outs[k], g))
+            ups = [(outs[k], g) for k,g in self._part_of(grads, i, start, [t.shape for t in outs])]
             if ups: torch.autograd.backward(*zip(*ups))
             start += n
+        self._note_numbers()
+
+    def _take_grads(self):
+        grads = dict(self.grads)
+        self.grads.clear()                        # the graph of the loss holds on to it
+        return grads
+
+    # The gradients of the outputs of part `i`, which have these shapes: (number of the output, gradient). `start`: its first item
+    def _part_of(self, grads, i, start, shapes):
+        n = self.sizes[i]
+        for k,g in grads.items():
+            if self.of_items[k]:
+                views = self.views.get(k, 1)
+                g = g.unflatten(0, (views, -1, shapes[k][0]//n//views))[:,start:start+n].flatten(0, 2)
+                if self.factor != 1: g = g*self.factor
+            elif i > 0: continue                  # the same number in all parts: its gradient goes through the first part
+            yield k,g
+
+    def _note_numbers(self):
         if self.watch is not None and self.differs is not None: self.watch.note(self.differs)
 
 # %% ../../nbs/api/core/11_coupled.ipynb #c0a1d011

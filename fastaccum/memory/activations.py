@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/memory/activations.html.md"""
 
 # %% ../../nbs/api/memory/01_activations.ipynb #6064df8f
 from __future__ import annotations
-import importlib, operator, weakref
+import importlib, operator
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 import fastaccum.loop.batch_loop  # whose `_do_fit` opens the contexts
 from ..core.checks import is_count
-from ..core.memory import backend, side_stream
+from ..core.offload import Mover
 from ..core.random import Replay
 
 # %% auto #0
@@ -62,54 +62,7 @@ class ActivationOffload(Callback):
         model:nn.Module # Any model
     ) -> Mover:
         "Decides what moves, and moves it"
-        return Mover({p.untyped_storage()._cdata for p in model.parameters()}, self.min_bytes)
-
-# %% ../../nbs/api/memory/01_activations.ipynb #058d754e
-# Moves what a forward pass saves, except parameters (a set of the addresses of their storages), small tensors and tensors on the CPU
-class Mover:
-    def __init__(self, params, min_bytes): self.params,self.min_bytes,self.last = params,min_bytes,lambda: None
-
-    def stays(self, t):
-        if t.is_cpu or t.layout is not torch.strided or t.nbytes < self.min_bytes: return True
-        s = t.untyped_storage()
-        return s._cdata in self.params or t.nbytes > s.nbytes()  # an expanded tensor would come back larger
-
-    def pack(self, t):
-        if self.stays(t): return t.detach()
-        o = OnHost(t.detach(), self.last)
-        self.last = weakref.ref(o)
-        return o
-
-    @staticmethod
-    def unpack(o): return o.fetch() if isinstance(o, OnHost) else o
-
-# %% ../../nbs/api/memory/01_activations.ipynb #21c51f01
-# The copy on the host of a tensor on another device. before(): the `OnHost` of the tensor saved just before, as long as it exists
-class OnHost:
-    def __init__(self, t, before=lambda: None):
-        self.device,self.before,self.back,self.stream = t.device,before,None,side_stream(t.device)
-        if self.stream is None: self.host = t.to('cpu'); return
-        mod = backend(self.device)
-        self.stream.wait_stream(mod.current_stream(self.device))
-        with mod.stream(self.stream): self.host = torch.empty_like(t, device='cpu', pin_memory=True).copy_(t, non_blocking=True)
-        t.record_stream(self.stream)   # nothing else gets its memory before it is copied
-
-    # Send it back
-    def start(self):
-        if self.back is None:
-            with backend(self.device).stream(self.stream):
-                self.back = self.host.to(self.device, non_blocking=True),self.stream.record_event()
-        return self.back
-
-    # The tensor on its device; starts sending back the one saved before it, which comes next
-    def fetch(self) -> Tensor:
-        if self.stream is None: return self.host.to(self.device)
-        (t,ready),self.back = self.start(),None
-        if (o := self.before()) is not None: o.start()
-        now = backend(self.device).current_stream(self.device)
-        now.wait_event(ready)
-        t.record_stream(now)
-        return t
+        return Mover(model, self.min_bytes)
 
 # %% ../../nbs/api/memory/01_activations.ipynb #1393f18d
 class Compile(Callback):
