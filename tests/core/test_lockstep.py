@@ -1,0 +1,390 @@
+"Exact BatchNorm (`core/lockstep`): parts of a batch in lockstep are the batch, and what goes wrong leaves no trace"
+import gc, random, sys, warnings, weakref
+import numpy as np, pytest, torch, torch.nn.functional as F, torchvision.models as tv
+from copy import deepcopy
+from functools import partial
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+pytest.importorskip('greenlet')
+from fastaccum.core.lockstep import Keeps, Lockstep, LockstepBatch, moments, pooled
+
+# --- the reference: the same items as one batch
+def flat(ts): return torch.cat([t.detach().flatten().double() for t in ts])
+def grads(model): return flat(p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters())
+def rel(a, b): return float((a-b).norm()/b.norm().clamp(min=1e-30))
+
+def whole(model, x, loss):
+    "A copy that has taken the batch at once"
+    model = deepcopy(model)
+    model.zero_grad()
+    loss(model(*x)).backward()
+    return model
+
+def in_parts(model, x, loss, size=3, **kwargs):
+    model = deepcopy(model)
+    model.zero_grad()
+    batch = LockstepBatch(model, x, len(x[0]), size, **kwargs)
+    loss(batch.outputs()).backward()
+    batch.backward()
+    return model
+
+def squares(out): return (out*torch.linspace(-1, 2, out.numel()).view_as(out).to(out)).square().mean()
+def gentle(model):
+    "Without randomness, in training"
+    for m in model.modules():
+        if hasattr(m, 'p') and isinstance(m.p, float): m.p = 0.
+        if type(m).__name__ == 'StochasticDepth': m.p = 0.
+    return model.train()
+
+def check(model, x, loss=squares, tol=1e-12, size=3, **kwargs):
+    a,b = whole(model, x, loss),in_parts(model, x, loss, size, **kwargs)
+    assert rel(grads(b), grads(a)) < tol
+    for (k,v),w in zip(a.named_buffers(), b.buffers()): torch.testing.assert_close(w, v, rtol=max(tol, 1e-10), atol=max(tol, 1e-10), msg=k)
+    assert [p.grad is None for p in a.parameters()] == [p.grad is None for p in b.parameters()]
+    return a,b
+
+def seeded(f, *args, **kwargs):
+    torch.manual_seed(0)
+    return f(*args, **kwargs)
+
+# --- small nets, one for each trap
+class Body(nn.Module):
+    "`f(self, x)` is its forward pass; `layers`: its modules"
+    def __init__(self, f, **layers):
+        super().__init__()
+        self.f = f
+        for k,m in layers.items(): setattr(self, k, m)
+    def forward(self, *x): return self.f(self, *x)
+
+def conv(i=4, o=4): return nn.Conv2d(i, o, 3, padding=1)
+BN = nn.BatchNorm2d
+class Scaled(BN):
+    "A subclass with a forward of its own"
+    def forward(self, x):
+        self._check_input_dim(x)
+        self.num_batches_tracked.add_(1)
+        return 2*F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps)
+class Functional(nn.Module):
+    def __init__(self): super().__init__(); self.w = nn.Parameter(torch.ones(4))
+    def forward(self, x): return torch.batch_norm(x, self.w, None, None, None, True, .1, 1e-5, False)
+
+def no_grad_inside(m, x):
+    x = m.a(x)
+    with torch.no_grad(): t = m.n(x)
+    return m.n2(x*t)
+def skip(m, x):
+    x = m.n(m.a(x))
+    for c,n in ((m.b,m.n2), (m.c,m.n3)): x = x + n(c(F.relu(x)))
+    return x
+def dense(m, x):
+    xs = [m.a(x)]
+    for n,c in ((m.n,m.b), (m.n2,m.c)): xs.append(c(F.relu(n(torch.cat(xs, 1)))))
+    return torch.cat(xs, 1)
+def halves(m, x):
+    a,b = m.n(m.a(x)).chunk(2, 1)
+    return torch.cat([a, m.n2(b)], 1)
+def later_in_place(m, x):
+    x = m.a(x)
+    y = m.n(m.b(x.clone()))
+    x.relu_()                       # made before the meeting, changed after it
+    return m.n2(x + y) + x
+def twice(m, x): return m.n(m.b(m.n(m.a(x))))
+def aux(m, x):
+    x = m.a(x)
+    return m.n(m.b(x)).mean((2, 3)) + x.mean((2, 3))
+class Twice(torch.autograd.Function):
+    "What a mode does not see"
+    @staticmethod
+    def forward(ctx, x): return 2*x
+    @staticmethod
+    def backward(ctx, g): return 2*g
+def own_function(m, x):
+    x = m.a(x)
+    y = m.n(x)
+    return m.n2(m.b(y) + Twice.apply(x))
+
+three = lambda: dict(a=conv(), b=conv(), c=conv(), n=BN(4), n2=BN(4), n3=BN(4))
+traps = dict(
+    plain=lambda: nn.Sequential(conv(), BN(4), nn.ReLU(), conv(), BN(4)),
+    on_raw_inputs=lambda: nn.Sequential(BN(4), conv()),
+    on_raw_inputs_without_weights=lambda: nn.Sequential(BN(4, affine=False), conv(), BN(4)),
+    not_affine_and_in_place=lambda: nn.Sequential(conv(), BN(4, affine=False), nn.ReLU(inplace=True), conv(), BN(4, affine=False), nn.ReLU(inplace=True)),
+    no_running=lambda: nn.Sequential(conv(), BN(4, track_running_stats=False), conv()),
+    momentum_none=lambda: nn.Sequential(conv(), BN(4, momentum=None), conv()),
+    momentum_none_twice=lambda: Body(twice, **{**three(), 'n': BN(4, momentum=None)}),
+    called_twice=lambda: Body(twice, **three()),
+    subclass=lambda: nn.Sequential(conv(), Scaled(4), conv()),
+    functional=lambda: nn.Sequential(conv(), Functional(), conv()),
+    frozen_weights=lambda: nn.Sequential(conv(), BN(4).requires_grad_(False), conv()),
+    frozen_body=lambda: nn.Sequential(nn.Sequential(conv(), BN(4), conv()).requires_grad_(False), BN(4), conv()),
+    eval_inside=lambda: nn.Sequential(conv(), BN(4), conv(), BN(4)),
+    parametrized=lambda: nn.Sequential(conv(), nn.utils.parametrizations.weight_norm(BN(4), dim=None), conv()),
+    no_grad_inside=lambda: Body(no_grad_inside, **three()), skip=lambda: Body(skip, **three()),
+    dense=lambda: Body(dense, **{**three(), 'n2': BN(8), 'c': conv(8)}),
+    views=lambda: Body(halves, **{**three(), 'n2': BN(2)}), later_in_place=lambda: Body(later_in_place, **three()),
+    early_output=lambda: Body(aux, **three()), own_function=lambda: Body(own_function, **three()),
+    group_and_batch=lambda: nn.Sequential(conv(), nn.GroupNorm(2, 4), BN(4), nn.InstanceNorm2d(4)),
+    no_batchnorm=lambda: nn.Sequential(conv(), nn.ReLU(), conv()))
+
+@pytest.mark.parametrize('size', [3, 1, 5])
+@pytest.mark.parametrize('name', traps)
+def test_traps(name, size):
+    net = gentle(seeded(traps[name])).double()
+    if name == 'eval_inside': net[1].eval()
+    check(net, (torch.randn(11, 4, 5, 5).double(),), size=size)
+
+def test_parts_alone_are_wrong():
+    "What it is for, and that these tests can fail"
+    net,x = seeded(traps['plain']).double(),torch.randn(12, 4, 5, 5).double()
+    a,b = whole(net, (x,), squares),deepcopy(net)
+    torch.stack([squares(b(p)) for p in x.split(3)]).mean().backward()
+    assert rel(grads(b), grads(a)) > .05
+
+def test_dimensions():
+    x = torch.randn(7, 4).double()
+    check(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double(), (x,))
+    check(nn.Sequential(nn.Conv1d(4, 5, 2), nn.BatchNorm1d(5), nn.ReLU()).double(), (x.unsqueeze(2).expand(-1, -1, 6).contiguous(),))
+    check(nn.Sequential(nn.Conv3d(4, 5, 2), nn.BatchNorm3d(5), nn.ReLU()).double(), (torch.randn(7, 4, 3, 3, 3).double(),))
+    check(nn.Sequential(conv(), BN(4), conv()).double().to(memory_format=torch.channels_last),
+          (torch.randn(7, 4, 6, 6).double().to(memory_format=torch.channels_last),))
+
+def test_pooled_moments():
+    x = torch.randn(9, 3, 4, dtype=torch.float64)*3 + 1e4
+    n,mean,squares_ = pooled(*zip(*map(moments, x.split([4, 1, 4]))))
+    torch.testing.assert_close(mean, x.mean((0, 2)), rtol=1e-14, atol=0)
+    torch.testing.assert_close(squares_/n, x.var((0, 2), correction=0), rtol=1e-10, atol=0)
+
+def test_fp32_is_as_near_to_float64_as_the_whole_batch():
+    ratios = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        net,x = nn.Sequential(*[m for _ in range(4) for m in (conv(), BN(4), nn.Tanh())]),torch.randn(24, 4, 8, 8)
+        ref = grads(whole(deepcopy(net).double(), (x.double(),), squares))
+        ratios.append(rel(grads(in_parts(net, (x,), squares)), ref)/rel(grads(whole(net, (x,), squares)), ref))
+    assert np.mean(ratios) < 1.2
+
+nets = dict(resnet18=tv.resnet18, mobilenet=tv.mobilenet_v3_small, densenet=partial(tv.DenseNet, 8, (2, 3, 2), 8), efficientnet=tv.efficientnet_b0,
+            shufflenet=tv.shufflenet_v2_x0_5, googlenet=partial(tv.googlenet, init_weights=False), resnet50=tv.resnet50, densenet121=tv.densenet121)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', nets)
+def test_torchvision(name):
+    net = gentle(seeded(nets[name], num_classes=5)).double()
+    def loss(out): return sum(map(squares, out)) if isinstance(out, tuple) else squares(out)
+    check(net, (torch.randn(6, 3, 64, 64).double(),), loss, 1e-10, size=2)
+
+# --- what a model keeps, and the settings that it changes
+def test_unet():
+    from fastai.vision.models.unet import DynamicUnet
+    torch.manual_seed(0)
+    net = DynamicUnet(nn.Sequential(*[nn.Sequential(nn.Conv2d(i, 4, 3, 2, 1), BN(4), nn.ReLU()) for i in (3, 4, 4)]), 3, (16, 16), norm_type=None).double()
+    for m in net.modules():
+        if isinstance(m, nn.ReLU): m.inplace = False
+    keeps,x = Keeps(),torch.randn(5, 3, 16, 16).double()
+    ref = deepcopy_free(net, lambda: squares(net(x)).backward())
+    for _ in range(2):               # the first pass looks at everything, later ones only at what changes
+        got = deepcopy_free(net, lambda: run_parts(net, x, keeps))
+        assert rel(got, ref) < 1e-12
+    assert 0 < len(keeps.watched) < 12
+
+def deepcopy_free(net, f):
+    "The gradients after `f`; hooks do not survive a copy"
+    net.zero_grad()
+    f()
+    return grads(net)
+
+def run_parts(net, x, keeps, size=2):
+    batch = LockstepBatch(net, (x,), len(x), size, keeps=keeps)
+    squares(batch.outputs()).backward()
+    batch.backward()
+
+class Late(nn.Module):
+    "Keeps something from the second batch on"
+    def __init__(self): super().__init__(); self.a,self.n,self.b,self.calls,self.late = nn.Linear(4, 4),nn.BatchNorm1d(4),nn.Linear(4, 2),0,False
+    def forward(self, x):
+        x = self.a(x)
+        if self.late: self.kept = x
+        y = self.n(x)
+        return self.b(y + (self.kept if self.late else x))
+
+def test_what_is_kept_later_is_noticed():
+    net,x,keeps = seeded(Late).double(),torch.randn(6, 4).double(),Keeps()
+    for net.late in (False, True, True):
+        for m in net.modules(): m.zero_grad()
+        state = deepcopy(net.state_dict())
+        ref = grads(whole(net, (x,), squares)) if not hasattr(net, 'kept') else ref
+        net.load_state_dict(state)
+        run_parts(net, x, keeps)
+        assert rel(grads(net), ref) < 1e-12 and int(net.n.num_batches_tracked) == 1 + int(state['n.num_batches_tracked'])
+        net.load_state_dict(state)
+    assert '' in keeps.watched and net.kept.shape == (2, 4)      # the last part's, as after micro-batches
+
+def test_no_grad_and_autocast_do_not_leak():
+    seen = []
+    def forward(m, x):
+        x = m.a(x)
+        with torch.no_grad(): t = m.n(x)
+        seen.append((torch.is_grad_enabled(), t.requires_grad))
+        with torch.autocast('cpu', torch.bfloat16):
+            u = m.n2(m.b(x))
+            seen.append((torch.is_autocast_enabled('cpu'), m.b(x).dtype))
+        seen.append(torch.is_autocast_enabled('cpu'))
+        with torch.autograd.graph.save_on_cpu(): v = m.n3(x)
+        return v + t + u.float()
+    net,x = seeded(Body, forward, **three()),torch.randn(6, 4, 5, 5)
+    in_parts(net, (x,), squares)
+    assert seen == 2*[(True, False)] + 2*[(True, torch.bfloat16), False] or sorted(map(str, seen)) == sorted(map(str, 2*[(True, False), (True, torch.bfloat16), False]))
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled('cpu')
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    net,x = seeded(traps['plain']),torch.randn(12, 4, 8, 8)
+    ref = grads(whole(net, (x,), squares))
+    with torch.autocast('cpu', dtype): a,b = (grads(f(net, (x,), squares)) for f in (whole, in_parts))
+    assert rel(b, ref) < 1.5*rel(a, ref) + .01 and rel(b, a) < .05
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16])
+def test_half_model(dtype):
+    net,x = seeded(traps['plain']).to(dtype),torch.randn(12, 4, 8, 8).to(dtype)
+    ref = grads(whole(deepcopy(net).double(), (x.double(),), squares))
+    a,b = (grads(f(net, (x,), squares)) for f in (whole, in_parts))
+    assert rel(b, ref) < 1.5*rel(a, ref) + .01
+
+# --- what goes wrong
+def state(model): return torch.get_rng_state(),random.getstate(),np.random.get_state()[1].copy(),{k: v.clone() for k,v in model.state_dict().items()},grads(model)
+def assert_same(a, b):
+    assert a[0].equal(b[0]) and a[1] == b[1] and (a[2] == b[2]).all() and a[4].equal(b[4])
+    for k in a[3]: assert a[3][k].equal(b[3][k]), k
+
+def draws(): return torch.rand(1),random.random(),np.random.rand()
+def depends(m, x):
+    draws()
+    x = m.n(m.a(x))
+    return m.n3(m.c(x)) if x[0,0,0,0] > m.bound else m.n2(m.b(x))
+def early_exit(m, x):
+    draws()
+    x = m.n(m.a(x))
+    return x if x[0,0,0,0] > m.bound else m.n2(m.b(x))
+
+class Trouble(Exception): pass
+@pytest.mark.parametrize('ex', [Trouble, KeyboardInterrupt, torch.OutOfMemoryError, SystemExit])
+def test_an_exception_leaves_everything_as_it_was(ex):
+    ended = []
+    def forward(m, x):
+        draws()
+        try:
+            with torch.no_grad(): x = m.n(m.a(x))
+            if m.i == 2: raise ex('stopped')
+            m.i += 1
+            return m.n2(m.b(x))
+        finally: ended.append(torch.is_grad_enabled())
+    net = seeded(Body, forward, **three())
+    net.i = 0
+    squares(net.b(torch.randn(2, 4, 4, 4))).backward()       # there are gradients
+    net.i = 0
+    net.f = partial(count_third, forward, [0])
+    before = state(net)
+    batch = LockstepBatch(net, (torch.randn(9, 4, 5, 5),), 9, 3)
+    before = state(net)
+    with pytest.raises(ex): batch.outputs()
+    assert_same(before, state(net))
+    assert len(ended) == 3 and torch.is_grad_enabled()      # all parts have left at once
+    assert not batch.run.parts
+
+def count_third(forward, n, m, x):
+    m.i = n[0]
+    n[0] += 1
+    return forward(m, x)
+
+@pytest.mark.parametrize('f,message', [(depends, "'n[23]'.*'n[23]'"), (early_exit, "'n2'")])
+def test_another_way_through_the_model(f, message):
+    net = seeded(Body, f, **three())
+    x = torch.randn(9, 4, 5, 5)
+    net.bound = float(net.n(net.a(x[:3]))[0,0,0,0]) - .1 if f is depends else 0.
+    net.bound = first_values_between(net, x)
+    before = state(net)
+    with pytest.raises(ValueError, match=f"the same way through the model.*{message}"): LockstepBatch(net, (x,), 9, 3).outputs()
+    assert_same(before, state(net))
+
+def first_values_between(net, x):
+    "A bound between the values by which the parts decide"
+    vals = deepcopy(net.n).double()(deepcopy(net.a).double()(x.double()))[::3,0,0,0].sort()[0]
+    return float(vals[:2].mean())
+
+def test_greenlets_are_gone():
+    net,x = seeded(traps['skip']),torch.randn(6, 4, 5, 5)
+    batch = LockstepBatch(net, (x,), 6, 2)
+    loss = squares(batch.outputs())
+    alive = [weakref.ref(p) for p in batch.run.parts]
+    assert all(r().greenlet is None for r in alive)
+    loss.backward(); batch.backward()
+    del loss
+    gc.collect()
+    assert not any(r() for r in alive)
+
+def test_graph_is_freed_without_the_collector():
+    net,x = seeded(traps['plain']),torch.randn(6, 4, 5, 5)
+    batch = LockstepBatch(net, (x,), 6, 2)
+    loss = squares(batch.outputs())
+    nodes = [weakref.ref(c.ctx) for m in batch.run.meetings for c in m.calls]
+    gc.disable()
+    try:
+        loss.backward(); batch.backward()
+        assert not any(r() for r in nodes)
+    finally: gc.enable()
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_recomputed_batchnorm_is_refused(reentrant):
+    net = seeded(Body, lambda m, x: checkpoint(lambda x: m.n(m.b(x)), m.a(x), use_reentrant=reentrant), **three())
+    batch = LockstepBatch(net, (torch.randn(6, 4, 5, 5),), 6, 2)
+    with pytest.raises(ValueError, match='recomputed in the backward pass'):
+        squares(batch.outputs()).backward()
+        batch.backward()
+
+def test_recomputation_without_batchnorm():
+    net = seeded(Body, lambda m, x: m.n2(m.c(checkpoint(lambda x: m.b(F.relu(x)), m.n(m.a(x)), use_reentrant=False))), **three()).double()
+    check(net, (torch.randn(6, 4, 5, 5).double(),))
+
+def test_one_value_per_channel():
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match='more than 1 value per channel'): Lockstep(net).forward([partial(net, torch.randn(1, 4))])
+    check(net.double(), (torch.randn(5, 4).double(),), size=1)         # single items are enough
+
+def test_inference_mode_inside_is_refused():
+    def forward(m, x):
+        with torch.inference_mode(): t = m.n(m.a(x))
+        return m.b(x) + t
+    with pytest.raises(ValueError, match='a mode that it enters itself'):
+        LockstepBatch(seeded(Body, forward, **three()), (torch.randn(6, 4, 5, 5),), 6, 2).outputs()
+
+def test_without_greenlet(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'greenlet', None)
+    with pytest.raises(ImportError, match=r"pip install 'fastaccum\[batchnorm\]'"): Lockstep(BN(3))
+
+def test_hooks_see_their_part():
+    net,x,seen,got = seeded(traps['plain']),torch.randn(6, 4, 5, 5),[],[]
+    net[3].register_forward_hook(lambda m, i, o: seen.append(o))
+    net[0].weight.register_hook(lambda g: got.append(g.clone()))
+    b = LockstepBatch(net, (x,), 6, 2)
+    squares(b.outputs()).backward(); b.backward()
+    assert [len(o) for o in seen] == [2, 2, 2] and len(got) == 3
+    torch.testing.assert_close(sum(got), net[0].weight.grad)
+
+def test_work_grows_linearly():
+    "Each node of a residual net is passed once"
+    counts = []
+    for n in (4, 8):
+        net = seeded(Body, lambda m, x: [x := x + m.norms[i](m.convs[i](x)) for i in range(n)][-1], convs=nn.ModuleList(conv() for _ in range(n)), norms=nn.ModuleList(BN(4) for _ in range(n)))
+        passed = []
+        class Counted(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x): return x.clone()
+            @staticmethod
+            def backward(ctx, g): passed.append(1); return g
+        first = net.f
+        net.f = lambda m, x: first(m, Counted.apply(m.convs[0](x)))
+        b = LockstepBatch(net, (torch.randn(4, 4, 4, 4),), 4, 2)
+        squares(b.outputs()).backward(); b.backward()
+        counts.append(len(passed))
+    assert counts == [2, 2]
