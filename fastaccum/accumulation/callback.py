@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.accumulator import GradientAccumulator, check_accum_bs
 from ..core.grads import summed_for
 from ..core.host import HostGradients
+from ..core.lockstep import Keeps
 from ..core.losses import LossRule, count_items
 from ..core.memory import available_bytes, device_of, free_memory, is_out_of_memory
 from ..core.microbatch import Lists
@@ -54,16 +55,18 @@ class GradientAccumulation(LoopCallback):
         check_loss:bool|str=True,    # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
         grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
-        coupled:bool|str=False,      # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
+        coupled:bool|str=False,      # One loss over the whole loader batch? Sees it too: 'head' or a module's name; 'batchnorm': every BatchNorm
+        activations:str='host',      # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
         refuse_others(theirs, type(self).__name__)
-        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss, grad_device)
-        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,grad_device,coupled')
+        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss, grad_device, activations)
+        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,grad_device,coupled,activations')
         self._n_items = n_items
         self.per_loader_batch = accum_bs is None and n_acc is None and micro_batch_size is not None
         self.acc,self.ranks,self.fitting = GradientAccumulator([], 1, normalize),OneRank(),FittingSize()
         self.rule,self.coupled_watch,self.batch_lists,self.batch,self.running = LossRule(),CoupledWatch(),Lists(),None,False
+        self.keeps = Keeps()
         self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
         self.n_before,self.last_rule = 0,str(self.rule)  # accumulated batches of the fit before this epoch; what the last fit found
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
@@ -182,7 +185,7 @@ class GradientAccumulation(LoopCallback):
         self.acc = GradientAccumulator(self.params, self._accum_bs, self.normalize, self.ranks.reduce)
         self.clear()
         self.rule,self.batch,self.n_opened = LossRule(LossProbe, self.check_loss == 'always'),None,0
-        self.batch_lists,self.loss_values,self.replaced = Lists(),LossValues(),None
+        self.batch_lists,self.loss_values,self.replaced,self.keeps = Lists(),LossValues(),None,Keeps()
         self.lossy_encoder = lossy_encoder(self.learn.model)
         rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2
         self.coupled_watch,self.terms = CoupledWatch(rounding),TermWatch(5*rounding)
@@ -436,13 +439,14 @@ class GradientAccumulationSchedule(GradientAccumulation):
         check_loss:bool|str=True,    # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
         grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
-        coupled:bool|str=False,      # One loss over the whole loader batch? 'head' or a module's name: this module sees the whole batch too
+        coupled:bool|str=False,      # One loss over the whole loader batch? Sees it too: 'head' or a module's name; 'batchnorm': every BatchNorm
+        activations:str='host',      # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
         refuse_others(theirs, type(self).__name__)
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
                          normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
-                         grad_dtype=grad_dtype, grad_device=grad_device, coupled=coupled)
+                         grad_dtype=grad_dtype, grad_device=grad_device, coupled=coupled, activations=activations)
         check_accum_bs(final_accum_bs)
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
         if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish:

@@ -8,7 +8,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/checks.html.md"""
 from __future__ import annotations
 from fastai.basics import *
 from ..core.checks import is_count
-from ..core.coupled import find_head
+from ..core.coupled import find_head, names_head
+from ..core.lockstep import import_greenlet
 from ..loop.batch_loop import check_own_loop, check_single, takes_loop
 from ..loop.events import declares, is_a, keeps_state
 from ..loop.sizes import batch_sizes
@@ -39,7 +40,7 @@ def refuse_others(kwargs, name):
 
 # Wrong types and values, and arguments that contradict each other
 def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, grad_dtype=None, coupled=False, check_loss=True,
-               grad_device=None):
+               grad_device=None, activations='host'):
     if None not in (accum_bs, n_acc):
         raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone "
                          "(n_acc is fastai's name for it).")
@@ -49,7 +50,10 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
                          "many as fit memory, or None for whole loader batches.")
     if not isinstance(coupled, bool) and not (isinstance(coupled, str) and coupled):
         raise ValueError(f"coupled={coupled!r}: pass True for one loss over the whole loader batch, 'head' or the name of a module "
-                         "that should see the whole loader batch too, or False.")
+                         "that should see the whole loader batch too, 'batchnorm' if every BatchNorm should, or False.")
+    if activations not in ('host','device') or activations == 'device' and coupled != 'batchnorm':
+        raise ValueError(f"activations={activations!r}: with coupled='batchnorm', pass 'host' or 'device', where they wait for the backward "
+                         "pass. Without it, leave this out: `ActivationOffload` keeps them on the host.")
     if coupled and k is None:
         raise ValueError(f"coupled={coupled!r} computes one loss over the micro-batches of a loader batch, and so needs micro_batch_size: "
                          "write GradientAccumulation(micro_batch_size=..., coupled=True).")
@@ -116,12 +120,27 @@ def check_coupled(acc):
     if noise:
         raise ValueError(f"{noise} compares the gradients of micro-batches, but with coupled={acc.coupled!r} these share one loss: "
                          f"leave out {noise} or coupled.")
-    if not isinstance(acc.coupled, str): return
+    if acc.coupled == 'batchnorm': check_lockstep(acc)
+    if not names_head(acc.coupled): return
     find_head(get_model(acc.learn.model), acc.coupled)
     whole = named('compiles_model')
     if whole:
         raise ValueError(f"{whole} compiles the model in one piece, but coupled={acc.coupled!r} calls the head separately: use "
                          "coupled=True.")
+
+# Raise an error if micro-batches could not wait for each other at a BatchNorm
+def check_lockstep(acc):
+    import_greenlet()
+    named = lambda what: first(type(cb).__name__ for cb in acc.learn.cbs if getattr(type(cb), what, False))
+    again,whole,model = named('recomputes_model'),named('compiles_model'),acc.learn.model
+    why = (f"{again} recomputes activations in the backward pass: leave it out, they wait on the host" if again else
+           f"{whole} compiles the model, which cannot be suspended then: leave it out" if whole or is_compiled(model) else
+           "nn.DataParallel calls the model in threads: use fastaccum's `DataParallel`" if isinstance(model, nn.DataParallel) else
+           f"with {acc.ranks.world} ranks the statistics would be those of one rank's items: use it on one device"
+           if acc.ranks.world > 1 else None)
+    if why: raise ValueError(f"coupled='batchnorm' suspends a micro-batch at each BatchNorm, until the others are there. {why}.")
+
+def is_compiled(model): return any(hasattr(m, 'dynamo_ctx') or m._compiled_call_impl is not None for m in model.modules())
 
 # Raise an error if a GAN would switch between generator and critic in the middle of an accumulated batch
 def check_sides(acc):
@@ -156,18 +175,20 @@ def check_sizes(acc):
     if most < max(sizes) and not acc.per_loader_batch:
         acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
                       "every loader batch is a step.")
-    head = find_head(get_model(learn.model), acc.coupled) if isinstance(acc.coupled, str) else None
-    if most_at_once < 8 and has_batchnorm(learn.model, but=head):
+    head = find_head(get_model(learn.model), acc.coupled) if names_head(acc.coupled) else None
+    if most_at_once < 8 and acc.coupled != 'batchnorm' and has_batchnorm(learn.model, but=head):
         acc.warn_once(f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its "
-                      f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_head(acc)}")
+                      f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_coupled(acc)}")
 
 # Does the model have a BatchNorm that sees micro-batches?
 def has_batchnorm(model, but=None):
     seen = set(but.modules()) if but is not None else ()
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in seen for m in model.modules())
 
-# A sentence that recommends coupled='head', if only the head has BatchNorm; otherwise ''
-def advise_head(acc):
+# A sentence that recommends `coupled`, with which BatchNorm sees whole loader batches; '' where micro-batches are loader batches
+def advise_coupled(acc):
     model = get_model(acc.learn.model)
-    if acc.micro_batch_size is None or not isinstance(model, nn.Sequential) or has_batchnorm(model, but=model[-1]): return ''
+    if acc.micro_batch_size is None: return ''
+    if not isinstance(model, nn.Sequential) or has_batchnorm(model, but=model[-1]):
+        return " With coupled='batchnorm' it sees whole loader batches, in more time."
     return " Only the head of this model has BatchNorm: with coupled='head' it sees whole loader batches."

@@ -107,6 +107,9 @@ class CoupledBatch:
         if self.watch is not None and self.differs is not None: self.watch.note(self.differs)
 
 # %% ../../nbs/api/core/11_coupled.ipynb #c0a1d011
+# Is this the name of a module? Else the model is called in one piece
+def names_head(coupled): return isinstance(coupled, str) and coupled != 'batchnorm'
+
 # The module of `model` that should see the whole batch: 'head' for the last child of an `nn.Sequential`, or a name in `named_modules()`
 def find_head(model, coupled):
     if coupled == 'head' and isinstance(model, nn.Sequential) and len(model) > 1: return model[-1]

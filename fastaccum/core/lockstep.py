@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/lockstep.html.md"""
 from __future__ import annotations
 import contextvars, operator, sys
 from bisect import bisect_right
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from functools import partial
 from typing import Any
@@ -30,11 +30,11 @@ __all__ = []
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f0006
 # Like `CoupledBatch`, the outputs of `model` for a batch, computed in parts, but BatchNorm sees all of them, and the model is called once
 class LockstepBatch(CoupledBatch):
-    # `keeps`: a `Keeps`, which knows from batch to batch what the modules keep. `keep`: 'host' or 'device', where activations wait for the
-    # backward pass. The others are those of `CoupledBatch`
-    def __init__(self, model, xb, n, size, module=None, gather=None, watch=None, lists=None, keeps=None, keep='host'):
+    # `keeps`: a `Keeps`, which knows from batch to batch what the modules keep. `activations`: 'host' or 'device', where they wait for
+    # the backward pass. The others are those of `CoupledBatch`
+    def __init__(self, model, xb, n, size, module=None, gather=None, watch=None, lists=None, keeps=None, activations='host'):
         super().__init__(model, xb, n, size, module, gather, None, lists)
-        on_host = keep == 'host' and device_of(self.module).type != 'cpu'
+        on_host = activations == 'host' and device_of(self.module).type != 'cpu'
         self.run = Lockstep(self.module, Mover(self.module) if on_host else None, keeps)
         self.watch = watch
 
@@ -91,6 +91,7 @@ class Lockstep:
         with ExitStack() as stack:
             if self.mover is not None: stack.enter_context(saved_tensors_hooks(self.mover.pack, self.mover.unpack))
             self.flags,self.hooks = Flags(self.types),top_hooks()
+            if self.keeps.watched is None: stack.enter_context(self._only_known_norms())
             self.keeps.begin(self.module, len(fs))
             self.parts = [Part(self, i, f) for i,f in enumerate(fs)]
             try:
@@ -102,6 +103,21 @@ class Lockstep:
             finally:
                 for p in self.parts: p.stop()
         return at
+
+    # In the first pass: an error if a BatchNorm in training computes statistics by itself, where nobody sees it
+    @contextmanager
+    def _only_known_norms(self):
+        called,names = {},{m: n for n,m in self.module.named_modules()}
+        for m,name in names.items():
+            if isinstance(m, torch.jit.ScriptModule) and m.original_name in vars(nn.modules.batchnorm): raise ValueError(unseen.format(name))
+        def note(m, *_): called[m] = m.training and (torch.is_grad_enabled() or m.track_running_stats)
+        with ExitStack() as stack:
+            for m in names:
+                if isinstance(m, nn.modules.batchnorm._BatchNorm): stack.callback(m.register_forward_pre_hook(note).remove)
+            yield
+        met = {call.layer for meeting in self.meetings for call in meeting.calls}
+        alone = next((m for m,trains in called.items() if trains and m not in met), None)
+        if alone is not None: raise ValueError(unseen.format(names[alone]))
 
     # An error if the parts have come to different layers
     def _check(self, at):
@@ -129,6 +145,9 @@ class Lockstep:
     def clear(self):
         for meeting in self.meetings: meeting.calls = []
         self.meetings,self.parts = [],[]
+
+unseen = ("coupled='batchnorm': the BatchNorm {!r} computes its statistics without calling `F.batch_norm`, so micro-batches cannot wait for "
+          "each other there (a scripted module, or a class of its own). Use one of PyTorch's classes.")
 
 def import_greenlet():
     try: import greenlet

@@ -25,6 +25,7 @@ __all__ = ['ActivationCheckpointing', 'ActivationOffload', 'Compile']
 # %% ../../nbs/api/memory/01_activations.ipynb #a4544eb2
 class ActivationCheckpointing(Callback):
     "Keep only the inputs of the model's blocks, and recompute what is inside them in the backward pass"
+    recomputes_model = True
     def __init__(self,
         blocks=None,         # Classes of the blocks, or `f(module)->bool`. Default: the class that `find_blocks` finds
         selective:bool=False # Keep the results of matrix products and attention? This takes less time and more memory
