@@ -18,7 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What trains through `learner` of reference.py; on a machine with a GPU there may be no W&B
 with_wandb = 'test_checkpoint_wandb','test_wandb'
-numeric = ('test_exact', 'test_microbatch', 'test_coupled', 'test_properties', 'test_precision', 'test_scaler', 'test_steps', 'test_epoch_ends', 'test_checkpoint', 'test_toolbox', *with_wandb)
+numeric = ('test_exact', 'test_microbatch', 'test_coupled', 'test_properties', 'test_precision', 'test_scaler', 'test_steps', 'test_epoch_ends', 'test_checkpoint', 'test_toolbox', 'test_exact_batchnorm', *with_wandb)
 on_gpu = {*numeric, 'test_accelerator'} - {*with_wandb}
 
 @pytest.fixture(autouse=True)

@@ -42,9 +42,11 @@ class LockstepBatch(CoupledBatch):
         watch,self.sizes = self.watch,part_sizes(self.n, self.size)
         self.xbs = [*zip(*(split_items(x, self.size, self.n, True, self.lists) for x in self.xb))]
         outs = self.run.forward([partial(self.model, *xb) for xb in self.xbs])
-        if watch is not None and self.gather is None and watch.views is None: watch.find_views(self, outs[0])
         joined = Joined(self.sizes)
-        if watch is not None and self.gather is None: joined.views = watch.views
+        if watch is not None and self.gather is None:
+            watch.know(self.module)
+            if watch.views is None: watch.find_views(self, outs[0])
+            joined.views = watch.views
         for i,out in enumerate(outs): whole = joined.add(i, out)
         self.xbs = None
         self.ends = [[(t.shape, get_gradient_edge(t) if t.requires_grad else None) for t in tensors_in(out)] for out in outs]

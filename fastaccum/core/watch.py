@@ -26,8 +26,11 @@ class CoupledWatch:
 
     # What checks a loader batch that is to be checked
     def begin(self, module):
-        if self.device is None: self.device,self.own = device_of(module),generators_of(module)
+        self.know(module)
         return Passes(module)
+
+    def know(self, module):
+        if self.device is None: self.device,self.own = device_of(module),generators_of(module)
 
     # Find the number of views in the rows of each output of `batch`, whose first part gave `out`
     def find_views(self, batch, out):
