@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from fastai.basics import *
 from torch.utils._pytree import tree_leaves
 from ..core.accumulator import as_weight, check_scalar, scalar, weighted
-from ..core.coupled import CoupledBatch, find_head, names_head, up_to
+from ..core.coupled import CoupledBatch, find_head, up_to
 from ..core.lockstep import LockstepBatch
 from ..core.losses import ignore_empty
 from ..core.memory import device_of, free_memory, is_out_of_memory
@@ -255,7 +255,7 @@ def removed_in_batch(acc):
 # What sees a part of the items, and what makes the prediction of its outputs. With `coupled` the name of a head these are the model without
 # it, and the head. `call(f, *args)` calls a module
 def cut_at_head(call, model, coupled):
-    if not names_head(coupled): return partial(call, model),noop
+    if coupled in (True, False, 'batchnorm'): return partial(call, model),noop
     head = find_head(get_model(model), coupled)
     def rest(out): return call(partial(head, **out[1]), *out[0])
     return partial(up_to, head, call, model),rest

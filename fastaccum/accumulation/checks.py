@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/checks.html.md"""
 from __future__ import annotations
 from fastai.basics import *
 from ..core.checks import is_count
-from ..core.coupled import find_head, names_head
+from ..core.coupled import find_head
 from ..core.lockstep import import_greenlet
 from ..loop.batch_loop import check_own_loop, check_single, takes_loop
 from ..loop.events import declares, is_a, keeps_state
@@ -121,7 +121,7 @@ def check_coupled(acc):
         raise ValueError(f"{noise} compares the gradients of micro-batches, but with coupled={acc.coupled!r} these share one loss: "
                          f"leave out {noise} or coupled.")
     if acc.coupled == 'batchnorm': check_lockstep(acc)
-    if not names_head(acc.coupled): return
+    if acc.coupled in (True, 'batchnorm'): return
     find_head(get_model(acc.learn.model), acc.coupled)
     whole = named('compiles_model')
     if whole:
@@ -135,7 +135,7 @@ def check_lockstep(acc):
     again,whole,model = named('recomputes_model'),named('compiles_model'),acc.learn.model
     why = (f"{again} recomputes activations in the backward pass: leave it out, they wait on the host" if again else
            f"{whole} compiles the model, which cannot be suspended then: leave it out" if whole or is_compiled(model) else
-           "nn.DataParallel calls the model in threads: use fastaccum's `DataParallel`" if isinstance(model, nn.DataParallel) else
+           f"{type(model).__name__} calls the model in threads or processes" if type(model).__module__.startswith('torch.nn.parallel') else
            f"with {acc.ranks.world} ranks the statistics would be those of one rank's items: use it on one device"
            if acc.ranks.world > 1 else None)
     if why: raise ValueError(f"coupled='batchnorm' suspends a micro-batch at each BatchNorm, until the others are there. {why}.")
@@ -175,7 +175,7 @@ def check_sizes(acc):
     if most < max(sizes) and not acc.per_loader_batch:
         acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
                       "every loader batch is a step.")
-    head = find_head(get_model(learn.model), acc.coupled) if names_head(acc.coupled) else None
+    head = None if acc.coupled in (True, False, 'batchnorm') else find_head(get_model(learn.model), acc.coupled)
     if most_at_once < 8 and acc.coupled != 'batchnorm' and has_batchnorm(learn.model, but=head):
         acc.warn_once(f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its "
                       f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_coupled(acc)}")

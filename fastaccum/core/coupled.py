@@ -39,7 +39,7 @@ class CoupledBatch:
         self.watch = watch if n > size else None
         turn = 0 if self.watch is None or watch.off is None else next(watch.turns)         # checked are 1, 3, 7, 15, ...
         self.passes = watch.begin(self.module) if self.watch is not None and not turn & (turn+1) else None
-        self.grads,self.differs,self.first,self.factor = {},None,0,1
+        self.grads,self.first,self.factor = {},0,1
 
     def outputs(self) -> Any: # What `model` would return for the whole batch
         "Forward passes. The graph of each part is freed before the next part begins; a single part keeps its graph"
@@ -64,7 +64,9 @@ class CoupledBatch:
 
     # The outputs for the whole batch, to which the loss's backward pass brings gradients
     def _cut_outputs(self, joined, out):
-        self.xb,self.differs,self.of_items,self.views = None,joined.differs,[t.dim() > 0 for t in joined.whole],joined.views
+        self.xb,self.views = None,joined.views
+        self.each = [len(t)//self.n//self.views.get(k, 1) if t.dim() else 0 for k,t in enumerate(joined.whole)]   # rows of an item in a view
+        if self.watch is not None and joined.differs is not None: self.watch.note(joined.differs)
         if self.gather is not None: out,self.first,self.factor = self.gather(out)
         places = iter(enumerate(joined.has_grad))
         cut = lambda t: self._cut(t, *next(places))
@@ -75,41 +77,29 @@ class CoupledBatch:
 
     def backward(self) -> None:
         "Second forward pass and backward pass of each part, from the gradients that the loss's backward pass has left"
-        start,grads = self.first,self._take_grads()
-        for i,n in enumerate(self.sizes) if grads else ():
+        for i,grads in enumerate(self._take_grads() if self.grads else ()):
             out,self.kept = self.kept,None
             if out is None:
                 with self.replays[i].second(): outs = tensors_in(out := self.model(*self.xbs[i]))
             else: outs = tensors_in(out)
             if self.passes is not None: self.watch.note(None, self.passes.second(i, out))
-            ups = [(outs[k], g) for k,g in self._part_of(grads, i, start, [t.shape for t in outs])]
-            if ups: torch.autograd.backward(*zip(*ups))
-            start += n
-        self._note_numbers()
+            if grads: torch.autograd.backward([outs[k] for k,_ in grads], [g for _,g in grads])
 
+    # For each part, (number of an output, its gradient). A number without dimensions is the same in all parts, and goes through the first
     def _take_grads(self):
-        grads = dict(self.grads)
+        grads,res,start = dict(self.grads),[],self.first
         self.grads.clear()                        # the graph of the loss holds on to it
-        return grads
-
-    # The gradients of the outputs of part `i`, which have these shapes: (number of the output, gradient). `start`: its first item
-    def _part_of(self, grads, i, start, shapes):
-        n = self.sizes[i]
-        for k,g in grads.items():
-            if self.of_items[k]:
-                views = self.views.get(k, 1)
-                g = g.unflatten(0, (views, -1, shapes[k][0]//n//views))[:,start:start+n].flatten(0, 2)
-                if self.factor != 1: g = g*self.factor
-            elif i > 0: continue                  # the same number in all parts: its gradient goes through the first part
-            yield k,g
-
-    def _note_numbers(self):
-        if self.watch is not None and self.differs is not None: self.watch.note(self.differs)
+        for i,n in enumerate(self.sizes):
+            res.append([])
+            for k,g in grads.items():
+                if self.each[k]:
+                    g = g.unflatten(0, (self.views.get(k, 1), -1, self.each[k]))[:,start:start+n].flatten(0, 2)
+                    res[i].append((k, g if self.factor == 1 else g*self.factor))
+                elif i == 0: res[i].append((k, g))
+            start += n
+        return res
 
 # %% ../../nbs/api/core/11_coupled.ipynb #c0a1d011
-# Is this the name of a module? Else the model is called in one piece
-def names_head(coupled): return isinstance(coupled, str) and coupled != 'batchnorm'
-
 # The module of `model` that should see the whole batch: 'head' for the last child of an `nn.Sequential`, or a name in `named_modules()`
 def find_head(model, coupled):
     if coupled == 'head' and isinstance(model, nn.Sequential) and len(model) > 1: return model[-1]

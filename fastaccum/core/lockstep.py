@@ -49,17 +49,12 @@ class LockstepBatch(CoupledBatch):
             joined.views = watch.views
         for i,out in enumerate(outs): whole = joined.add(i, out)
         self.xbs = None
-        self.ends = [[(t.shape, get_gradient_edge(t) if t.requires_grad else None) for t in tensors_in(out)] for out in outs]
+        self.ends = [[get_gradient_edge(t) if t.requires_grad else None for t in tensors_in(out)] for out in outs]
         return self._cut_outputs(joined, whole)
 
     def backward(self) -> None:
-        start,grads,ups = self.first,self._take_grads(),[]
-        for i,(n,ends) in enumerate(zip(self.sizes, self.ends)):
-            ups.append([(ends[k][1], g) for k,g in self._part_of(grads, i, start, [shape for shape,_ in ends])])
-            start += n
-        self.ends = grads = None
-        self.run.backward(ups)
-        self._note_numbers()
+        ends,self.ends = self.ends,None
+        self.run.backward([[(edges[k], g) for k,g in grads] for edges,grads in zip(ends, self._take_grads())])
 
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f000b
 # All parts of a batch on their way through `module`. `mover`: takes activations to the host

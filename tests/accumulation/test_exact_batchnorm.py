@@ -230,7 +230,7 @@ def with_norm(norm): return nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.AdaptiveA
 @pytest.mark.parametrize('cbs,model,message', [
     ([ActivationCheckpointing(blocks=nn.Conv2d)], None, 'ActivationCheckpointing recomputes'), ([Compile(backend='eager')], None, 'Compile compiles the model'),
     ([GradientNoiseScale()], None, 'compares the gradients of micro-batches'),
-    ([], lambda: with_norm(ByHand(4)), "'1' computes its statistics without"), ([], lambda: nn.DataParallel(small()), 'calls the model in threads'),
+    ([], lambda: with_norm(ByHand(4)), "'1' computes its statistics without"), ([], lambda: nn.DataParallel(small()), 'DataParallel calls the model in threads'),
     ([], lambda: with_norm(torch.jit.script(nn.BatchNorm2d(4))), "'1' computes its statistics without")], ids=lambda v: getattr(v, '__name__', None))
 def test_refuses(cbs, model, message):
     if devices.now.name == 'sim' and model is not None: pytest.skip('the same on the CPU')
