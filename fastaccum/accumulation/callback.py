@@ -55,13 +55,14 @@ class GradientAccumulation(LoopCallback):
         check_loss:bool|str=True,    # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
         grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
-        coupled:bool|str=False,      # One loss over the whole loader batch? Sees it too: 'head' or a module's name; 'batchnorm': every BatchNorm
+        coupled:bool|str=False,      # One loss over the whole loader batch? Sees it too: 'head', a module's name, or each 'batchnorm'
         activations:str='host',      # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
         refuse_others(theirs, type(self).__name__)
         check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss, grad_device, activations)
-        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,grad_device,coupled,activations')
+        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,grad_device,coupled')
+        self.activations = activations
         self._n_items = n_items
         self.per_loader_batch = accum_bs is None and n_acc is None and micro_batch_size is not None
         self.acc,self.ranks,self.fitting = GradientAccumulator([], 1, normalize),OneRank(),FittingSize()
@@ -439,7 +440,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         check_loss:bool|str=True,    # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
         grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
         grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
-        coupled:bool|str=False,      # One loss over the whole loader batch? Sees it too: 'head' or a module's name; 'batchnorm': every BatchNorm
+        coupled:bool|str=False,      # One loss over the whole loader batch? Sees it too: 'head', a module's name, or each 'batchnorm'
         activations:str='host',      # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):

@@ -52,8 +52,8 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
         raise ValueError(f"coupled={coupled!r}: pass True for one loss over the whole loader batch, 'head' or the name of a module "
                          "that should see the whole loader batch too, 'batchnorm' if every BatchNorm should, or False.")
     if activations not in ('host','device') or activations == 'device' and coupled != 'batchnorm':
-        raise ValueError(f"activations={activations!r}: with coupled='batchnorm', pass 'host' or 'device', where they wait for the backward "
-                         "pass. Without it, leave this out: `ActivationOffload` keeps them on the host.")
+        raise ValueError(f"activations={activations!r}: with coupled='batchnorm', pass 'host' or 'device', where they wait for the "
+                         "backward pass. Without it, leave this out: `ActivationOffload` keeps them on the host.")
     if coupled and k is None:
         raise ValueError(f"coupled={coupled!r} computes one loss over the micro-batches of a loader batch, and so needs micro_batch_size: "
                          "write GradientAccumulation(micro_batch_size=..., coupled=True).")

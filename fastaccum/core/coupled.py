@@ -65,7 +65,8 @@ class CoupledBatch:
     # The outputs for the whole batch, to which the loss's backward pass brings gradients
     def _cut_outputs(self, joined, out):
         self.xb,self.views = None,joined.views
-        self.each = [len(t)//self.n//self.views.get(k, 1) if t.dim() else 0 for k,t in enumerate(joined.whole)]   # rows of an item in a view
+        # rows of an item in a view of each output
+        self.each = [len(t)//self.n//self.views.get(k, 1) if t.dim() else 0 for k,t in enumerate(joined.whole)]
         if self.watch is not None and joined.differs is not None: self.watch.note(joined.differs)
         if self.gather is not None: out,self.first,self.factor = self.gather(out)
         places = iter(enumerate(joined.has_grad))

@@ -106,7 +106,8 @@ class Lockstep:
     def _only_known_norms(self):
         called,names = {},{m: n for n,m in self.module.named_modules()}
         for m,name in names.items():
-            if isinstance(m, torch.jit.ScriptModule) and m.original_name in vars(nn.modules.batchnorm): raise ValueError(unseen.format(name))
+            if isinstance(m, torch.jit.ScriptModule) and m.original_name in vars(nn.modules.batchnorm):
+                raise ValueError(unseen.format(name))
         def note(m, *_): called[m] = m.training and (torch.is_grad_enabled() or m.track_running_stats)
         with ExitStack() as stack:
             for m in names:
@@ -123,9 +124,9 @@ class Lockstep:
         if i is None: return
         names = {m: n for n,m in self.module.named_modules()}
         def place(i): return "has left the model" if keys[i] is None else f"is at {at[i].describe(names)}"
-        raise ValueError(f"coupled='batchnorm': all micro-batches must take the same way through the model, but micro-batch 1 of {len(keys)} "
-                         f"{place(0)}, and micro-batch {i+1} {place(i)}. Use coupled=True for such a model, whose BatchNorm then sees "
-                         "micro-batches.")
+        raise ValueError(f"coupled='batchnorm': all micro-batches must take the same way through the model, but micro-batch 1 of "
+                         f"{len(keys)} {place(0)}, and micro-batch {i+1} {place(i)}. Use coupled=True for such a model: its "
+                         "BatchNorm then sees micro-batches.")
 
     # The backward pass of all parts. ups[i]: edges of a part's outputs, each with its gradient
     def backward(self, ups):
@@ -143,8 +144,8 @@ class Lockstep:
         for meeting in self.meetings: meeting.calls = []
         self.meetings,self.parts = [],[]
 
-unseen = ("coupled='batchnorm': the BatchNorm {!r} computes its statistics without calling `F.batch_norm`, so micro-batches cannot wait for "
-          "each other there (a scripted module, or a class of its own). Use one of PyTorch's classes.")
+unseen = ("coupled='batchnorm': the BatchNorm {!r} computes its statistics without calling `F.batch_norm`, so micro-batches cannot wait "
+          "for each other there (a scripted module, or a class of its own). Use one of PyTorch's classes.")
 
 def import_greenlet():
     try: import greenlet
@@ -287,7 +288,8 @@ class NoBatchNorm(TorchFunctionMode):
 # A call of `F.batch_norm` by one part
 class NormCall:
     def __init__(self, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5):
-        self.x,self.running,self.affine,self.training,self.momentum,self.eps = input,(running_mean, running_var),(weight, bias),training,momentum,eps
+        self.x,self.running,self.affine = input,(running_mean, running_var),(weight, bias)
+        self.training,self.momentum,self.eps = training,momentum,eps
         self.gradient,self.ctx = Gradient(),None
 
     # Wait for the other parts. Returns the output
@@ -409,7 +411,7 @@ class Meeting:
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f0015
 # What the modules of a model keep from one layer to another, for each part. A box is a dict (of attributes) or a list, known by its name
 class Keeps:
-    def __init__(self): self.watched,self.boxes,self.parts = None,{},[]         # watched: names of boxes that passes change; None: look at all
+    def __init__(self): self.watched,self.boxes,self.parts = None,{},[]     # watched: names of boxes that passes change; None: look at all
 
     def begin(self, module, n_parts):
         self.boxes,self.parts,self.changed = boxes_in(module),[{} for _ in range(n_parts)],set()
@@ -461,7 +463,8 @@ def owner_of(f):
     return getattr(f, '__self__', f)
 
 def keeps_values(o):
-    return hasattr(o, '__dict__') and not isinstance(o, (nn.Module, Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType))
+    others = nn.Module,Tensor,type,FunctionType,MethodType,BuiltinFunctionType,ModuleType
+    return hasattr(o, '__dict__') and not isinstance(o, others)
 
 def copy_of(box): return dict(box) if isinstance(box, dict) else list(box)
 

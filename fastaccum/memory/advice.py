@@ -308,6 +308,8 @@ class Forecast:
                             f'{as_bytes(self.measured)} each.'),
             (self.no_state, f"The optimizer's state is not counted: it does not step tensors without values ({self.no_state})."),
             (self.on_host, 'Gradients are on the host: those on their way there are counted as the largest.'),
+            (self.now.coupled == 'batchnorm', "What micro-batches hold while they wait for each other at a BatchNorm is not counted: one "
+                                              "layer's activations of all of them."),
             (outside, f'What {outside} may do to batches, predictions or losses is not counted.'),
             (self.device.type != 'cpu', 'What kernels take for themselves, such as the workspace of cuDNN, is not counted.')) if why]
 

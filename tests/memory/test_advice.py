@@ -201,3 +201,7 @@ def test_validation_that_does_not_fit():
     assert learn.memory_advice(gib=small.gib).call is None
     with PeakMemory() as real, learn.no_bar(), learn.no_logging(): learn.fit(1)
     assert small.params + real.peak <= .9*small.gib*2**30
+
+def test_told_what_lockstep_holds():
+    pytest.importorskip('greenlet')
+    assert "one layer's activations of all of them" in str(get_learner(GradientAccumulation(micro_batch_size=4, coupled='batchnorm')).memory_advice())
