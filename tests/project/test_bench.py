@@ -8,7 +8,7 @@ from reference import rel_err, weights
 import torch
 from fastai.basics import Callback
 from torch import nn
-from bench import against, batchnorm, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, shares, small_batches, speed, syncs, tokens, toolbox
+from bench import against, batchnorm, chunks, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, shares, small_batches, speed, syncs, tokens, toolbox
 from bench.clients import data
 from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
 from bench.jobs import job
@@ -204,6 +204,12 @@ def test_small_batches_take_the_same_items(monkeypatch):
     one,small,accumulated,large = (small_batches.peak('characters', *c) for c in ((1, 1), (4, 4), (4, 64), (64, 64)))
     assert one < .5*small and accumulated < 1.05*small and small < .2*large
 
+def test_results_in_chunks():
+    "All outputs at once take more memory than chunks of them, and the gradients are the same"
+    rows = {r['name']: r for r in chunks.results()['rows']}
+    assert len(rows) > 3 and all(r['off'] < 1e-5 for r in rows.values())
+    assert rows['ChunkedLoss, 8 chunks']['peak'] < .3*rows['all outputs at once']['peak']
+
 def test_ranks_of_different_speeds():
     "A step takes what the speeds allow, to 10%"
     rows = shares.results()['rows']
@@ -220,7 +226,7 @@ def test_page_is_of_the_results():
     assert report.about(results) in shown('text/markdown') and shown('image/png').strip()
     tables = [report.speed(results['speed'], *models) for models in (('MLP 32-64-10',), ('conv net', 'transformer'), ('MLP, squared error', 'transformer, padded'))]
     tools = toolbox.results()
-    tables += [report.memory(results['memory']), toolbox.table(tools['rows']), toolbox.compiled_table(tools['compiled'])]
+    tables += [report.memory(results['memory']), toolbox.table(tools['rows']), toolbox.compiled_table(tools['compiled']), chunks.table(chunks.results()['rows'])]
     tables += [report.syncs(results['syncs']), *(report.exact(results['exact'], half) for half in ('first', 'second', 'third')), report.comm(results['comm'])]
     tables.append(report.coupled(results['coupled']))
     assert re.findall('<td>(.*?)</td>', shown('text/html'))==[v for t in tables for v in t.values.flatten()]
