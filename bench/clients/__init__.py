@@ -46,7 +46,8 @@ class Still(Callback):
 
 class Rounded(Callback):
     "Gradients that are off by a rounding error, as those that are added up in another order: how far does training carry that?"
-    def before_fit(self): self.random = torch.Generator().manual_seed(0)  # of its own: the fit's random numbers stay as they are
+    def __init__(self, seed=0): self.seed = seed
+    def before_fit(self): self.random = torch.Generator().manual_seed(self.seed)  # of its own: the fit's random numbers stay as they are
     def before_step(self):
         for p in self.learn.model.parameters():
             if p.grad is not None: p.grad.mul_(1 + 1e-7*torch.randn(p.shape, generator=self.random))
@@ -77,8 +78,8 @@ def result(case, way): # (result, distance or None, the sentence that says it)
     told = [m for m in said if m not in before and 'BatchNorm sees micro-batches' not in m]
     if off < EXACT: return 'exact',off,sentence(told[0]) if told else ''
     if told: return 'told',off,sentence(told[0])
-    _,rounded,_ = fitted(case, BS, Rounded())
-    far = float((rounded-big).norm()/moved)
+    # an optimizer that computes in bfloat16 rounds once in a while to the other side
+    far = max(float((fitted(case, BS, Rounded(seed))[1]-big).norm()/moved) for seed in range(8))
     return ('exact' if off < 10*far else 'bug'),off,f'Training carries a rounding error of the gradients to {far:.0e}.'
 
 # Was an error raised by fastaccum, or does it say what a micro-batch lacks?

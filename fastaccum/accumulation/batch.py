@@ -209,7 +209,7 @@ class BatchPass:
         cb = self.cb
         if self.n <= self.size and not self.joint: return call(model, *xb)
         part,rest = cut_at_head(call, model, cb.coupled)
-        make = partial(LockstepBatch, keeps=cb.keeps, activations=cb.activations) if cb.coupled == 'batchnorm' else CoupledBatch
+        make = partial(LockstepBatch, keeps=cb.of_modules, activations=cb.activations) if cb.coupled == 'batchnorm' else CoupledBatch
         self.coupled = make(part, xb, self.n, self.size, model, cb.ranks.gather, cb.coupled_watch, cb.batch_lists)
         return rest(self.coupled.outputs())
 

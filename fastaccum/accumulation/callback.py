@@ -76,7 +76,7 @@ class GradientAccumulation(LoopCallback):
         self.acc,self.ranks = GradientAccumulator([], 1, normalize),OneRank()
         self.fitting = FittingSize() if micro_batch_tokens is None else FittingTokens()
         self.rule,self.coupled_watch,self.batch_lists,self.batch,self.running = LossRule(),CoupledWatch(),Lists(),None,False
-        self.keeps = Keeps()
+        self.of_modules = Keeps()                        # what the modules keep from one layer to another
         self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
         self.n_before,self.last_rule = 0,str(self.rule)  # accumulated batches of the fit before this epoch; what the last fit found
@@ -217,7 +217,7 @@ class GradientAccumulation(LoopCallback):
         self.clear()
         self.rule,self.batch,self.n_opened = LossRule(LossProbe, self.check_loss == 'always'),None,0
         self.batch_lists,self.loss_values,self.replaced,self.padding_tried = Lists(),LossValues(),None,False
-        self.keeps = Keeps()
+        self.of_modules = Keeps()                        # what the modules keep from one layer to another
         self.lossy_encoder = lossy_encoder(self.learn.model)
         rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2
         self.coupled_watch,self.terms = CoupledWatch(rounding),TermWatch(5*rounding)
