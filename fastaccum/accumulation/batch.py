@@ -211,7 +211,9 @@ class BatchPass:
         part,rest = cut_at_head(call, model, cb.coupled)
         make = partial(LockstepBatch, keeps=cb.of_modules, activations=cb.activations) if cb.coupled == 'batchnorm' else CoupledBatch
         self.coupled = make(part, xb, self.n, self.size, model, cb.ranks.gather, cb.coupled_watch, cb.batch_lists)
-        return rest(self.coupled.outputs())
+        outs = self.coupled.outputs()
+        if cb.coupled == 'batchnorm': cb.tell(self.coupled.message)
+        return rest(outs)
 
     # Prediction and targets of this rank alone, for metrics, after the loss over the items of all ranks
     def _own_items(self, yb):

@@ -31,7 +31,7 @@ from ..loop.optimizers import AccumulatedParams
 from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
 from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
-from .checks import check_args, check_learner, refuse_others
+from .checks import check_args, check_learner, refuse_others, uses_batch
 from .lengths import FittingTokens, padding_message
 from .plan import accum_batches, epoch_plan, epochs_for
 from .text import left_out_message, lossy_encoder
@@ -376,6 +376,7 @@ class GradientAccumulation(LoopCallback):
         learn,call,cut = self.learn,partial(call, model),None
         # all ranks must call the model equally often
         if self.ranks.one_target or not self.splits or keeps_state(learn.model, learn.cbs): return call(*xb)
+        if self.coupled == 'batchnorm' and uses_batch(learn.model): return call(*xb)
         n = self._count_items()
         size = self.fitting.of(xb, n) if self.auto else self.micro_bs
         if self.micro_batch_tokens is not None:

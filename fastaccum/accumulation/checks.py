@@ -223,6 +223,9 @@ def has_batchnorm(model, but=None):
     seen = set(but.modules()) if but is not None else ()
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in seen for m in model.modules())
 
+# Does the model have a BatchNorm that computes statistics of the batch in validation, too?
+def uses_batch(model): return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for m in model.modules())
+
 # A sentence that recommends `coupled`, with which BatchNorm sees whole loader batches; '' where micro-batches are loader batches
 def advise_coupled(acc):
     model = get_model(acc.learn.model)

@@ -42,6 +42,7 @@ class LockstepBatch(CoupledBatch):
         watch,self.sizes = self.watch,part_sizes(self.n, self.size)
         self.xbs = [*zip(*(split_items(x, self.size, self.n, True, self.lists) for x in self.xb))]
         outs = self.run.forward([partial(self.model, *xb) for xb in self.xbs])
+        self.message = self.run.message
         joined = Joined(self.sizes)
         if watch is not None and self.gather is None:
             watch.know(self.module)
@@ -62,15 +63,16 @@ class Lockstep:
     def __init__(self, module, mover=None, keeps=None):
         self.module,self.mover,self.keeps,self.greenlet = module,mover,Keeps() if keeps is None else keeps,import_greenlet()
         self.types = tuple(dict.fromkeys(('cpu', device_of(module).type)))
-        self.token,self.meetings,self.parts = torch.ones((), requires_grad=True),[],[]
+        self.token,self.meetings,self.parts,self.message = torch.ones((), requires_grad=True),[],[],None
         norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.counters = {id(m.num_batches_tracked) for m in norms if m.num_batches_tracked is not None}
 
     # What the functions return, one for each part. After an error everything is as before
     def forward(self, fs):
-        before = Snapshot(self.module, ())
+        before,first = Snapshot(self.module, ()),self.keeps.watched is None
         try:
             outs = self._forward(fs)
+            if first: self.message = self._changed(before)
             while self.keeps.surprised():        # modules kept something new: the parts have mixed it up
                 before.restore()
                 outs = self._forward(fs)
@@ -82,6 +84,13 @@ class Lockstep:
             raise
         for meeting in self.meetings: meeting.update_running()
         return outs
+
+    # After the first pass: a warning of buffers that each part has changed, other than those of BatchNorm; None if there are none
+    def _changed(self, before):
+        names = {m: n for n,m in self.module.named_modules()}
+        found = [f'{names[m]}.{k}'.lstrip('.') for m,k,b,old in before.buffers if not isinstance(m, nn.modules.batchnorm._BatchNorm)
+                 and (m._buffers.get(k) is not b or not torch.equal(b, old))]
+        return changed.format(', '.join(found[:3]) + (', ...' if len(found) > 3 else '')) if found else None
 
     def _forward(self, fs):
         self.clear()
@@ -146,6 +155,10 @@ class Lockstep:
 
 unseen = ("coupled='batchnorm': the BatchNorm {!r} computes its statistics without calling `F.batch_norm`, so micro-batches cannot wait "
           "for each other there (a scripted module, or a class of its own). Use one of PyTorch's classes.")
+
+changed = ("coupled='batchnorm': the model changes its buffers {} at each call, and so once for each micro-batch, where the whole batch "
+           "changes them once. A BatchNorm of one's own and spectral normalization do so: then the step is not that of the whole batch. "
+           "PyTorch's BatchNorm is exact.")
 
 def import_greenlet():
     try: import greenlet
@@ -313,7 +326,8 @@ class NormCall:
     def describe(self, names):
         return f"{names.get(self.layer) or type(self.layer).__name__!r} with an input of shape {tuple(self.x.shape)}"
 
-def of_torch(x, weight, bias, mean, var, training, momentum, eps, *_): return NormCall(x, mean, var, weight, bias, training, momentum, eps)
+def of_torch(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True):
+    return NormCall(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 batch_norms = {F.batch_norm: NormCall, torch.batch_norm: of_torch}
 
@@ -332,7 +346,7 @@ def wide(v, x): return v.view(1, -1, *[1]*(x.dim()-2))
 def moments(x):
     if x.dtype.itemsize < 4: x = x.float()
     dims,n = [0, *range(2, x.dim())],x.numel()//max(1, x.shape[1])
-    mean = x.sum(dims)/n
+    mean = x.sum(dims)/max(1, n)               # a part may have no values here
     return n,mean,(x-wide(mean, x)).square_().sum(dims)
 
 # The same of several parts together
@@ -383,7 +397,7 @@ class Meeting:
 
     def _sums(self, c):
         g = c.gradient.get()
-        if g is None: return torch.zeros_like(self.mean).expand(2, -1)
+        if g is None or not g.numel(): return torch.zeros_like(self.mean).expand(2, -1)
         (x,),one = c.ctx.saved_tensors,torch.ones_like(self.mean)
         return torch.stack(torch.ops.aten.native_batch_norm_backward(
             g, x, one, None, None, self.mean, self.inv, True, 0., [False,True,True])[:0:-1])

@@ -248,3 +248,20 @@ def test_activations_on_the_device_or_offloaded_twice():
     check_runs(trained(7, ActivationOffload(min_bytes=0)), whole)
 
 def test_gradients_on_the_host(): check_runs(trained(7, acc=dict(grad_device='cpu')), trained())
+
+def test_buffers_that_change_are_told():
+    "A spectral norm takes a step for each micro-batch"
+    model = small()
+    nn.utils.spectral_norm(model.out)
+    with pytest.warns(UserWarning, match=r'changes its buffers out\.weight_u.* once for each micro-batch'): trained(7, model=model)
+
+def test_validation_without_running_statistics():
+    "BatchNorm computes statistics of the batch there, too, and so sees all of it"
+    def fitted(k):
+        model = small()
+        model.n2 = nn.BatchNorm2d(6, track_running_stats=False).double()
+        learn = trained(k, model=model, metrics=accuracy, fit=lambda l: l.fit(1, .05))
+        return learn,learn.validate(dl=DataLoader(list(zip(images.x[:20], images.y[0][:20])), bs=20))
+    (a,va),(b,vb) = fitted(7),fitted(None)
+    check_runs(a, b)
+    torch.testing.assert_close(tensor(va), tensor(vb), rtol=1e-6, atol=1e-6)

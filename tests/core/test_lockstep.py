@@ -402,3 +402,39 @@ def test_memory_on_the_device(name):
         for p in x.split(4): squares(net(p)).backward()
     micro,host,device = peak(parts),peak(lockstep),peak(partial(lockstep, activations='device'))
     assert host < 1.4*micro and device > 3*micro
+
+def test_a_part_without_values():
+    "BatchNorm of the rows that a mask selects, of which a part has none"
+    def forward(self, x, m):
+        k = m.bool()
+        return self.out(torch.zeros_like(x).masked_scatter(k[:,None].expand_as(x), self.bn(x[k])))
+    torch.manual_seed(0)
+    model = Body(forward, bn=nn.BatchNorm1d(5), out=nn.Linear(5, 4)).double().train()
+    m = torch.ones(20).long(); m[5:10] = 0
+    check(model, (torch.randn(20, 5).double(), m), size=5)
+
+def test_keywords_of_torchs_batch_norm():
+    def forward(self, x):
+        n = self.n
+        return torch.batch_norm(input=x, weight=n.weight, bias=n.bias, running_mean=n.running_mean, running_var=n.running_var, training=True, momentum=.1, eps=1e-5, cudnn_enabled=False)
+    torch.manual_seed(0)
+    check(Body(forward, n=BN(3)).double().train(), (torch.randn(8, 3, 4, 4).double(),))
+
+class OwnNorm(nn.Module):
+    "A BatchNorm in plain PyTorch"
+    def __init__(self): super().__init__(); self.register_buffer('means', torch.zeros(6))
+    def forward(self, x):
+        mean = x.mean(0)
+        self.means.lerp_(mean.detach(), .1)
+        return x - mean
+
+@pytest.mark.parametrize('model,names', [
+    (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), OwnNorm()), '2.means'),
+    (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)), '0.weight_u'),
+    (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), None)])
+def test_buffers_that_each_part_changes_are_told(model, names):
+    torch.manual_seed(0)
+    batch = LockstepBatch(model().train(), (torch.randn(8, 6),), 8, 3)
+    batch.outputs()
+    batch.run.clear()
+    assert batch.message is None if names is None else names in batch.message and 'once for each micro-batch' in batch.message
