@@ -387,3 +387,36 @@ def test_no_memory_advice():
     "Shapes do not tell how long texts are"
     with pytest.raises(ValueError, match='the lengths of texts, which micro_batch_tokens sorts by, are values'):
         masked_learner('transformer', GradientAccumulation(micro_batch_tokens=64)).memory_advice()
+
+def check_told_once(learn, reference, told, off):
+    "And the weights are off by more than `off`"
+    with pytest.warns(UserWarning, match=told) as ws: learn.fit(2, .1)
+    reference.fit(2, .1)
+    assert rel_err(weights(learn.model), weights(reference.model)) > off
+    assert len([w for w in ws if re.search(told, str(w.message))]) == 1
+
+class Places(Callback):
+    "A term that averages over rows and places, padding included, as RNNRegularizer's"
+    order,run_valid = 5,False
+    def after_pred(self): self.learn.pred,self.h = self.pred
+    def after_loss(self): self.learn.loss_grad = self.loss_grad + 5*self.h.pow(2).mean()
+
+class WithOutputs(Attention):
+    def forward(self, x):
+        mask,keep = x == pad,(x != pad)[...,None]
+        h = self.layer(self.emb(x), src_key_padding_mask=mask)
+        pred = self.out((h*keep).sum(1)/keep.sum(1))
+        return (pred,h.masked_fill(~keep, 0)) if self.training else pred
+
+def test_term_of_a_callback_is_told():
+    "It sees trimmed texts. With weight= and by rows nothing is told, and by rows it is exact"
+    def run(**kwargs):
+        learn = masked_learner('transformer', GradientAccumulation(**kwargs), Places())
+        learn.model = (set_seed(0), WithOutputs().double())[1]
+        return learn
+    told = r'callback \(Places\) has changed the loss .* micro_batch_tokens .* Use micro_batch_size'
+    check_told_once(run(micro_batch_tokens=48), whole := run(micro_batch_size=16), told, .01)
+    (rows := run(micro_batch_size=3)).fit(2, .1)
+    run(micro_batch_tokens=48, weight=lambda learn: len(learn.x)).fit(1, .1)
+    run(micro_batch_tokens=10000).fit(1, .1)                             # nothing is trimmed
+    assert rel_err(weights(rows.model), weights(whole.model)) < 1e-12
