@@ -121,7 +121,7 @@ def check_learner(acc):
         raise ValueError("grad_device='cpu' keeps gradients off the device, but several ranks add them up there, all at once: leave it "
                          "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
     if acc.coupled: check_coupled(acc)
-    if acc.micro_batch_tokens is not None: check_ranks_with_tokens(acc)
+    if acc.micro_batch_tokens is not None: check_ranks_with_tokens(acc); check_encoder(learn)
     if not acc.per_loader_batch: check_sides(acc)
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
     if hooked and acc.splits:
@@ -136,6 +136,13 @@ def check_ranks_with_tokens(acc):
     why = "overlap=True sends gradients in the last backward pass"
     if acc.ranks.one_target: why = "all ranks go through the model equally often"
     raise ValueError(f"micro_batch_tokens makes as many micro-batches as the texts of a rank need, but {why}: use micro_batch_size.")
+
+# Raise an error for text classifiers: fastai's encoder reads texts in chunks, and is as wide as the batch in a way of its own
+def check_encoder(learn):
+    if not any(is_a(type(m), 'SentenceEncoder') for m in learn.model.modules()): return
+    raise ValueError("micro_batch_tokens trims texts, and this model has fastai's SentenceEncoder, as text classifiers have: it reads texts "
+                     "in chunks, and what it hands to the head depends on how wide the batch is. Use micro_batch_size for it. "
+                     "unit='tokens' works.")
 
 # Raise an error if the model is compiled into CUDA graphs. Gradients lie in the memory of a graph, which its next replay overwrites:
 # PyTorch raises an error (pytorch#169545), or adds up wrong gradients without a word (pytorch#181723)

@@ -420,3 +420,18 @@ def test_term_of_a_callback_is_told():
     run(micro_batch_tokens=48, weight=lambda learn: len(learn.x)).fit(1, .1)
     run(micro_batch_tokens=10000).fit(1, .1)                             # nothing is trimmed
     assert rel_err(weights(rows.model), weights(whole.model)) < 1e-12
+
+@pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of")
+@pytest.mark.parametrize('exact', [False, True])
+def test_text_classifiers_are_refused(exact):
+    "Before training: fastai's encoder reads chunks. Batches in tokens are those of rows"
+    from test_encoder import lens, make
+    def run(*cbs, **kwargs):
+        learn = make(*cbs, exact=exact, **kwargs)
+        learn.fit(1, .1)
+        return weights(learn.model)
+    refused = make(GradientAccumulation(micro_batch_tokens=30), exact=exact)
+    before = weights(refused.model)
+    with pytest.raises(ValueError, match="has fastai's SentenceEncoder.*Use micro_batch_size for it.*unit='tokens' works"): refused.fit(1, .1)
+    assert torch.equal(weights(refused.model), before)
+    if exact: close(run(GradientAccumulation(sum(lens), unit='tokens'), bs=5), run(), 1e-5)
