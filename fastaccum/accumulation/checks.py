@@ -202,6 +202,10 @@ def check_sides(acc):
 # The part of `check_learner` that checks the sizes of the batches
 def check_sizes(acc):
     learn = acc.learn
+    if acc.micro_batch_tokens is not None and trains_batchnorm(learn):
+        acc.warn_once("The model's BatchNorm sees micro-batches of texts of like lengths, with their padding trimmed: its statistics are not "
+                      "those of the loader batch, and the step is another one. Use LayerNorm or GroupNorm, freeze BatchNorm (`BnFreeze`), "
+                      "or use micro_batch_size with coupled='batchnorm'.")
     try: sizes = batch_sizes(learn.dls.train)
     except ValueError: return
     if not sizes: return
@@ -229,6 +233,12 @@ def check_steps(acc, sizes):
 def has_batchnorm(model, but=None):
     seen = set(but.modules()) if but is not None else ()
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in seen for m in model.modules())
+
+# Does a BatchNorm normalize by its batch in training? `BnFreeze` keeps those whose weights are frozen from it
+def trains_batchnorm(learn):
+    frozen = any(is_a(type(cb), 'BnFreeze') for cb in learn.cbs)
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not (frozen and not any(p.requires_grad for p in m.parameters()))
+               for m in learn.model.modules())
 
 # A sentence that recommends `coupled`, with which BatchNorm sees whole loader batches; '' where micro-batches are loader batches
 def advise_coupled(acc):

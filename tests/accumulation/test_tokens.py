@@ -435,3 +435,20 @@ def test_text_classifiers_are_refused(exact):
     with pytest.raises(ValueError, match="has fastai's SentenceEncoder.*Use micro_batch_size for it.*unit='tokens' works"): refused.fit(1, .1)
     assert torch.equal(weights(refused.model), before)
     if exact: close(run(GradientAccumulation(sum(lens), unit='tokens'), bs=5), run(), 1e-5)
+
+class Normed(Attention):
+    def __init__(self): super().__init__(); self.norm = nn.BatchNorm1d(n_words)
+    def forward(self, x): return self.norm(super().forward(x))
+
+def test_batchnorm_is_told():
+    "But not if BnFreeze keeps it from training"
+    from fastai.callback.training import BnFreeze
+    def run(*cbs, frozen=False, **kwargs):
+        learn = masked_learner('transformer', GradientAccumulation(**kwargs), *cbs)
+        learn.model = (set_seed(0), Normed().double())[1]
+        learn.model.norm.requires_grad_(not frozen)
+        return learn
+    check_told_once(run(micro_batch_tokens=48), run(micro_batch_size=16), "BatchNorm sees micro-batches of texts of like lengths", .01)
+    whole,ours = run(BnFreeze, frozen=True, micro_batch_size=16),run(BnFreeze, frozen=True, micro_batch_tokens=48)
+    for learn in (whole, ours): learn.fit(2, .1)
+    close(weights(ours.model), weights(whole.model), 1e-10)
