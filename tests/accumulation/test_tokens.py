@@ -452,3 +452,44 @@ def test_batchnorm_is_told():
     whole,ours = run(BnFreeze, frozen=True, micro_batch_size=16),run(BnFreeze, frozen=True, micro_batch_tokens=48)
     for learn in (whole, ours): learn.fit(2, .1)
     close(weights(ours.model), weights(whole.model), 1e-10)
+
+class Featured(Attention):
+    "With an input beside the texts: features, or how much each word counts"
+    def __init__(self): super().__init__(); self.of_features = nn.Linear(1, n_words)
+    def forward(self, x, f): return super().forward(x) + self.of_features(f[...,None].flatten(1, -2)).tanh().sum(1)
+
+class WithMask(Attention):
+    "Weighs words with an attention mask"
+    def forward(self, x):
+        x,mask = x['ids'],x['attention_mask']
+        h = self.layer(self.emb(x), src_key_padding_mask=mask == 0)*mask[...,None]
+        return self.out(h.sum(1)/mask.sum(1, keepdim=True))
+
+def learner_of_batches(batches, model, *cbs, n_inp=2):
+    set_seed(0)
+    dls = DataLoaders(batches, batches, device='cpu')
+    dls.n_inp = n_inp
+    learn = Learner(dls, model().double(), CrossEntropyLossFlat(), SGD, cbs=cbs)
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+def test_features_as_many_as_tokens():
+    "They cannot be told from numbers of tokens: refused before anything is wrong. (n, 1, features) is exact, and so is another number"
+    x,y = padded(texts[:16]),torch.arange(16)%5
+    features = torch.randn(16, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    def run(f, **kwargs):
+        learn = learner_of_batches([(x,f,y)], Featured, GradientAccumulation(**kwargs))
+        learn.fit(2, .1)
+        return weights(learn.model)
+    with pytest.raises(TypeError, match=r'float64 and shape \(16, \d+\) is as wide.*micro_batch_size'): run(features, micro_batch_tokens=48)
+    for f in (features[:,None], features[:,1:]): close(run(f, micro_batch_tokens=48), run(f, micro_batch_size=16), 1e-10)
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.long, torch.bool])
+def test_attention_mask(dtype):
+    x,y = padded(texts[:16]),torch.arange(16)%5
+    def run(**kwargs):
+        learn = learner_of_batches([(dict(ids=x, attention_mask=(x != pad).to(dtype)),y)], WithMask, GradientAccumulation(**kwargs), n_inp=1)
+        learn.fit(2, .1)
+        return weights(learn.model)
+    close(run(micro_batch_tokens=48), run(micro_batch_size=16), 1e-10)
