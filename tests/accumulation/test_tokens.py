@@ -115,12 +115,36 @@ def test_each_loader_batch():
 
 def test_own_count():
     "In its own unit, which is a column"
-    def seconds(learn): return (learn.x != pad).sum()/2
-    learn = text_learner('classes', GradientAccumulation(30, unit='seconds', count=seconds, micro_batch_size=3), StepLogger())
+    def millis(learn): return 500*(learn.x != pad).sum().float()         # whole numbers may be floats
+    learn = text_learner('classes', GradientAccumulation(15000, unit='millis', count=millis, micro_batch_size=3), StepLogger())
     learn.fit(1, .1)
-    counted = [n//2 for n in in_batches(lengths)]
-    assert learn.step_logger.to_df().seconds.tolist() == [sum(counted[i] for _,i in s) for s in accumulated(counted, 30)]
+    counted = [500*n for n in in_batches(lengths)]
+    assert learn.step_logger.to_df().millis.tolist() == [sum(counted[i] for _,i in s) for s in accumulated(counted, 15000)]
     check_steps(learn)
+
+@pytest.mark.parametrize('count,says', [
+    (lambda learn: .9, 'count= returns 0.9.*Count milliseconds'), (lambda learn: torch.full((len(learn.x),), 1.9), 'count= returns 1.9'),
+    (lambda learn: [1.]*3 + [math.nan], 'count= returns nan'), (lambda learn: math.inf, 'count= returns inf'),
+    (lambda learn: None, 'count= returns None: return a whole number'), (lambda learn: 'ten', 'count= returns a str')])
+@pytest.mark.parametrize('kwargs', [{}, dict(micro_batch_tokens=20)], ids=str)
+def test_fractions_are_refused(count, says, kwargs):
+    "They would be cut off: 18 batches of 1.9 s counted as 18 s"
+    learn = text_learner('classes', GradientAccumulation(30, unit='seconds', count=count, **kwargs))
+    before = weights(learn.model)
+    with pytest.raises(ValueError, match=says): learn.fit(1, .1)
+    assert torch.equal(weights(learn.model), before)
+
+def test_whole_numbers_as_floats():
+    "With micro-batches by length, too"
+    def run(count):
+        learn = text_learner('classes', GradientAccumulation(60, unit='words', count=count, micro_batch_tokens=20), StepLogger())
+        learn.fit(1, .1)
+        check_steps(learn)
+        return learn.step_logger.to_df().words.tolist()
+    def words(learn): return (learn.x != pad).sum(1)
+    steps = accumulated(in_batches(lengths), 60)
+    expected = [sum(in_batches(lengths)[i] for _,i in s) for s in steps]
+    assert run(words) == run(lambda learn: words(learn).float()) == expected
 
 def test_rows_of_loader_batches():
     learn = text_learner('classes', GradientAccumulation(60, unit='tokens', log_accum_batch=False))
