@@ -187,7 +187,7 @@ class BatchPass:
         if cb.weight is not None or not (cb.check_loss and cb.normalize) or cb.coupled or self.loop.now.losses is not None: return
         who = ' or '.join(dict.fromkeys(type(cb).__name__ for cb,*_ in self.loop.events.table['after_loss']))
         if self.cut is not None:
-            cb.warn_once(f"A callback ({who}) has changed the loss after loss_func, and with micro_batch_tokens its term sees texts that are "
+            cb.warn_once(f"A callback ({who}) has changed the loss after loss_func, and with micro_batch_tokens its term sees texts "
                          "sorted by length and trimmed: a mean over the places of a batch, padding included, as RNNRegularizer's, is "
                          "another one there, and the step is off. Use micro_batch_size, or pass weight=, a function that returns what "
                          "the loss averages over.", about='trimmed term')

@@ -140,7 +140,7 @@ def check_ranks_with_tokens(acc):
 # Raise an error for text classifiers: fastai's encoder reads texts in chunks, and is as wide as the batch in a way of its own
 def check_encoder(learn):
     if not any(is_a(type(m), 'SentenceEncoder') for m in learn.model.modules()): return
-    raise ValueError("micro_batch_tokens trims texts, and this model has fastai's SentenceEncoder, as text classifiers have: it reads texts "
+    raise ValueError("micro_batch_tokens trims texts, and this model has fastai's SentenceEncoder, as text classifiers have: it reads them "
                      "in chunks, and what it hands to the head depends on how wide the batch is. Use micro_batch_size for it. "
                      "unit='tokens' works.")
 
@@ -203,9 +203,9 @@ def check_sides(acc):
 def check_sizes(acc):
     learn = acc.learn
     if acc.micro_batch_tokens is not None and trains_batchnorm(learn):
-        acc.warn_once("The model's BatchNorm sees micro-batches of texts of like lengths, with their padding trimmed: its statistics are not "
-                      "those of the loader batch, and the step is another one. Use LayerNorm or GroupNorm, freeze BatchNorm (`BnFreeze`), "
-                      "or use micro_batch_size with coupled='batchnorm'.")
+        acc.warn_once("The model's BatchNorm sees micro-batches of texts of like lengths, with their padding trimmed: its statistics are "
+                      "not those of the loader batch, and the step is another one. Use LayerNorm or GroupNorm, freeze BatchNorm "
+                      "(`BnFreeze`), or use micro_batch_size with coupled='batchnorm'.")
     try: sizes = batch_sizes(learn.dls.train)
     except ValueError: return
     if not sizes: return
