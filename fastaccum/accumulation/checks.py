@@ -121,7 +121,7 @@ def check_learner(acc):
         raise ValueError("grad_device='cpu' keeps gradients off the device, but several ranks add them up there, all at once: leave it "
                          "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
     if acc.coupled: check_coupled(acc)
-    if acc.micro_batch_tokens is not None: check_ranks_with_tokens(acc)
+    if acc.micro_batch_tokens is not None: check_ranks_with_tokens(acc); check_encoder(learn)
     if not acc.per_loader_batch: check_sides(acc)
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
     if hooked and acc.splits:
@@ -136,6 +136,13 @@ def check_ranks_with_tokens(acc):
     why = "overlap=True sends gradients in the last backward pass"
     if acc.ranks.one_target: why = "all ranks go through the model equally often"
     raise ValueError(f"micro_batch_tokens makes as many micro-batches as the texts of a rank need, but {why}: use micro_batch_size.")
+
+# Raise an error for text classifiers: fastai's encoder reads texts in chunks, and is as wide as the batch in a way of its own
+def check_encoder(learn):
+    if not any(is_a(type(m), 'SentenceEncoder') for m in learn.model.modules()): return
+    raise ValueError("micro_batch_tokens trims texts, and this model has fastai's SentenceEncoder, as text classifiers have: it reads them "
+                     "in chunks, and what it hands to the head depends on how wide the batch is. Use micro_batch_size for it. "
+                     "unit='tokens' works.")
 
 # Raise an error if the model is compiled into CUDA graphs. Gradients lie in the memory of a graph, which its next replay overwrites:
 # PyTorch raises an error (pytorch#169545), or adds up wrong gradients without a word (pytorch#181723)
@@ -195,6 +202,10 @@ def check_sides(acc):
 # The part of `check_learner` that checks the sizes of the batches
 def check_sizes(acc):
     learn = acc.learn
+    if acc.micro_batch_tokens is not None and trains_batchnorm(learn):
+        acc.warn_once("The model's BatchNorm sees micro-batches of texts of like lengths, with their padding trimmed: its statistics are "
+                      "not those of the loader batch, and the step is another one. Use LayerNorm or GroupNorm, freeze BatchNorm "
+                      "(`BnFreeze`), or use micro_batch_size with coupled='batchnorm'.")
     try: sizes = batch_sizes(learn.dls.train)
     except ValueError: return
     if not sizes: return
@@ -225,6 +236,12 @@ def has_batchnorm(model, but=None):
 
 # Does the model have a BatchNorm that computes statistics of the batch in validation, too?
 def uses_batch(model): return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for m in model.modules())
+
+# Does a BatchNorm normalize by its batch in training? `BnFreeze` keeps those whose weights are frozen from it
+def trains_batchnorm(learn):
+    frozen = any(is_a(type(cb), 'BnFreeze') for cb in learn.cbs)
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not (frozen and not any(p.requires_grad for p in m.parameters()))
+               for m in learn.model.modules())
 
 # A sentence that recommends `coupled`, with which BatchNorm sees whole loader batches; '' where micro-batches are loader batches
 def advise_coupled(acc):

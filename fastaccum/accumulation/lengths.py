@@ -58,7 +58,16 @@ class Cut:
         for p in self.parts:
             others = [self._pick(v, p, self.of_targets) if isinstance(v, Tensor) and len(v.shape[:1]) and len(v) == len(self.order) else v
                       for v in beside]
-            yield self.take(xb, p),self.take(yb, p, self.of_targets),others
+            yield self.inputs(xb, p),self.take(yb, p, self.of_targets),others
+
+    # The inputs of micro-batch `p`. Numbers as wide as the texts may be something of each token, or features that happen to be as many
+    def inputs(self, xb, p):
+        trims = any(p.end-p.start < self.width for p in self.parts)
+        t = first(t for t in numbers_in(xb) if trims and t.dim() > 1 and t.shape[1] == self.width)
+        if t is None: return self.take(xb, p)
+        raise TypeError(f"micro_batch_tokens trims texts that are {self.width} tokens wide, and an input of {t.dtype} and shape "
+                        f"{tuple(t.shape)} is as wide: is it of tokens, or of features? Pass a mask as integers or bools, or with the key "
+                        "'attention_mask'; features as (n, 1, features), by `x[:,None]`; or use micro_batch_size.")
 
     # The tensors of `b` for micro-batch `p`
     def take(self, b, p, trims=True): return map_tensors(partial(self._pick, p=p, trims=trims), check_tensors(b))
@@ -77,7 +86,7 @@ class Cut:
     def predict(self, call, xb):
         outs = []
         for p in self.parts:
-            outs.append(call(*self.take(xb, p)))
+            outs.append(call(*self.inputs(xb, p)))
             if not all(t.dim() and len(t) == len(p.rows) for t in tensors_in(outs[-1])): return call(*xb)
         return self.join(outs)
 
@@ -100,6 +109,12 @@ def check_tensors(b):
     if others:
         raise TypeError(f"micro_batch_tokens sorts the rows of tensors, and a loader batch has a {others[0]}: use micro_batch_size for it.")
     return b
+
+# The tensors of `b` that are no integers or bools, but for a mask that says it is one
+def numbers_in(b):
+    if isinstance(b, dict): b = [v for k,v in b.items() if k != 'attention_mask']
+    if isinstance(b, (list,tuple,L)): return [t for o in b for t in numbers_in(o)]
+    return [b] if isinstance(b, Tensor) and (b.is_floating_point() or b.is_complex()) else []
 
 def flat_values(b):
     if isinstance(b, dict): b = list(b.values())
@@ -125,7 +140,7 @@ def padding_message(call, model, xb, cut, tol):
     rows = p.rows[-max(1, len(p.rows)*(p.end-p.start)//W):]
     with no_trace(model, generators_of(model)):
         for m in model.modules(): m.training = False
-        trimmed,padded = ([t.float() for t in tensors_in(call(model, *cut.take(xb, part))) if t.is_floating_point() and t.dim()]
+        trimmed,padded = ([t.float() for t in tensors_in(call(model, *cut.inputs(xb, part))) if t.is_floating_point() and t.dim()]
                           for part in (Part(rows, p.start, p.end), Part(rows, 0, W)))
     for a,b in zip(trimmed, padded):
         if a.shape != b.shape: b = b[:,p.start:p.end]

@@ -50,13 +50,13 @@ class BatchCounter:
     # What its items count, and where its rows begin and end. Reads the device once
     def _read(self, learn, n):
         ends = self._ends(learn, n) if self.lengths else None
-        if self.count is not None: v = torch.as_tensor(self.count(learn)).flatten()
+        if self.count is not None: v = numbers_of(self.count(learn))
         elif self.unit == 'tokens': v = self.tokens(learn, n).flatten(1).sum(1)
         else: v = torch.ones(n, dtype=torch.long)
         if ends is None: return of_each(v.tolist(), n),None
         ends,width,of_targets = ends
         starts,ends,v = torch.cat([ends.flatten(), v.to(ends.device)]).split([n, n, len(v)])
-        return of_each(v.tolist(), n),Spans(starts.tolist(), ends.tolist(), width, of_targets)
+        return of_each(v.tolist(), n),Spans([int(o) for o in starts.tolist()], [int(o) for o in ends.tolist()], width, of_targets)
 
     # Which places of targets or inputs have a token that counts
     def tokens(self, learn, n):
@@ -98,10 +98,22 @@ class BatchCounter:
 # %% ../../nbs/api/accumulation/08_tokens.ipynb #70c3a012
 # Numbers `v` of the user's as one for each of `n` items
 def of_each(v, n):
+    part = first(o for o in v if o != o//1)                              # NaN and infinity, too
+    if part is not None:
+        raise ValueError(f"count= returns {part:.6g}, and accum_bs counts whole numbers: return those, in a smaller unit if they are "
+                         "fractions. Count milliseconds instead of seconds, for example.")
     if len(v) == 1 != n: v = evenly(int(v[0]), n)
     if len(v) == n and min(v) >= 0: return [int(o) for o in v]
     raise ValueError(f"count= returns {len(v)} numbers for a loader batch of {n} items: return one number, or one for each item, each of "
                      "them 0 at least.")
+
+# What `count=` returns, as a tensor
+def numbers_of(v):
+    try: return torch.as_tensor(v).flatten()
+    except (TypeError, ValueError, RuntimeError) as e:
+        what = 'None' if v is None else f'a {type(v).__name__}'
+        raise ValueError(f"count= returns {what}: return a whole number for the loader batch, or one for each item, as an int, a list or "
+                         f"a tensor. ({e})") from e
 
 def in_rows(used): return used.flatten(2).any(2) if used.dim() > 2 else used
 

@@ -115,12 +115,36 @@ def test_each_loader_batch():
 
 def test_own_count():
     "In its own unit, which is a column"
-    def seconds(learn): return (learn.x != pad).sum()/2
-    learn = text_learner('classes', GradientAccumulation(30, unit='seconds', count=seconds, micro_batch_size=3), StepLogger())
+    def millis(learn): return 500*(learn.x != pad).sum().float()         # whole numbers may be floats
+    learn = text_learner('classes', GradientAccumulation(15000, unit='millis', count=millis, micro_batch_size=3), StepLogger())
     learn.fit(1, .1)
-    counted = [n//2 for n in in_batches(lengths)]
-    assert learn.step_logger.to_df().seconds.tolist() == [sum(counted[i] for _,i in s) for s in accumulated(counted, 30)]
+    counted = [500*n for n in in_batches(lengths)]
+    assert learn.step_logger.to_df().millis.tolist() == [sum(counted[i] for _,i in s) for s in accumulated(counted, 15000)]
     check_steps(learn)
+
+@pytest.mark.parametrize('count,says', [
+    (lambda learn: .9, 'count= returns 0.9.*Count milliseconds'), (lambda learn: torch.full((len(learn.x),), 1.9), 'count= returns 1.9'),
+    (lambda learn: [1.]*3 + [math.nan], 'count= returns nan'), (lambda learn: math.inf, 'count= returns inf'),
+    (lambda learn: None, 'count= returns None: return a whole number'), (lambda learn: 'ten', 'count= returns a str')])
+@pytest.mark.parametrize('kwargs', [{}, dict(micro_batch_tokens=20)], ids=str)
+def test_fractions_are_refused(count, says, kwargs):
+    "They would be cut off: 18 batches of 1.9 s counted as 18 s"
+    learn = text_learner('classes', GradientAccumulation(30, unit='seconds', count=count, **kwargs))
+    before = weights(learn.model)
+    with pytest.raises(ValueError, match=says): learn.fit(1, .1)
+    assert torch.equal(weights(learn.model), before)
+
+def test_whole_numbers_as_floats():
+    "With micro-batches by length, too"
+    def run(count):
+        learn = text_learner('classes', GradientAccumulation(60, unit='words', count=count, micro_batch_tokens=20), StepLogger())
+        learn.fit(1, .1)
+        check_steps(learn)
+        return learn.step_logger.to_df().words.tolist()
+    def words(learn): return (learn.x != pad).sum(1)
+    steps = accumulated(in_batches(lengths), 60)
+    expected = [sum(in_batches(lengths)[i] for _,i in s) for s in steps]
+    assert run(words) == run(lambda learn: words(learn).float()) == expected
 
 def test_rows_of_loader_batches():
     learn = text_learner('classes', GradientAccumulation(60, unit='tokens', log_accum_batch=False))
@@ -387,3 +411,109 @@ def test_no_memory_advice():
     "Shapes do not tell how long texts are"
     with pytest.raises(ValueError, match='the lengths of texts, which micro_batch_tokens sorts by, are values'):
         masked_learner('transformer', GradientAccumulation(micro_batch_tokens=64)).memory_advice()
+
+def check_told_once(learn, reference, told, off):
+    "And the weights are off by more than `off`"
+    with pytest.warns(UserWarning, match=told) as ws: learn.fit(2, .1)
+    reference.fit(2, .1)
+    assert rel_err(weights(learn.model), weights(reference.model)) > off
+    assert len([w for w in ws if re.search(told, str(w.message))]) == 1
+
+class Places(Callback):
+    "A term that averages over rows and places, padding included, as RNNRegularizer's"
+    order,run_valid = 5,False
+    def after_pred(self): self.learn.pred,self.h = self.pred
+    def after_loss(self): self.learn.loss_grad = self.loss_grad + 5*self.h.pow(2).mean()
+
+class WithOutputs(Attention):
+    def forward(self, x):
+        mask,keep = x == pad,(x != pad)[...,None]
+        h = self.layer(self.emb(x), src_key_padding_mask=mask)
+        pred = self.out((h*keep).sum(1)/keep.sum(1))
+        return (pred,h.masked_fill(~keep, 0)) if self.training else pred
+
+def test_term_of_a_callback_is_told():
+    "It sees trimmed texts. With weight= and by rows nothing is told, and by rows it is exact"
+    def run(**kwargs):
+        learn = masked_learner('transformer', GradientAccumulation(**kwargs), Places())
+        learn.model = (set_seed(0), WithOutputs().double())[1]
+        return learn
+    told = r'callback \(Places\) has changed the loss .* micro_batch_tokens .* Use micro_batch_size'
+    check_told_once(run(micro_batch_tokens=48), whole := run(micro_batch_size=16), told, .01)
+    (rows := run(micro_batch_size=3)).fit(2, .1)
+    run(micro_batch_tokens=48, weight=lambda learn: len(learn.x)).fit(1, .1)
+    run(micro_batch_tokens=10000).fit(1, .1)                             # nothing is trimmed
+    assert rel_err(weights(rows.model), weights(whole.model)) < 1e-12
+
+@pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of")
+@pytest.mark.parametrize('exact', [False, True])
+def test_text_classifiers_are_refused(exact):
+    "Before training: fastai's encoder reads chunks. Batches in tokens are those of rows"
+    from test_encoder import lens, make
+    def run(*cbs, **kwargs):
+        learn = make(*cbs, exact=exact, **kwargs)
+        learn.fit(1, .1)
+        return weights(learn.model)
+    refused = make(GradientAccumulation(micro_batch_tokens=30), exact=exact)
+    before = weights(refused.model)
+    with pytest.raises(ValueError, match="has fastai's SentenceEncoder.*Use micro_batch_size for it.*unit='tokens' works"): refused.fit(1, .1)
+    assert torch.equal(weights(refused.model), before)
+    if exact: close(run(GradientAccumulation(sum(lens), unit='tokens'), bs=5), run(), 1e-5)
+
+class Normed(Attention):
+    def __init__(self): super().__init__(); self.norm = nn.BatchNorm1d(n_words)
+    def forward(self, x): return self.norm(super().forward(x))
+
+def test_batchnorm_is_told():
+    "But not if BnFreeze keeps it from training"
+    from fastai.callback.training import BnFreeze
+    def run(*cbs, frozen=False, **kwargs):
+        learn = masked_learner('transformer', GradientAccumulation(**kwargs), *cbs)
+        learn.model = (set_seed(0), Normed().double())[1]
+        learn.model.norm.requires_grad_(not frozen)
+        return learn
+    check_told_once(run(micro_batch_tokens=48), run(micro_batch_size=16), "BatchNorm sees micro-batches of texts of like lengths", .01)
+    whole,ours = run(BnFreeze, frozen=True, micro_batch_size=16),run(BnFreeze, frozen=True, micro_batch_tokens=48)
+    for learn in (whole, ours): learn.fit(2, .1)
+    close(weights(ours.model), weights(whole.model), 1e-10)
+
+class Featured(Attention):
+    "With an input beside the texts: features, or how much each word counts"
+    def __init__(self): super().__init__(); self.of_features = nn.Linear(1, n_words)
+    def forward(self, x, f): return super().forward(x) + self.of_features(f[...,None].flatten(1, -2)).tanh().sum(1)
+
+class WithMask(Attention):
+    "Weighs words with an attention mask"
+    def forward(self, x):
+        x,mask = x['ids'],x['attention_mask']
+        h = self.layer(self.emb(x), src_key_padding_mask=mask == 0)*mask[...,None]
+        return self.out(h.sum(1)/mask.sum(1, keepdim=True))
+
+def learner_of_batches(batches, model, *cbs, n_inp=2):
+    set_seed(0)
+    dls = DataLoaders(batches, batches, device='cpu')
+    dls.n_inp = n_inp
+    learn = Learner(dls, model().double(), CrossEntropyLossFlat(), SGD, cbs=cbs)
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+def test_features_as_many_as_tokens():
+    "They cannot be told from numbers of tokens: refused before anything is wrong. (n, 1, features) is exact, and so is another number"
+    x,y = padded(texts[:16]),torch.arange(16)%5
+    features = torch.randn(16, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    def run(f, **kwargs):
+        learn = learner_of_batches([(x,f,y)], Featured, GradientAccumulation(**kwargs))
+        learn.fit(2, .1)
+        return weights(learn.model)
+    with pytest.raises(TypeError, match=r'float64 and shape \(16, \d+\) is as wide.*micro_batch_size'): run(features, micro_batch_tokens=48)
+    for f in (features[:,None], features[:,1:]): close(run(f, micro_batch_tokens=48), run(f, micro_batch_size=16), 1e-10)
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.long, torch.bool])
+def test_attention_mask(dtype):
+    x,y = padded(texts[:16]),torch.arange(16)%5
+    def run(**kwargs):
+        learn = learner_of_batches([(dict(ids=x, attention_mask=(x != pad).to(dtype)),y)], WithMask, GradientAccumulation(**kwargs), n_inp=1)
+        learn.fit(2, .1)
+        return weights(learn.model)
+    close(run(micro_batch_tokens=48), run(micro_batch_size=16), 1e-10)
