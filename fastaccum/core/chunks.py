@@ -60,8 +60,8 @@ class ChunkedLoss:
 
     # Names of all parameters around, for messages
     def _named(self):
-        places = dict(loss_func=self.loss_func, model=self.model) if self.model is not None else dict(loss_func=self.loss_func, head=self.head)
-        return {p: f'{k}.{n}' for k,m in places.items() if isinstance(m, nn.Module) for n,p in m.named_parameters()}
+        places = ('loss_func',self.loss_func),('head',self.head) if self.model is None else ('model',self.model)
+        return {p: f'{k}.{n}' for k,m in places if isinstance(m, nn.Module) for n,p in m.named_parameters()}
 
     # What the loss averages over; an error if that is not known, as then the chunks do not add up
     def _look(self, f, x, yb):
@@ -177,7 +177,8 @@ def position_dims(x, ys, info):
     y,dim = ys[0],x.position_dim
     if dim is None or info is None or info.measured or not is_known(info.loss_func): return None,None
     if info.over not in ('classes', 'elements') or len(y) != len(x.x): return None,None
-    if info.over == 'classes' and y.is_floating_point() and (dim == 1 or hasattr(info.loss_func, 'axis')): return None,None   # dim 1 has classes
+    soft = info.over == 'classes' and y.is_floating_point()
+    if soft and (dim == 1 or hasattr(info.loss_func, 'axis')): return None,None                  # these have their classes in dim 1
     dim_y = dim if dim == 1 or y.dim() == x.x.dim() else 1
     return (dim,dim_y) if y.dim() > dim_y and y.shape[dim_y] == x.x.shape[dim] else (None,None)
 
