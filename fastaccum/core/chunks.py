@@ -37,7 +37,7 @@ class ChunkedLoss:
         if not is_count(n_chunks): raise ValueError(f"n_chunks={n_chunks!r}: pass the number of chunks, an int of at least 1.")
         check_head(head)
         self.loss_func,self.head,self.n_chunks,self.scaler = loss_func,head,n_chunks,scaler
-        self.rule = LossRule(LossProbe if check_loss else None)
+        self.rule,self.model = LossRule(LossProbe if check_loss else None),None             # the head's, for messages
 
     def __call__(self,
         x:Tensor, # Input of the head: (items, ..., width), or (items, channels, ...) for a convolution
@@ -49,7 +49,7 @@ class ChunkedLoss:
         f = partial(self.loss_func, **kwargs) if kwargs else self.loss_func
         if LossInfo(f).reduction == 'none': return self._each(f, x, yb)
         info = self._look(f, x, yb)
-        run = Chunks(f, x, cut_batch(x, yb, self.n_chunks, info), info, self.scaler)
+        run = Chunks(f, x, cut_batch(x, yb, self.n_chunks, info), info, self.scaler, self._named)
         return _InChunks.apply(run, x.x, *(p for _,p in trained(x.head))) if torch.is_grad_enabled() else run.value()
 
     # The losses of the elements: their gradients are not known yet, so the outputs are computed again in the backward pass
@@ -57,6 +57,11 @@ class ChunkedLoss:
         def losses(part, *yb): return f(x.outputs(part), *yb)
         again = partial(checkpoint, losses, use_reentrant=False) if torch.is_grad_enabled() else losses
         return torch.cat([again(cut(x.x), *y) for cut,y in cut_batch(x, yb, self.n_chunks)])
+
+    # Names of all parameters around, for messages
+    def _named(self):
+        places = ('loss_func',self.loss_func),('head',self.head) if self.model is None else ('model',self.model)
+        return {p: f'{k}.{n}' for k,m in places if isinstance(m, nn.Module) for n,p in m.named_parameters()}
 
     # What the loss averages over; an error if that is not known, as then the chunks do not add up
     def _look(self, f, x, yb):
@@ -172,14 +177,16 @@ def position_dims(x, ys, info):
     y,dim = ys[0],x.position_dim
     if dim is None or info is None or info.measured or not is_known(info.loss_func): return None,None
     if info.over not in ('classes', 'elements') or len(y) != len(x.x): return None,None
+    soft = info.over == 'classes' and y.is_floating_point()
+    if soft and (dim == 1 or hasattr(info.loss_func, 'axis')): return None,None                  # these have their classes in dim 1
     dim_y = dim if dim == 1 or y.dim() == x.x.dim() else 1
     return (dim,dim_y) if y.dim() > dim_y and y.shape[dim_y] == x.x.shape[dim] else (None,None)
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e017
 # The loss `f` of the head's outputs in `parts`, each weighted by what it averages over
 class Chunks:
-    def __init__(self, f, x, parts, info, scaler=None):
-        self.f,self.x,self.parts,self.scaler = f,x,parts,scaler
+    def __init__(self, f, x, parts, info, scaler=None, names=dict):
+        self.f,self.x,self.parts,self.scaler,self.names = f,x,parts,scaler,names
         dtype = torch.promote_types(x.x.dtype, torch.float32)
         weights = [loss_weight(info, yb, n_items(cut(x.x)), dtype) for cut,yb in parts]
         weights = [w.to(dtype) if isinstance(w, Tensor) else w for w in weights]
@@ -214,7 +221,9 @@ class Chunks:
         x,leaves = self.x.x,{n: p.detach().requires_grad_() for n,p in trained(self.x.head)}    # hooks of the parameters get the whole
         of_x,ps = torch.empty_like(x) if wanted else None,list(leaves.values())
         of_ps = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ps]
+        own,checked = {p: n for n,p in trained(self.x.head)},[]
         def add(loss, share, cut, part):
+            if not checked: checked.append(self.check(loss, [part, *ps], own))
             seed = (loss.new_ones(())*share*scale).to(loss.dtype).expand_as(loss)
             found = torch.autograd.grad(loss, [part, *ps] if wanted else ps, seed, allow_unused=True)
             if wanted: cut(of_x).copy_(0 if found[0] is None else found[0])
@@ -222,6 +231,28 @@ class Chunks:
                 if g is not None: total.add_(g)
         with torch.enable_grad(): value = functional_call(_Calls(self.x.head), leaves, (partial(self.value, add, wanted),))
         return value.detach(),[of_x, *of_ps]
+
+    # An error if a gradient would be lost: the loss must depend on nothing else that has one than `known`
+    def check(self, loss, known, own):
+        known = {id(t) for t in known}
+        other = next((t for t in leaves_of(loss) if id(t) not in known), None)
+        if other is None: return
+        name,names = getattr(self.f, '__name__', type(self.f).__name__),{**self.names(), **own}
+        what = f"{names[other]}, of shape" if other in names else "a tensor that is not the model's and requires a gradient, of shape"
+        raise ValueError(f"{name} in chunks depends on {what} {tuple(other.shape)}, besides the head's input and parameters: it would get no "
+                         "gradient. If the loss computes with it: add this term in a callback's `after_loss`, to `learn.loss_grad`, or use "
+                         "`torch.no_grad()` if it needs no gradient. If a hook computes the head's weights of it, as the old "
+                         "weight_norm does: use torch.nn.utils.parametrizations. Otherwise train without chunks.")
+
+# The tensors for which the graph of `loss` accumulates gradients
+def leaves_of(loss):
+    todo,seen = [loss.grad_fn] if loss.grad_fn is not None else [loss]*loss.requires_grad,set()
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Tensor): yield node
+        elif node is not None and node not in seen:
+            seen.add(node)
+            todo += [node.variable] if type(node).__name__ == 'AccumulateGrad' else [f for f,_ in node.next_functions]
 
 # Names, as in `_Calls`, and parameters of a head that train
 def trained(head): return [(f'head.{n}', p) for n,p in head.named_parameters() if p.requires_grad]
@@ -238,7 +269,8 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, x, *ps):
         ctx.scale = 1. if run.scaler is None else run.scaler.scale(torch.ones((), device=x.device))
-        if not any(ctx.needs_input_grad): return run.value()
+        if not any(ctx.needs_input_grad):
+            with torch.enable_grad(): return run.value(lambda loss, *_: run.check(loss, [], {}))   # has the loss parameters?
         value,ctx.grads = run.gradients(ctx.needs_input_grad[1], ctx.scale)
         return value
 

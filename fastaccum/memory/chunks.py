@@ -13,6 +13,7 @@ from fastai.layers import ToTensorBase
 import fastaccum.loop.batch_loop  # whose `_do_fit` opens the contexts
 from ..core.checks import is_count
 from ..core.chunks import ChunkedLoss, HeadInput
+from ..loop.batch_loop import check_single
 from ..loop.events import _may_read_pred, hears
 from ..loop.ranks import ranks_of
 from .activations import OtherForward
@@ -33,7 +34,7 @@ class ChunkedHead(Callback):
         if not (head is None or isinstance(head, (nn.Module,str))):
             raise TypeError(f"head={head!r}: pass a module of the model or its name, or leave it out for the last linear layer or "
                             "convolution.")
-        self.n_chunks,self.head,self.deferred = n_chunks,head,False
+        self.n_chunks,self.head,self.deferred,self.first = n_chunks,head,False,None      # `first`: the loss, until a batch was trained
 
     @contextmanager
     def during_fit(self):
@@ -41,9 +42,10 @@ class ChunkedHead(Callback):
         learn,self.deferred = self.learn,False
         check_learner(learn)
         with self.in_chunks(learn.model, self.defers, scaler=self) as loss_func:
-            learn.loss_func = loss_func
+            learn.loss_func = self.first = loss_func
             try: yield
             finally:
+                self.first = None
                 if learn.loss_func is loss_func: learn.loss_func = loss_func.loss_of_outputs
 
     @contextmanager
@@ -54,7 +56,8 @@ class ChunkedHead(Callback):
     ):
         "A context in which `model` may return the input of its head, of which the loss is computed with the function that it gives"
         head = get_model(model).get_submodule(name_of_head(get_model(self.learn.model), self.head))
-        loss_func = HeadLoss(ChunkedLoss(self.learn.loss_func, head, self.n_chunks, **kwargs))
+        loss_func = HeadLoss(chunked := ChunkedLoss(self.learn.loss_func, head, self.n_chunks, **kwargs))
+        chunked.model = get_model(model)
         with ExitStack() as stack:
             stack.enter_context(Later(head, defers).attached())
             for m in model.modules():
@@ -71,7 +74,13 @@ class ChunkedHead(Callback):
     # ---- when
     def before_batch(self): self.deferred = self.learn.training or self.only_loss
     def after_pred(self): self.deferred = self.learn.training
-    def after_batch(self): self.deferred = False
+    def after_batch(self):
+        self.deferred = False
+        if self.first is None or not self.learn.training: return
+        if not self.first.used:
+            warn(f"ChunkedHead does nothing: the model did not call its {name_of_head(get_model(self.learn.model), self.head)!r}, or the loss "
+                 "did not get what this returned. To choose the layer whose outputs the model returns: pass head=. Or leave ChunkedHead out.")
+        self.first = None
     def after_cancel_batch(self): self.deferred = False
 
     def defers(self) -> bool:
@@ -100,10 +109,11 @@ class Later(OtherForward):
 
     def __call__(self, x):
         if not self.defers(): return self.plain(x)
-        if self.module._forward_hooks or self.module._backward_hooks:
-            raise ValueError(f"ChunkedHead: this {type(self.module).__name__} has hooks, which would not see its outputs. Remove them, or "
+        m = self.module
+        if m._forward_hooks or m._backward_hooks or m._backward_pre_hooks:
+            raise ValueError(f"ChunkedHead: this {type(m).__name__} has hooks, which would not see its outputs. Remove them, or "
                              "train without ChunkedHead.")
-        return HeadInput(x, self.module, self.plain)
+        return HeadInput(x, m, self.plain)
 
 # Lets the head's input pass where outputs would get fastai's type
 class PassOn(OtherForward):
@@ -113,7 +123,7 @@ class PassOn(OtherForward):
 # In the place of a Learner's loss: of outputs as before, and of the head's input in chunks. Attributes, copies and pickles are those of the
 # loss in whose place it is
 class HeadLoss:
-    def __init__(self, chunked): vars(self).update(chunked=chunked, loss_of_outputs=chunked.loss_func)
+    def __init__(self, chunked): vars(self).update(chunked=chunked, loss_of_outputs=chunked.loss_func, used=False)
     def __getattr__(self, k):
         if k[:2] == '__' or 'loss_of_outputs' not in vars(self): raise AttributeError(k)
         return getattr(self.loss_of_outputs, k)
@@ -121,7 +131,9 @@ class HeadLoss:
     def __reduce__(self): return (operator.getitem, ((self.loss_of_outputs,), 0))
 
     def __call__(self, pred, *yb, **kwargs):
-        if isinstance(pred, HeadInput): return self.chunked(pred, *yb, **kwargs)
+        if isinstance(pred, HeadInput):
+            vars(self)['used'] = True
+            return self.chunked(pred, *yb, **kwargs)
         if isinstance(pred, (tuple,list)) and any(isinstance(o, HeadInput) for o in pred):
             raise ValueError("ChunkedHead: the model returns several outputs, and the loss gets all of them, but only a loss of the head's "
                              "outputs alone can be computed in chunks.")
@@ -145,6 +157,7 @@ def name_of_head(model, head):
                      "outputs it returns.")
 
 def check_learner(learn):
+    check_single([cb for cb in learn.cbs if isinstance(cb, ChunkedHead)], 'ChunkedHead')
     if any(getattr(cb, 'coupled', False) for cb in learn.cbs):
         raise ValueError("ChunkedHead computes the loss in chunks, but with coupled the loss compares items and needs all outputs: leave "
                          "out one of the two.")

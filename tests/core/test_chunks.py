@@ -198,3 +198,47 @@ def test_never_all_outputs():
         seen.clear()
         ChunkedLoss(f, head, 4)(torch.randn(4096, width).requires_grad_(), torch.randint(n_cls, (4096,))).backward()
         assert max(seen[-4:]) == 1024*n_cls and len(seen) == (4 if f is not masked else 6)
+
+class Uncertain(nn.Module):
+    "A loss that learns its own weight"
+    def __init__(self): super().__init__(); self.log_var = nn.Parameter(torch.zeros(()))
+    def forward(self, pred, y): return F.cross_entropy(pred, y)*torch.exp(-self.log_var) + self.log_var
+class Frozen(Uncertain):
+    def __init__(self): super().__init__(); self.log_var.requires_grad_(False)
+
+@pytest.mark.parametrize('trains', ['all', 'input', 'head', 'none'])
+def test_what_would_get_no_gradient(trains):
+    "The loss depends on something that is neither the head's input nor a parameter of it"
+    head,body = linear().requires_grad_(trains in ('all', 'head')),nn.Linear(width, width)
+    x = flat_x.clone().requires_grad_(trains in ('all', 'input'))
+    def regularized(pred, y): return F.cross_entropy(pred, y) + body.weight.pow(2).sum()
+    def masked_by(pred, y): return F.cross_entropy(pred, y)*body(flat_x).detach().mean()
+    def of(f): return ChunkedLoss(f, head, 3)(x, flat_y)
+    with pytest.raises(ValueError, match=r'Uncertain in chunks depends on loss_func.log_var, of shape \(\)'): of(Uncertain())
+    with pytest.raises(ValueError, match=r'regularized in chunks depends on a tensor that is not .*of shape \(5, 5\)'): of(regularized)
+    for f in (Frozen(), masked_by): assert rel_err(of(f), f(head(x), flat_y)) < 1e-6
+    body.requires_grad_(False)
+    assert rel_err(of(regularized), regularized(head(x), flat_y)) < 1e-6
+    with torch.no_grad(): assert rel_err(of(u := Uncertain()), u(head(x), flat_y)) < 1e-6
+    assert head.weight.grad is None and x.grad is None
+
+def test_regularized_head():
+    "What the loss reads of the head's own parameters gets its gradient"
+    head = linear()
+    def decayed(pred, y): return F.cross_entropy(pred, y) + .1*head.weight.pow(2).sum()
+    check(decayed, head, flat_x, flat_y, n=3, tol=1e-6)
+
+@pytest.mark.filterwarnings('ignore:.*weight_norm. is deprecated')
+def test_weight_norm():
+    "With hooks and with parametrizations"
+    for norm in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm): check(nn.CrossEntropyLoss(), norm(linear()), flat_x, flat_y, n=3, tol=1e-6)
+
+@pytest.mark.parametrize('loss_func,head,x,n_parts', [
+    (nn.CrossEntropyLoss(), linear, text_x, 3), (partial(F.cross_entropy), linear, text_x, 3), (CrossEntropyLossFlat(flatten=False), linear, text_x, 3),
+    (CrossEntropyLossFlat(flatten=False), conv, pixels_x, 3), (nn.CrossEntropyLoss(), conv, pixels_x, 18), (nn.BCEWithLogitsLoss(), linear, text_x, 24)])
+def test_soft_targets(loss_func, head, x, n_parts):
+    "The dimension of the classes is not cut, whatever the head's outputs are"
+    torch.manual_seed(1)
+    y = torch.rand_like((h := head())(x))
+    check(loss_func, h, x, y, n=24, tol=2e-6)
+    assert len(cut_batch(HeadInput(x, h), (y,), 24, LossInfo(loss_func))) == n_parts

@@ -335,6 +335,75 @@ def test_refused(name):
 def test_hooks_are_refused():
     learn = text(ChunkedHead())
     with hook_output(learn.model.head), pytest.raises(ValueError, match='has hooks'): learn.fit(1)
+    hook = learn.model.head.register_full_backward_pre_hook(lambda m, grads: (grads[0]*2,))
+    with pytest.raises(ValueError, match='has hooks'): learn.fit(1)
+    hook.remove()
+    learn.fit(1)
+
+def test_hook_of_the_input():
+    "A hook that changes what the head gets"
+    def run(*cbs):
+        learn = text(*cbs)
+        learn.model.head.register_forward_pre_hook(lambda m, args: (args[0]*2,))
+        learn.fit(2)
+        return learn
+    same(run(ChunkedHead(4)), run())
+
+class WithAux(NextWord):
+    def forward(self, x):
+        h = self.block(self.emb(x))
+        self.aux = h.pow(2).mean()
+        return self.head(h)
+def with_aux(learn, pred, y): return CrossEntropyLossFlat()(pred, y) + .1*learn.model.aux
+def with_decay(learn, pred, y): return CrossEntropyLossFlat()(pred, y) + .1*sum(p.pow(2).sum() for p in learn.model.parameters())
+class Decoder(nn.Module):
+    "Reads the embedding's weight, which is no parameter of its own"
+    def __init__(self, emb): super().__init__(); self.emb = [emb]
+    def forward(self, x): return F.linear(x, self.emb[0].weight)
+class Decoded(NextWord):
+    def __init__(self): super().__init__(); self.head = Decoder(self.emb)
+def with_loss(f): return lambda learn: setattr(learn, 'loss_func', partial(f, learn))
+def with_head(norm): return lambda learn: norm(learn.model.head)
+lost = {'aux': (WithAux, with_loss(with_aux), 'emb.weight|block'), 'decay': (NextWord, with_loss(with_decay), 'emb.weight|block'), 'decoder': (Decoded, noop, 'model.emb.weight, of shape .11, 8.'),
+        'weight_norm': (NextWord, with_head(nn.utils.weight_norm), 'head.weight_'), 'spectral_norm': (NextWord, with_head(nn.utils.spectral_norm), 'head.weight_orig')}
+
+@pytest.mark.filterwarnings('ignore:.*weight_norm. is deprecated')
+@pytest.mark.parametrize('k', [None, 3])
+@pytest.mark.parametrize('name', lost)
+def test_no_gradient_is_lost(name, k):
+    "What the loss depends on without the head's input is found before anything is stepped"
+    model,change,match = lost[name]
+    learn = text(ChunkedHead(4, head='head'), acc(8, micro_batch_size=k), model=model)
+    change(learn)
+    before = weights(learn.model).clone()
+    with pytest.raises(ValueError, match=f'in chunks depends on .*({match})'): learn.fit(1)
+    assert torch.equal(weights(learn.model), before)
+
+def test_term_in_a_callback():
+    "As the message says"
+    class Aux(Callback):
+        run_valid = False
+        def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + .1*self.learn.model.aux
+    whole = text(model=WithAux)
+    whole.loss_func = partial(with_aux, whole)
+    chunked = text(ChunkedHead(4), Aux(), model=WithAux)
+    for learn in (whole, chunked): set_seed(1); learn.fit(2)
+    assert rel_err(weights(chunked.model), weights(whole.model)) < 1e-6
+
+def test_two_are_refused():
+    learn = text(ChunkedHead(2), ChunkedHead(3))
+    with pytest.raises(ValueError, match='2 ChunkedHead callbacks'): learn.fit(1)
+    assert 'forward' not in vars(learn.model.head)
+
+class Unused(NextWord):
+    def forward(self, x): return F.linear(self.block(self.emb(x)), self.head.weight, self.head.bias)
+
+@pytest.mark.parametrize('k', [None, 3])
+def test_head_that_is_not_called(k):
+    "One warning, after the first training batch"
+    learn = text(ChunkedHead(4), acc(16, micro_batch_size=k), model=Unused)
+    with pytest.warns(UserWarning, match="ChunkedHead does nothing.*'head'.*pass head=") as found: learn.fit(2)
+    assert len([w for w in found if 'does nothing' in str(w.message)]) == 1
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['language', 'unet'])
