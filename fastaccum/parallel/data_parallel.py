@@ -115,6 +115,7 @@ class DataParallel(LoopCallback):
         rows = self.learn.dl.rows
         if not self.fitting:
             self._tell_of_single_items(rows)
+            self._tell_of_few_items(rows)
             self.brings_ranks.own_random_numbers()
         self.fitting = True
         self.brings_ranks.begin_epoch(self.learn.dl)
@@ -125,6 +126,16 @@ class DataParallel(LoopCallback):
         if not any(isinstance(m, nn.BatchNorm1d) for m in self.learn.model.modules()): return
         self.warn_once(f"The last loader batch of an epoch has {n} items for {self.world} ranks, so a rank has a single one, of which "
                        "BatchNorm cannot compute a variance: use drop_last=True, or another batch size.")
+
+    # Where BatchNorm would see enough items on one rank: else the accumulation callback tells
+    def _tell_of_few_items(self, rows):
+        if not rows: return
+        few,n,k = min(n for n in rows[0] if n),sum(rows[0]),self.brings_ranks.accumulation.micro_batch_size
+        if few >= 8 or (min(n, k) if isinstance(k, int) else n) < 8: return
+        if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.learn.model.modules()): return
+        self.warn_once(f"A rank has {few} of the {n} items of a loader batch, and the model's BatchNorm sees only them: with "
+                       "under 8 its statistics are poor. Use larger loader batches, shares= that are less unequal, or GroupNorm, or freeze "
+                       "BatchNorm (`BnFreeze`).")
 
     def after_train(self):
         rec = getattr(self.learn, 'recorder', None)

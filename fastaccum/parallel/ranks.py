@@ -69,8 +69,11 @@ class Ranks(OneRank):
         self.join_buffers()
 
     def join_buffers(self):
-        if self.buffers_differ: average_buffers(self.learn.model)
+        if self.buffers_differ: average_buffers(self.learn.model, self._usual_row())
         self.buffers_differ = False
+
+    # Items of each rank in the latest of the epoch's largest loader batches
+    def _usual_row(self): return max(reversed(self.dl.rows), key=sum, default=[1]*self.world)
 
     # The loader batches of a validation begin, and end
     def begin_validation(self):

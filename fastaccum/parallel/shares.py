@@ -142,7 +142,7 @@ def best_shares(speeds, bs):
 # %% ../../nbs/api/parallel/10_shares.ipynb #9ab6ecaa
 # Raise an error for what cannot be shares
 def check_shares(shares):
-    if shares is None or shares == 'auto' and isinstance(shares, str): return
+    if shares is None or isinstance(shares, str) and shares == 'auto': return
     numbers = isinstance(shares, (list,tuple)) and len(shares) and all(isinstance(v, Real) and not isinstance(v, bool) for v in shares)
     if not numbers or not all(isfinite(v) and v > 0 for v in shares) or not isfinite(sum(shares)):
         raise ValueError(f"shares={shares!r}: pass a list of a number above 0 for each rank, such as [3, 1], or 'auto'.")

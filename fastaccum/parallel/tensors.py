@@ -71,14 +71,22 @@ def same_weights(model):
     with together(), torch.no_grad():
         for t in [*model.parameters(), *model.buffers()]: dist.broadcast(t, 0)
 
-# Average the model's buffers over the ranks; those that are not floats become those of rank 0
-def average_buffers(model):
+# Average the model's buffers over the ranks, by the `items` of each in a loader batch: BatchNorm of a rank without any has seen nothing.
+# Buffers that are not floats become those of the rank with the most
+def average_buffers(model, items):
+    share,most,alike = items[dist.get_rank()]/sum(items),items.index(max(items)),len(set(items)) == 1
     by_kind = groupby([b for b in model.buffers()], lambda b: (b.dtype, b.device))
     with together(), torch.no_grad():
         for bufs in by_kind.values():
             flat = torch.cat([b.reshape(-1) for b in bufs])
-            if not flat.is_floating_point(): dist.broadcast(flat, 0)
-            else: dist.all_reduce(flat); flat /= dist.get_world_size()
+            if flat.is_floating_point() and alike: dist.all_reduce(flat); flat /= len(items)
+            else:
+                own = flat.clone()
+                dist.broadcast(flat, most)
+                if own.is_floating_point():        # what is equal stays so to the last bit, also -inf
+                    more = torch.where(own == flat, 0., (own-flat)*share)
+                    dist.all_reduce(more)
+                    flat += more
             for b,v in zip(bufs, flat.split([b.numel() for b in bufs])): b.copy_(v.view_as(b))
 
 # %% ../../nbs/api/parallel/08_tensors.ipynb #6a265d95

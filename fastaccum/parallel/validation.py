@@ -52,7 +52,7 @@ class JointValidation:
         items,loss = find_bs(learn.yb),learn.loss.detach().mean()
         if self.whole:
             loss = self._of_all()
-            weight = self.ranks.rank == 0                               # it counts once
+            weight = not any(self.rows[learn.iter][:self.ranks.rank])   # it counts once, on the first rank with items
         elif self.weight is not None: weight = self.weight(learn)       # or (weight, floor)
         elif learn.loss.dim(): weight = learn.loss.numel()
         else: weight = ifnone(self.rule.weight(learn.yb, items), 1),self.rule.info.floor

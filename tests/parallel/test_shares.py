@@ -1,15 +1,16 @@
 """Ranks that take unequal parts of each loader batch train as one process does, also while the parts move to the speeds that they measure"""
-import shutil
+import shutil, warnings
 from functools import partial
 import pytest, torch, torch.distributed as dist, torch.nn.functional as F
 import fastaccum.parallel.shares as module
-from fastai.basics import Adam, Callback, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor
+from fastai.basics import Adam, Callback, DataLoaders, Learner, SGD, ifnone, nn, np, set_seed, tensor
+from fastai.losses import LabelSmoothingCrossEntropyFlat
 from fastai.metrics import accuracy
 from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, GradientAccumulationSchedule, LocalSGD, TrainingCheckpoint, launch
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.parallel.fully_shard import whole
 from bench.comm import CommCounter
-from test_joint_validation import Contrast, class_weights, data, detection, ignored, mlp, own_weights, quiet, rare, started, token_loss
+from test_joint_validation import Contrast, class_weights, data, detection, fitted as validated, ignored, mlp, own_weights, quiet, rare, started, token_loss
 
 quick = []      # all start processes
 def rank(): return dist.get_rank() if dist.is_initialized() else 0
@@ -81,6 +82,22 @@ def other_ways():
     return dict(overlap=fitted(learner(x, y, ce, shares=[3, 1] if world() == 2 else None, dp=partial(DataParallel, overlap=True, bucket_mb=1e-4)), 2),
                 sharded=fitted(learner(x, y, ce, shares=[3, 1] if world() == 2 else None, dp=FullyShard), 2),
                 sharded_parts=fitted(learner(x[:96+23], y[:96+23], ce, micro_batch_size=12, shares=[3, 1] if world() == 2 else None, dp=partial(FullyShard, 'last')), 2))
+
+def without_items():
+    "Rank 0 has no item of the last loader batch of the validation, which is computed whole: the losses of the epochs, and around them"
+    x,y = data(74, 17)
+    losses = dict(smoothed=dict(loss=LabelSmoothingCrossEntropyFlat(weight=class_weights)), coupled=dict(loss=Contrast(), coupled=True, micro_batch_size=4))
+    return {k: validated(lambda: learner(x, y, n_valid=17, shares=[1, 3] if world() == 2 else None, **kw), 2)[0] for k,kw in losses.items()}
+
+def norms():
+    "BatchNorm's statistics after loader batches of equal size; weights do not change, so that those before are the same"
+    x,y = data(64)
+    res = {}
+    for s in ([3, 1], [1, 50], [50, 1]):
+        learn = learner(x, y, ce, mlp(norm=True), acc=lambda: GradientAccumulation(16), shares=s if world() == 2 else None)
+        with quiet(learn): learn.fit(3, 0.)
+        res[str(s)] = dict(buffers=[b.clone() for b in learn.model.buffers()], loss=learn.recorder.values[-1][1])
+    return res
 
 def measured():
     "With made-up speeds; a step for each loader batch, so that the shares move often"
@@ -187,7 +204,7 @@ def refused():
     def error(**kwargs):
         try: learner(x, y, ce, **kwargs)
         except ValueError as e: return str(e)
-    return dict(number=error(shares=[1, 2, 3]), zero=error(shares=[1, 0]), negative=error(shares=[1, -2]), nan=error(shares=[1, float('nan')]), kind=error(shares='even'),
+    return dict(number=error(shares=[1, 2, 3]), zero=error(shares=[1, 0]), negative=error(shares=[1, -2]), nan=error(shares=[1, float('nan')]), kind=error(shares='even'), array=error(shares=np.array([3, 1])),
                 local=error(shares=[3, 1], dp=LocalSGD), sharded=error(shares='auto', dp=FullyShard), overlap=error(shares='auto', dp=partial(DataParallel, overlap=True)),
                 parts=fit_error(shares=[3, 1], dp=FullyShard, micro_batch_size=4))
 
@@ -197,6 +214,16 @@ def fit_error(call=lambda l: l.fit(1), **kwargs):
     try:
         with quiet(learn): call(learn)
     except Exception as e: return f'{type(e).__name__}: {e}',began.at
+def told_of_few_items():
+    x,y = data(96)
+    res = {}
+    for bs,s in ((16, [7, 1]), (16, [1, 1]), (8, None), (4, None), (32, [3, 1]), (16, [1, 50])):
+        with warnings.catch_warnings(record=True) as w:
+            warnings.simplefilter('always')
+            learn = learner(x, y, ce, mlp(norm=True), bs=bs, shares=s)
+            with quiet(learn): learn.fit(2)
+        res[bs, str(s)] = [str(o.message) for o in w if 'BatchNorm' in str(o.message)]
+    return res
 def lists_differ(): return fit_error(shares=([3, 1], [1, 3])[rank()])
 def kinds_differ(): return fit_error(shares=('auto', None)[rank()])
 def differ_in_validation(): return fit_error(lambda l: l.validate(), shares=([3, 1], [1, 3])[rank()])
@@ -204,9 +231,9 @@ def sharded_differ(): return fit_error(shares=([3, 1], [1, 3])[rank()], dp=Fully
 differ = lists_differ, kinds_differ, differ_in_validation, sharded_differ
 
 # --- in few processes, as each imports all anew
-def all_equal(): return dict(fixed=with_shares(), auto=measured(), **(dict(memory=memory(), **other_ways()) if world() < 3 else {}))
+def all_equal(): return dict(fixed=with_shares(), auto=measured(), **(dict(memory=memory(), without_items=without_items(), norms=norms(), **other_ways()) if world() < 3 else {}))
 def one_and_two(): return {1: [all_equal()], 2: launch(all_equal, 2)}
-def all_two(): return dict(cost=cost(), checkpoints=checkpoints(), refused=refused())
+def all_two(): return dict(cost=cost(), checkpoints=checkpoints(), refused=refused(), few=told_of_few_items())
 def apart(): return dict(two=launch(all_two, 2), differ={f.__name__: launch(f, 2) for f in differ})
 
 def start(f, n, folder): return started(f, n, folder, __file__)
@@ -241,6 +268,26 @@ def test_shares_train_as_one_process(equal, name, n):
 def test_other_ways_take_shares(equal, name):
     same_run(equal[1][0][name], ranks := [r[name] for r in equal[2]])
     assert ranks[0]['row'] == [12, 4]
+
+@pytest.mark.parametrize('name', ['smoothed', 'coupled'])
+def test_a_validation_goes_on_without_items_of_rank_0(equal, name):
+    one,*ranks = [r['without_items'][name] for r in equal[1]+equal[2]]
+    k = 1 if name == 'smoothed' else None          # no weight makes its training exact, as a warning says
+    for r in ranks:
+        assert r == ranks[0] and len(r) == 4
+        close(r[:k], one[:k], 2e-6)
+        assert tensor(r).isfinite().all()
+
+@pytest.mark.parametrize('shares', ['[3, 1]', '[1, 50]', '[50, 1]'])
+def test_statistics_count_the_items_of_a_rank(equal, shares):
+    "Means are those of one process, and variances, too, if one rank has all items"
+    one,*ranks = [r['norms'][shares] for r in equal[1]+equal[2]]
+    for r in ranks:
+        (mean,var,n),(mean1,var1,n1) = r['buffers'],one['buffers']
+        assert n == n1 == 12
+        close(mean, mean1, 1e-6)
+        if shares != '[3, 1]': close(var, var1, 1e-6); close(r['loss'], one['loss'], 1e-6)
+        assert all(torch.equal(a, b) for a,b in zip(r['buffers'], ranks[0]['buffers']))
 
 @pytest.mark.parametrize('n', [2, 3])
 @pytest.mark.parametrize('name', [k for k in settings() if k not in ('every_batch', 'carry', 'drop', 'schedule')])
@@ -297,10 +344,16 @@ def test_resumed_with_other_ranks(tmp_path_factory):
             assert r['began'] == (1, 5)
 
 def test_refused(two):
-    says = dict(number='there are 2 ranks', zero='above 0', negative='above 0', nan='above 0', kind='above 0', local='leave out shares=', sharded='wait for each other',
+    says = dict(number='there are 2 ranks', zero='above 0', negative='above 0', nan='above 0', kind='above 0', array='pass a list', local='leave out shares=', sharded='wait for each other',
                 overlap='overlap=True', parts='different numbers of micro-batches')
     for r in two:
         for k,text in says.items(): assert text in str(r['refused'][k]), k
+
+def test_told_of_few_items_for_batchnorm(two):
+    "Once, also where a loader batch has few of them"
+    for r in two:
+        assert {k: len(msgs) for k,msgs in r['few'].items()} == {(16, '[7, 1]'): 1, (16, '[1, 1]'): 0, (8, 'None'): 1, (4, 'None'): 1, (32, '[3, 1]'): 0, (16, '[1, 50]'): 0}
+        assert 'A rank has 2 of the 16 items' in r['few'][16, '[7, 1]'][0] and 'micro-batches of 4 items' in r['few'][4, 'None'][0]
 
 @pytest.mark.parametrize('f', [f.__name__ for f in differ])
 def test_shares_that_differ_are_an_error_before_anything_is_trained(others, f):
