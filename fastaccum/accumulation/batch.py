@@ -39,7 +39,7 @@ class BatchPass:
         self.tensors = learn.xb,learn.yb                                 # whose items `n` counts
         self.joint = bool(cb.coupled) and cb.ranks.world > 1          # one loss over the items of all ranks
         self.coupled = self.yb = self.loop = self.cut = None
-        self.sizes,self.counts,self.values = [],[],None
+        self.sizes,self.counts,self.values,self.i = [],[],None,0
 
     # Does the accumulated batch end with `n` items?
     def ends(self, n): return n >= self.acc.accum_bs or (self.last and self.cb.remainder == 'step' and n > 0)

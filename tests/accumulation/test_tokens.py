@@ -502,11 +502,12 @@ def test_features_as_many_as_tokens():
     "They cannot be told from numbers of tokens: refused before anything is wrong. (n, 1, features) is exact, and so is another number"
     x,y = padded(texts[:16]),torch.arange(16)%5
     features = torch.randn(16, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    def run(f, **kwargs):
-        learn = learner_of_batches([(x,f,y)], Featured, GradientAccumulation(**kwargs))
+    def run(*fs, **kwargs):
+        learn = learner_of_batches([(x,f,y) for f in fs], Featured, GradientAccumulation(**kwargs))
         learn.fit(2, .1)
         return weights(learn.model)
-    with pytest.raises(TypeError, match=r'float64 and shape \(16, \d+\) is as wide.*micro_batch_size'): run(features, micro_batch_tokens=48)
+    for fs in ([features], [features[:,1:], features]):                  # a later batch, too
+        with pytest.raises(TypeError, match=r'float64 and shape \(16, \d+\) is as wide.*micro_batch_size'): run(*fs, micro_batch_tokens=48)
     for f in (features[:,None], features[:,1:]): close(run(f, micro_batch_tokens=48), run(f, micro_batch_size=16), 1e-10)
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.long, torch.bool])
