@@ -239,9 +239,9 @@ class Chunks:
         if other is None: return
         name,names = getattr(self.f, '__name__', type(self.f).__name__),{**self.names(), **own}
         what = f"{names[other]}, of shape" if other in names else "a tensor that is not the model's and requires a gradient, of shape"
-        raise ValueError(f"{name} in chunks depends on {what} {tuple(other.shape)}, besides the head's input and parameters: it would get no "
-                         "gradient. If the loss computes with it: add this term in a callback's `after_loss`, to `learn.loss_grad`, or use "
-                         "`torch.no_grad()` if it needs no gradient. If a hook computes the head's weights of it, as the old "
+        raise ValueError(f"{name} in chunks depends on {what} {tuple(other.shape)}, besides the head's input and parameters: it would get "
+                         "no gradient. If the loss computes with it: add this term in a callback's `after_loss`, to `learn.loss_grad`, or "
+                         "use `torch.no_grad()` if it needs no gradient. If a hook computes the head's weights of it, as the old "
                          "weight_norm does: use torch.nn.utils.parametrizations. Otherwise train without chunks.")
 
 # The tensors for which the graph of `loss` accumulates gradients

@@ -78,8 +78,9 @@ class ChunkedHead(Callback):
         self.deferred = False
         if self.first is None or not self.learn.training: return
         if not self.first.used:
-            warn(f"ChunkedHead does nothing: the model did not call its {name_of_head(get_model(self.learn.model), self.head)!r}, or the loss "
-                 "did not get what this returned. To choose the layer whose outputs the model returns: pass head=. Or leave ChunkedHead out.")
+            name = name_of_head(get_model(self.learn.model), self.head)
+            warn(f"ChunkedHead does nothing: the model did not call its {name!r}, or the loss did not get what this returned. Either "
+                 "pass head=, the layer whose outputs the model returns, or leave ChunkedHead out.")
         self.first = None
     def after_cancel_batch(self): self.deferred = False
 
