@@ -26,7 +26,7 @@ from pathlib import Path
 import foreign_data
 
 REPO,SKIP = 'https://github.com/fastai/fastai',{'cpp', 'cuda', 'multicuda'}  # Directives of cells that do not run
-LEFT_OUT = {'20b_tutorial.distributed': 'it starts processes of its own'}
+LEFT_OUT = {'09c_vision.widgets': 'it needs ipywidgets, and trains nothing', '20b_tutorial.distributed': 'it starts processes of its own'}
 TIMEOUT,FIT_TIMEOUT = 3600,100 # Seconds a notebook, seconds of the processor a fit
 STOPPED = 'stopped',f'took more than {FIT_TIMEOUT} seconds, or ended its process'
 LARGE = 100_000  # A model with more parameters is fitted for fewer epochs
