@@ -72,7 +72,7 @@ def test_verdict():
     plain = outcome(weights=[1.,2.], losses=[.5,float('nan')])
     near,far = outcome(weights=[1.,2+1e-6], losses=[.5,float('nan')]),outcome(weights=[1.,2.01], losses=[.5,float('nan')])
     wild = outcome(weights=[1.,4.], losses=[.5,float('nan')])
-    def verdict(ours, rounded=near, repeated=plain): return foreign.verdict(plain, ours, lambda: repeated, lambda: rounded)[0]
+    def verdict(ours, rounded=near, repeated=plain): return foreign.verdict(plain, ours, lambda: repeated, lambda seed: rounded)[0]
     assert verdict(near)=='exact' and verdict(far)=='bug'
     assert verdict(far, far)=='exact' and verdict(far, wild)=='chaotic' and verdict(far, None)=='bug'   # as far as rounding errors lead
     assert verdict(far, far, near)=='random'                                                           # fastai's own differs too
