@@ -355,7 +355,7 @@ class GradientAccumulation(LoopCallback):
     # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one is
     # tried: is padding masked?
     def cut(self, spans, most):
-        cut = spans.cut(most, 1 if self.lossy_encoder is None else self.lossy_encoder.bptt)
+        cut = spans.cut(most)
         if cut is None or self.padding_tried: return cut
         learn = self.learn
         self.padding_tried = cut.trims

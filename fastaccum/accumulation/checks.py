@@ -153,17 +153,19 @@ def check_graphs(learn):
                      "wrong gradients, or raises an error (pytorch#169545, pytorch#181723): use another mode, such as "
                      "'max-autotune-no-cudagraphs'.")
 
+# Name of the first callback whose class declares `what`, None if none does
+def who_declares(acc, what): return first(type(cb).__name__ for cb in acc.learn.cbs if getattr(type(cb), what, False))
+
 # Raise an error for settings of the Learner that cannot work with `coupled`
 def check_coupled(acc):
-    named = lambda what: first(type(cb).__name__ for cb in acc.learn.cbs if getattr(type(cb), what, False))
-    noise = named('compares_micro_batches')
+    noise = who_declares(acc, 'compares_micro_batches')
     if noise:
         raise ValueError(f"{noise} compares the gradients of micro-batches, but with coupled={acc.coupled!r} these share one loss: "
                          f"leave out {noise} or coupled.")
     if acc.coupled == 'batchnorm': check_lockstep(acc)
     if acc.coupled in (True, 'batchnorm'): return
     find_head(get_model(acc.learn.model), acc.coupled)
-    whole = named('compiles_model')
+    whole = who_declares(acc, 'compiles_model')
     if whole:
         raise ValueError(f"{whole} compiles the model in one piece, but coupled={acc.coupled!r} calls the head separately: use "
                          "coupled=True.")
@@ -171,8 +173,7 @@ def check_coupled(acc):
 # Raise an error if micro-batches could not wait for each other at a BatchNorm
 def check_lockstep(acc):
     import_greenlet()
-    named = lambda what: first(type(cb).__name__ for cb in acc.learn.cbs if getattr(type(cb), what, False))
-    again,whole,model = named('recomputes_model'),named('compiles_model'),acc.learn.model
+    again,whole,model = who_declares(acc, 'recomputes_model'),who_declares(acc, 'compiles_model'),acc.learn.model
     why = (f"{again} recomputes activations in the backward pass: leave it out, they wait on the host" if again else
            f"{whole} compiles the model, which cannot be suspended then: leave it out" if whole or is_compiled(model) else
            f"{type(model).__name__} calls the model in threads or processes" if type(model).__module__.startswith('torch.nn.parallel') else

@@ -24,18 +24,17 @@ class Spans(NamedTuple):
     width:int
     of_targets:bool=False
 
-    # The rows in micro-batches of at most `most` tokens as padded; None if one is enough. What is trimmed from the left is a multiple of
-    # `chunk`
-    def cut(self, most, chunk=1):
+    # The rows in micro-batches of at most `most` tokens as padded; None if one is enough
+    def cut(self, most):
         n,W = len(self.starts),self.width
         if n*W <= most: return None
         parts,part = [],Part([], W, 0)
         for i in sorted(range(n), key=lambda i: self.starts[i]-self.ends[i]):      # the longest first
-            a,z = min(part.start, self.starts[i])//chunk*chunk,max(part.end, self.ends[i], 1)
+            a,z = min(part.start, self.starts[i]),max(part.end, self.ends[i], 1)
             if part.rows and (len(part.rows)+1)*(z-a) > most:
                 parts.append(part)
-                part,a,z = Part([], W, 0),self.starts[i]//chunk*chunk,max(self.ends[i], 1)
-            part = Part([*part.rows, i], min(a, z-1)//chunk*chunk, z)
+                part,a,z = Part([], W, 0),self.starts[i],max(self.ends[i], 1)
+            part = Part([*part.rows, i], min(a, z-1), z)
         return Cut([*parts, part], W, self.of_targets)
 
 # A micro-batch: its rows, and which of their places it has
