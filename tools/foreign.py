@@ -117,8 +117,14 @@ def off(a, b) -> float: # Norm of the difference over that of `a`
     a,b = (o[a.isfinite()] for o in (a, b))
     return ((a-b).norm()/a.norm().clamp(min=1e-30)).item()
 
+def until_divergence(a, b): # Losses of two fits, until they are twice the first: a net that diverges multiplies rounding errors
+    n = next((i for i,loss in enumerate(a) if loss > 2*a[0]), len(a)) if a.shape==b.shape else None
+    return a[:n],b[:n]
+
 def differences(a, b): # Name -> by how much
-    return {k: off(a[k], b[k]) if k in a and k in b else float('inf') for k in {**a, **b}}
+    both = {k: (a[k], b[k]) for k in a if k in b}
+    if 'losses' in both: both['losses'] = until_divergence(*both['losses'])
+    return {k: off(*both[k]) if k in both else float('inf') for k in {**a, **b}}
 
 def verdict(plain, ours, repeated, rounded): # (result, what is said); `repeated()` is the plain fit again, `rounded(seed)` with other last bits
     (a,before,*_),(b,said,error,refused) = plain,ours

@@ -80,6 +80,9 @@ def test_verdict():
     assert verdict((far[0], ['BatchNorm sees micro-batches'], None, False))=='bug'                     # no reason for it
     assert verdict((None, [], 'ValueError: no', True))=='refused' and verdict((None, [], 'ValueError: no', False))=='bug'
     for ours in (outcome(weights=[1.,2.]), outcome(weights=[1.,2.], losses=[.5]), outcome(weights=[1.,2.], losses=[.5,.5])): assert verdict(ours)=='bug'
+    lr_find = [foreign.differences({'losses': torch.tensor([1.,.9,*o])}, {'losses': torch.tensor([1.,.9,*p])})['losses']
+               for o,p in [((5.,90.), (5.,91.)), ((.8,5.), (.7,5.)), ((5.,90.), (5.,))]]
+    assert lr_find[0]==0 and lr_find[1]>.05 and lr_find[2]==float('inf')     # what a net that diverges does does not count
 
 def test_leaves():
     state = dict(state=[dict(sqr_avg=torch.ones(2), step=3)], hypers=[dict(lr=.1, decouple=True)], name='Adam', none=None)
