@@ -26,7 +26,8 @@ from pathlib import Path
 import foreign_data
 
 REPO,SKIP = 'https://github.com/fastai/fastai',{'cpp', 'cuda', 'multicuda'}  # Directives of cells that do not run
-LEFT_OUT = {'09c_vision.widgets': 'it needs ipywidgets, and trains nothing', '20b_tutorial.distributed': 'it starts processes of its own'}
+LEFT_OUT = {'09c_vision.widgets': 'it needs ipywidgets, and trains nothing', '20b_tutorial.distributed': 'it starts processes of its own',
+            '70c_callback.captum': 'it needs captum', '70d_callback.comet': 'it needs comet_ml'}
 TIMEOUT,FIT_TIMEOUT = 3600,100 # Seconds a notebook, seconds of the processor a fit
 STOPPED = 'stopped',f'took more than {FIT_TIMEOUT} seconds, or ended its process'
 LARGE = 100_000  # A model with more parameters is fitted for fewer epochs
@@ -46,8 +47,9 @@ EXPLAINED = (
     ('18a_callback.training', 'ShortEpochCallback(', ONE_ROW,
      'it ends the epoch before the Recorder sees the last batch; with ours the row of that step is there'),
     ('18a_callback.training', 'ShortEpochCallback(', 'weights', 'it ends the epoch after two loader batches, whatever their size'),
-    ('24_vision.gan', 'learn.fit(1, 2e-4, wd=0.)', 'losses', 'not a comparison: its critic, of weights clipped to .01 and with BatchNorm frozen, answers '
+    ('24_vision.gan', 'learn.fit(1, 2e-4, wd=0.)', ('losses', 'tables'), 'not a comparison: its critic, of weights clipped to .01 and with BatchNorm frozen, answers '
      'all pictures alike; losses of 1e-11 are rounding errors'),
+    ('70a_callback.tensorboard', 'TensorBoardCallback(', 'weights', 'it traces the model in training mode on one loader batch, of which BatchNorm keeps statistics'),
 )
 
 # -- In the process that runs a notebook: one fit ------------------------------------------------------------------
