@@ -411,7 +411,7 @@ class GradientAccumulation(LoopCallback):
 
     # -- an epoch, even one that is cut short
     def before_train(self):
-        self.n_before = self.n_opened
+        self.n_before = self.n_opened - bool(self.n_items)           # one that goes on from the last epoch is of this one, too
         self.rule.begin_epoch()
         self.look_at_loss()
         # several losses in a step: do terms of the model in them add up? With `weight` it is not known what halves would weigh
