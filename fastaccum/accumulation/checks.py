@@ -1,4 +1,4 @@
-"""Arguments and settings that cannot work together, told before training starts
+"""Errors and warnings, before training starts, for arguments and settings that cannot work together
 
 Docs: https://fastaccum.github.io/fastaccum/api/accumulation/checks.html.md"""
 
