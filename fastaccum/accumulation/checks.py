@@ -1,4 +1,4 @@
-"""Arguments and settings that cannot work together, told before training starts
+"""Errors and warnings, before training starts, for arguments and settings that cannot work together
 
 Docs: https://fastaccum.github.io/fastaccum/api/accumulation/checks.html.md"""
 
@@ -214,7 +214,7 @@ def check_sizes(acc):
     most_at_once = max(sizes)
     if acc.micro_batch_size not in (None, 'auto'): most_at_once = min(most_at_once, acc.micro_batch_size)
     head = None if acc.coupled in (True, False, 'batchnorm') else find_head(get_model(learn.model), acc.coupled)
-    if most_at_once < 8 and acc.coupled != 'batchnorm' and has_batchnorm(learn.model, but=head):
+    if most_at_once < 8 and acc.coupled != 'batchnorm' and trains_batchnorm(learn, but=head):
         acc.warn_once(f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its "
                       f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_coupled(acc)}")
 
@@ -230,24 +230,22 @@ def check_steps(acc, sizes):
         acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
                       "every loader batch is a step.")
 
-# Does the model have a BatchNorm that sees micro-batches?
-def has_batchnorm(model, but=None):
-    seen = set(but.modules()) if but is not None else ()
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in seen for m in model.modules())
+def batchnorms(model, but=None):
+    others = set(but.modules()) if but is not None else ()
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in others]
 
 # Does the model have a BatchNorm that computes statistics of the batch in validation, too?
-def uses_batch(model): return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for m in model.modules())
+def uses_batch(model): return any(m.running_mean is None for m in batchnorms(model))
 
 # Does a BatchNorm normalize by its batch in training? `BnFreeze` keeps those whose weights are frozen from it
-def trains_batchnorm(learn):
+def trains_batchnorm(learn, but=None):
     frozen = any(is_a(type(cb), 'BnFreeze') for cb in learn.cbs)
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not (frozen and not any(p.requires_grad for p in m.parameters()))
-               for m in learn.model.modules())
+    return any(not frozen or any(p.requires_grad for p in m.parameters()) for m in batchnorms(learn.model, but))
 
 # A sentence that recommends `coupled`, with which BatchNorm sees whole loader batches; '' where micro-batches are loader batches
 def advise_coupled(acc):
     model = get_model(acc.learn.model)
     if acc.micro_batch_size is None: return ''
-    if not isinstance(model, nn.Sequential) or has_batchnorm(model, but=model[-1]):
+    if not isinstance(model, nn.Sequential) or batchnorms(model, but=model[-1]):
         return " With coupled='batchnorm' it sees whole loader batches, in more time."
     return " Only the head of this model has BatchNorm: with coupled='head' it sees whole loader batches."

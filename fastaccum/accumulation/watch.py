@@ -1,4 +1,4 @@
-"""Callbacks and hooks that are right for one big batch, and wrong for each micro-batch: told, with a figure
+"""Warnings, with a figure, for callbacks and hooks that are right for one big batch and wrong for each micro-batch
 
 Docs: https://fastaccum.github.io/fastaccum/api/accumulation/watch.html.md"""
 

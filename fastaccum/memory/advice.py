@@ -1,4 +1,4 @@
-"""How much memory will a training step take, part by part, and how much would each tool save? A forecast that needs none of it
+"""How much memory will a training step take, part by part, and how much would each tool save? A prediction that needs almost no memory itself
 
 Docs: https://fastaccum.github.io/fastaccum/api/memory/advice.html.md"""
 

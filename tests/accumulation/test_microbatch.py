@@ -6,6 +6,7 @@ from test_exact import Mixed, bits, case, cases, classes, cls_w, empty_cases, mi
 from test_precision import elementwise
 from bench.measure import SyncCounter
 from fastai.callback.mixup import CutMix, MixUp
+from fastai.callback.training import BnFreeze
 from fastai.losses import *
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastaccum.loop.events import _batch_events as inner
@@ -263,6 +264,19 @@ def test_batchnorm_warning(k, n, recwarn):
     learn = learner(data, 16, Acc(32, micro_batch_size=k), model=nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), loss_func=ce)
     learn.fit(2)
     assert [f'micro-batches of {n} items' in str(w.message) for w in recwarn if 'BatchNorm' in str(w.message)]==[True]*(n is not None)
+
+@pytest.mark.parametrize('frozen,cb,warns', [(False, [], 1), (True, [], 1), (False, [BnFreeze()], 1), (True, [BnFreeze()], 0)])
+def test_frozen_batchnorm_gives_no_warning(frozen, cb, warns, recwarn):
+    "Its statistics are not those of the micro-batch, so the step is exact. `BnFreeze` alone, or weights alone, do not freeze it"
+    def trained(*cbs):
+        net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        if frozen: net[1].requires_grad_(False)
+        learn = learner(data, 16, *cbs, *cb, model=net, loss_func=ce)
+        learn.fit(2)
+        return weights(learn.model)
+    whole,parts = trained(),trained(Acc(16, micro_batch_size=4))
+    assert sum('BatchNorm' in str(w.message) for w in recwarn)==warns
+    assert (rel_err(parts, whole) < 1e-5) == (not warns)
 
 @pytest.mark.parametrize('bad', [0, -1, 2.5, '8', True, 'Auto', [4]])
 def test_bad_sizes(bad):

@@ -114,6 +114,6 @@ def test_page():
     page = json.loads((root/'nbs/works_with.ipynb').read_text(encoding='utf-8'))
     shown = [''.join(o['data']['text/markdown']) for c in page['cells'] for o in c.get('outputs', [])]
     ours = clients.installed(results)
-    assert shown==[f'Clients were {clients.about(ours)}.', clients.markdown(clients.summary(ours)),
+    assert shown==[f'The cases were {clients.about(ours)}.', clients.markdown(clients.summary(ours)),
                    *(clients.markdown(clients.others(ours, k)) for k in ('told','refused','fails')),
                    *(text for o in clients.libraries(results).values() for text in (clients.read_from(o), clients.markdown(clients.claims_of(o))))]
