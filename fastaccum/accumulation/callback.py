@@ -32,8 +32,8 @@ from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
 from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
 from .checks import check_args, check_learner, refuse_others, uses_batch
-from .lengths import FittingTokens, padding_message
-from .plan import accum_batches, epoch_plan, epochs_for
+from .lengths import FittingTokens, Wide, padding_message
+from .plan import EpochCounts, accum_batches, epoch_plan, epochs_for
 from .text import left_out_message, lossy_encoder
 from .tokens import BatchCounter
 from .watch import Watch, reader_of, value_message
@@ -79,6 +79,7 @@ class GradientAccumulation(LoopCallback):
         self.of_modules = Keeps()                        # what the modules keep from one layer to another
         self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
+        self.epoch_counts = EpochCounts()
         self.n_before,self.last_rule = 0,str(self.rule)  # accumulated batches of the fit before this epoch; what the last fit found
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
@@ -167,17 +168,16 @@ class GradientAccumulation(LoopCallback):
     def plan(self,
         n_epoch:int=1, # Number of epochs
         dl=None        # Training loader, default the Learner's
-    ) -> list: # Items of each accumulated batch
-        "The sizes of the optimizer steps of a fit of `n_epoch` epochs, computed without training"
+    ) -> list: # Items of each accumulated batch; with another `unit`, what it counts
+        "The sizes of the optimizer steps of a fit, computed without training. Another `unit` than items is counted by loading an epoch"
         return accum_batches(self._sizes(dl), n_epoch, self.size_at, self.remainder)
 
     def _sizes(self, dl):
-        if self.unit != 'items':
-            raise ValueError(f"accum_bs counts {self.unit}, and how many a loader batch has is not known before it is loaded: there is no "
-                             "plan. After training, `StepLogger` shows the steps.")
-        if dl is None and self.learn is None:
-            raise ValueError("There is no loader to plan for: add the callback to a Learner, or pass `dl`.")
-        return batch_sizes(ifnone(dl, self.learn.dls.train) if self.learn is not None else dl)
+        if self.learn is None and (dl is None or self.unit != 'items'):
+            raise ValueError("There is no loader to plan for: add the callback to a Learner" +
+                             (", or pass `dl`." if self.unit == 'items' else f", which loads the batches whose {self.unit} count."))
+        if dl is None: dl = self.learn.dls.train
+        return batch_sizes(dl) if self.unit == 'items' else self.epoch_counts.of(self, dl)
 
     def epoch_plan(self):
         "How the position in training moves in this epoch; None if the steps are not known, or if their size changes"
@@ -195,8 +195,9 @@ class GradientAccumulation(LoopCallback):
         with ExitStack() as stack:
             stack.enter_context(summed_for(self.learn.model.parameters(), self.grad_dtype, self.learn.opt))
             if self.grad_device is not None: self.on_host = stack.enter_context(HostGradients(self.params, self.learn.opt))
+            self.epoch_counts.in_fit = True
             try: yield
-            finally: self.on_host = None
+            finally: self.on_host,self.epoch_counts.in_fit = None,False
 
     def before_fit(self):
         learn = self.learn
@@ -216,7 +217,7 @@ class GradientAccumulation(LoopCallback):
         self.acc = GradientAccumulator(self.params, self._accum_bs, self.normalize, self.ranks.reduce)
         self.clear()
         self.rule,self.batch,self.n_opened = LossRule(LossProbe, self.check_loss == 'always'),None,0
-        self.batch_lists,self.loss_values,self.replaced,self.padding_tried = Lists(),LossValues(),None,False
+        self.batch_lists,self.loss_values,self.replaced,self.wide,self.padding_tried = Lists(),LossValues(),None,Wide(),False
         self.of_modules = Keeps()                        # what the modules keep from one layer to another
         self.lossy_encoder = lossy_encoder(self.learn.model)
         rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2
@@ -317,7 +318,7 @@ class GradientAccumulation(LoopCallback):
         xb,yb = batch.tensors
         if learn.xb is not xb or learn.yb is not yb or not type(xb) is tuple is type(yb):   # changed since `before_batch`? A list may be
             n = self._count_items()
-            counted = batch.counted and self.counter.again(learn, n, batch.counted)
+            counted = batch.counted and self.counter.again(learn, n, batch.counted, batch.tensors)
             if n != batch.n or counted is not None: batch = self.__dict__['batch'] = BatchPass(self, n, batch.last, counted)
         with_items = self.ranks.begin(batch)
         if batch.opens:
@@ -352,14 +353,19 @@ class GradientAccumulation(LoopCallback):
         message = left_out_message(self.lossy_encoder, self.learn.xb[0], batch.size)
         if message: self.warn_once(message); self.lossy_encoder = None
 
-    # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one is
-    # tried: is padding masked?
+    # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one of an
+    # epoch is tried: is padding masked?
     def cut(self, spans, most):
-        cut = spans.cut(most)
-        if cut is None or self.padding_tried: return cut
-        learn = self.learn
-        self.padding_tried = cut.trims
-        self.tell(padding_message(self.loop.precision.predict, learn.model, learn.xb, cut, self.terms.tol))
+        learn,cut = self.learn,spans.cut(most)
+        wide = self.wide
+        unsure = wide.look(learn.xb, spans.width, self.counter.text(learn.xb, len(spans.starts)), spans.of_targets)
+        if cut is None: return None
+        cut.features,cut.of_targets = wide.features,wide.of_targets
+        if not self.padding_tried:
+            self.padding_tried = cut.trims
+            message = padding_message(self.loop.precision.predict, learn.model, learn.xb, cut, self.terms.tol, unsure)
+            wide.of_targets = cut.of_targets
+            if message: self.warn_once(message, about='padding')
         return cut
 
     def give_up_batch(self) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
@@ -414,16 +420,25 @@ class GradientAccumulation(LoopCallback):
         self.n_before = self.n_opened - bool(self.n_items)           # one that goes on from the last epoch is of this one, too
         self.rule.begin_epoch()
         self.look_at_loss()
+        self.padding_tried = False
         # several losses in a step: do terms of the model in them add up? With `weight` it is not known what halves would weigh
         self.terms.begin_epoch(self.check_loss and self.weight is None and not self.coupled)
         if self.params is not None: self.params.look_up()
         if self.on_host is not None: self.on_host.follow()
 
     def after_train(self):
+        left = self.n_items
         self._end_epoch()
         whole = self.batch is not None and self.batch.last                      # nobody cut the epoch short
-        n = self.acc.closed.n_items
-        if whole and self.remainder == 'step' and self.n_opened - self.n_before == 1 and 0 < n < self.accum_bs:
+        n,steps = self.acc.closed.n_items,self.n_opened - self.n_before
+        if whole and self.remainder == 'drop' and steps == 1 and 0 < left < self.accum_bs:
+            self.warn_once(f"remainder='drop' with accum_bs={self.accum_bs} never steps: an epoch has {left} {self.unit}, and all of them are "
+                           "dropped. Use 'step' or 'carry', or a smaller accum_bs.", about='never')
+        if whole and self.unit != 'items' and 1 < steps == self.learn.n_iter and type(self).size_at is GradientAccumulation.size_at:
+            if not self.per_loader_batch and not self.loop.lr_finder:
+                self.warn_once(f"accum_bs={self.accum_bs} {self.unit} is less than a loader batch has: nothing accumulates, every loader batch "
+                               "is a step.")
+        if whole and self.remainder == 'step' and steps == 1 and 0 < n < self.accum_bs:
             self.warn_once(f"accum_bs={self.accum_bs} is more than the {n} {self.unit} of an epoch: each epoch is one step.")
 
     def after_cancel_epoch(self): self._end_epoch()
@@ -461,14 +476,14 @@ def plot(self:GradientAccumulation,
     dl=None,       # Training loader, default the Learner's
     ax=None        # Matplotlib axes, default new ones
 ): # Matplotlib axes
-    "Draw the items of each optimizer step over training"
+    "Draw the size of each optimizer step over training"
     sizes,items = self._sizes(dl),self.plan(n_epoch, dl)
     ax = ax or plt.subplots(figsize=(7, 2.6), layout='constrained')[1]
     epochs = np.cumsum([0]+items)/sum(sizes)
-    ax.step(epochs, [*items, *items[-1:]] or [0], where='post', label='items in a step')
+    ax.step(epochs, [*items, *items[-1:]] or [0], where='post', label=f'{self.unit} in a step')
     n_iter,batches = len(sizes),range(n_epoch*len(sizes))
     ax.plot([i/n_iter for i in batches], [self.size_at(i, n_iter, n_epoch) for i in batches], ':', label='accum_bs')
-    ax.set(xlabel='epoch', ylabel='items', ylim=(0, 1.08*ax.get_ylim()[1]), title=f'{len(items)} optimizer steps')
+    ax.set(xlabel='epoch', ylabel=self.unit, ylim=(0, 1.08*ax.get_ylim()[1]), title=f'{len(items)} optimizer steps')
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax

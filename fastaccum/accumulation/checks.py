@@ -113,15 +113,16 @@ def check_learner(acc):
                          "autocast at every micro-batch, and the weights would stop learning. Use fastaccum's: write `from fastaccum.all "
                          "import *` after fastai's imports, then `learn.to_fp16()` or `learn.to_bf16()`, which replace fastai's.")
     if acc.splits and keeps_state(learn.model, learn.cbs):
-        raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (the Learner has a "
-                         "ModelResetter): some items would get the state of others. Leave micro_batch_size out and give the loader a "
+        name = 'micro_batch_size' if acc.micro_batch_tokens is None else 'micro_batch_tokens'
+        raise ValueError(f"{name} splits loader batches, but this model keeps state from one batch to the next (the Learner has a "
+                         f"ModelResetter): some items would get the state of others. Leave {name} out and give the loader a "
                          "smaller batch size.")
     check_graphs(learn)
     if acc.grad_device is not None and acc.ranks.world > 1 and acc.ranks.joint_gradients:
         raise ValueError("grad_device='cpu' keeps gradients off the device, but several ranks add them up there, all at once: leave it "
                          "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
     if acc.coupled: check_coupled(acc)
-    if acc.micro_batch_tokens is not None: check_ranks_with_tokens(acc); check_encoder(learn)
+    if acc.micro_batch_tokens is not None: check_with_tokens(acc); check_encoder(learn)
     if not acc.per_loader_batch: check_sides(acc)
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
     if hooked and acc.splits:
@@ -130,8 +131,12 @@ def check_learner(acc):
                       "batches smaller.")
     check_sizes(acc)
 
-# Raise an error if ranks need to know how many micro-batches there are
-def check_ranks_with_tokens(acc):
+# Raise an error if ranks need to know how many micro-batches there are, or if a callback takes them for random samples
+def check_with_tokens(acc):
+    noise = who_declares(acc, 'compares_micro_batches')
+    if noise:
+        raise ValueError(f"{noise} takes the micro-batches of a step for random samples, and those of micro_batch_tokens have texts of like "
+                         "lengths: its estimate would be too large. Use micro_batch_size; unit='tokens' works.")
     if not acc.ranks.one_target and not getattr(acc.ranks, 'overlap', False): return
     why = "overlap=True sends gradients in the last backward pass"
     if acc.ranks.one_target: why = "all ranks go through the model equally often"

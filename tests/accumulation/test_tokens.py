@@ -160,10 +160,97 @@ def test_cancelled_batches():
     assert df.tokens.tolist() == [sum(lengths[j] for _,i in s for j in dl.ids(i)) for s in expected]
     assert df['items'].tolist() == [sum(len(dl.ids(i)) for _,i in s) for s in expected]
 
+class Loads:
+    "A dataset that counts how often an item is read"
+    def __init__(self, items): self.items,self.n = items,0
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): self.n += 1; return self.items[i]
+
+@pytest.mark.parametrize('remainder', ['step','drop','carry'])
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_plan(shuffle, remainder):
+    "It is what training does in its first epoch, and in all if nothing shuffles. Computing it changes neither this nor the Learner"
+    def make(acc): return text_learner('classes', acc, StepLogger(), pairs=data, shuffle=shuffle)
+    def fit(learn, n): learn.fit(n, .1); return learn.step_logger.to_df().tokens.tolist()
+    data,n = Loads(classes),1 if shuffle else 2
+    acc = GradientAccumulation(60, unit='tokens', remainder=remainder)
+    reference = fit(make(GradientAccumulation(60, unit='tokens', remainder=remainder)), n)
+    learn,data.n = make(acc),0
+    state,before = torch.get_rng_state(),vars(learn).copy()
+    with redirect_stdout(out := io.StringIO()): plan = acc.plan(n)
+    assert plan == reference and data.n == len(texts) and len(plan) > 1
+    assert torch.equal(torch.get_rng_state(), state) and vars(learn) == before
+    said = out.getvalue()
+    assert '12 loader batches were loaded to count their tokens' in said and ('estimate' in said) == shuffle
+    assert acc.plan(n) == plan and data.n == len(texts)                  # an epoch is loaded once
+    assert fit(learn, n) == reference
+
+def test_plan_of_a_schedule():
+    acc = GradientAccumulationSchedule(20, 100, unit='tokens', finish=1.)
+    learn = text_learner('language', acc, StepLogger())
+    plan,saved,ax = acc.plan(3),acc.saved_steps(3),acc.plot(3)
+    assert ax.get_ylabel() == 'tokens' and ax.get_legend_handles_labels()[1] == ['tokens in a step', 'accum_bs']
+    learn.fit(3, .1)
+    assert learn.step_logger.to_df().tokens.tolist() == plan
+    assert saved == len(accumulated(in_batches(lengths), 20, n_epoch=3)) - len(plan) > 0
+
+def test_plan_of_an_own_count():
+    acc = GradientAccumulation(15000, unit='millis', count=lambda learn: 500*(learn.x != pad).sum())
+    learn = text_learner('classes', acc, StepLogger())
+    plan = acc.plan()
+    learn.fit(1, .1)
+    assert learn.step_logger.to_df().millis.tolist() == plan
+
+def test_plan_with_loaders_of_pytorch():
+    "Also with a batch sampler, whose loader does not tell sizes"
+    def collate(b): return padded([x for x,_ in b]),torch.stack([y for _,y in b])
+    batches,acc = [range(0, 30), range(30, 33), range(33, 46)],GradientAccumulation(60, unit='tokens')
+    dl = torch.utils.data.DataLoader(classes, batch_sampler=batches, collate_fn=collate)
+    learn = text_learner('classes', acc, StepLogger())
+    learn.dls.loaders[0] = dl
+    with redirect_stdout(out := io.StringIO()): plan = acc.plan()
+    learn.fit(1, .1)
+    assert learn.step_logger.to_df().tokens.tolist() == plan and 'an estimate' in out.getvalue()
+
+@pytest.mark.parametrize('shuffle', [False, True])
+@pytest.mark.parametrize('kind', ['LMDataLoader','SortedDL'])
+def test_plan_without_loading(kind, shuffle):
+    "fastai's loaders of texts know their lengths"
+    from fastai.text.data import LMDataLoader, SortedDL, pad_input
+    items = [(TensorText(t), y) for t,y in classes]
+    if kind == 'SortedDL': dl = SortedDL(data := Loads(items), bs=4, shuffle=shuffle, before_batch=partial(pad_input, pad_idx=pad))
+    else: dl = LMDataLoader(data := Loads([(t,) for t,_ in items]), lens=lengths, bs=3, seq_len=7, shuffle=shuffle, cache=1000)
+    def make(acc):
+        learn = text_learner('language' if kind == 'LMDataLoader' else 'classes', acc, StepLogger())
+        learn.dls.loaders[0] = dl
+        return learn
+    learn = make(acc := GradientAccumulation(40, unit='tokens'))
+    data.n = 0
+    state = np.random.get_state()[1].copy()
+    with redirect_stdout(out := io.StringIO()): plan = acc.plan()
+    assert data.n < 20 and (state == np.random.get_state()[1]).all()
+    assert out.getvalue() == ('GradientAccumulation: the loader shuffles, so the plan is an estimate: epochs have other batches of tokens.\n' if shuffle else '')
+    learn.fit(1, .1)
+    assert learn.step_logger.to_df().tokens.tolist() == plan
+
+def test_plan_loads_what_the_loader_does_not_know():
+    "Texts that a transform cuts"
+    from fastai.text.data import SortedDL, pad_input
+    def cut(b): return pad_input([(t[:5], y) for t,y in b], pad_idx=pad)
+    dl = SortedDL([(TensorText(t), y) for t,y in classes], bs=4, before_batch=cut)
+    learn = text_learner('classes', acc := GradientAccumulation(40, unit='tokens'), StepLogger())
+    learn.dls.loaders[0] = dl
+    plan = acc.plan()
+    learn.fit(1, .1)
+    assert learn.step_logger.to_df().tokens.tolist() == plan
+
 def test_no_plan():
-    learn = text_learner('classes', GradientAccumulation(60, unit='tokens'))
-    for what in (learn.gradient_accumulation.plan, learn.gradient_accumulation.plot):
-        with pytest.raises(ValueError, match='accum_bs counts tokens, and how many a loader batch has is not known'): what()
+    learn = text_learner('classes', acc := GradientAccumulation(60, unit='tokens'))
+    learn.add_cb(On('before_batch', lambda learn: acc.plan(), order=7))
+    with pytest.raises(ValueError, match='ask for the plan before or after the fit'): learn.fit(1)
+    learn.dls.loaders[0] = DataLoader(iter(classes), bs=4)
+    with pytest.raises(ValueError, match='take the items of an epoch from the list_iterator'): acc.plan()
+    with pytest.raises(ValueError, match='add the callback to a Learner, which loads'): GradientAccumulation(60, unit='tokens').plan(dl=learn.dls.valid)
 
 def test_lr_find():
     learn = text_learner('classes', GradientAccumulation(60, unit='tokens'))
@@ -391,6 +478,20 @@ def test_auto_halves_tokens():
     assert re.search(r'going on with micro-batches of \d+ tokens', out.getvalue()) and max(n*w for n,w in learn.model.shapes[-30:]) > 45
     assert learn.step_logger.to_df().micro_tokens.max() <= 90
 
+@pytest.mark.filterwarnings("ignore:accum_bs=1000000 is more than")
+def test_one_sync_for_each_loader_batch():
+    "However many micro-batches there are, and with fastai's text type, which a callback of fastai's takes away"
+    from bench.measure import SyncCounter
+    def n_syncs(n, most, make):
+        pairs = [(TensorText(t), TensorText(u)) for t,u in (language*3)[:n]] if make else (language*3)[:n]
+        learn = text_learner('language', GradientAccumulation(10**6, unit='tokens', micro_batch_tokens=most), pairs=pairs, bs=8, spy=False)
+        learn.dls.loaders[1] = DataLoader([], bs=8)
+        with SyncCounter() as syncs: learn.fit(1, .1)
+        return sum(v for k,v in syncs.sites.items() if k.startswith('accumulation/'))
+    for typed in (False, True):
+        few = n_syncs(48, 60, typed)
+        assert n_syncs(96, 60, typed) == few+6 and n_syncs(48, 25, typed) == few
+
 @pytest.mark.parametrize('kwargs,says', [
     (dict(micro_batch_size=4), 'micro_batch_size=4'), (dict(n_items=len), 'n_items'), (dict(micro_batch_tokens=0), 'micro_batch_tokens=0'),
     (dict(coupled=True), 'coupled=True')])
@@ -499,16 +600,203 @@ def learner_of_batches(batches, model, *cbs, n_inp=2):
     return learn
 
 def test_features_as_many_as_tokens():
-    "They cannot be told from numbers of tokens: refused before anything is wrong. (n, 1, features) is exact, and so is another number"
+    "In the first batch they cannot be told from numbers of tokens: refused before anything is wrong. (n, 1, features) is exact, and so is another number"
     x,y = padded(texts[:16]),torch.arange(16)%5
     features = torch.randn(16, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     def run(*fs, **kwargs):
         learn = learner_of_batches([(x,f,y) for f in fs], Featured, GradientAccumulation(**kwargs))
         learn.fit(2, .1)
         return weights(learn.model)
-    for fs in ([features], [features[:,1:], features]):                  # a later batch, too
-        with pytest.raises(TypeError, match=r'float64 and shape \(16, \d+\) is as wide.*micro_batch_size'): run(*fs, micro_batch_tokens=48)
-    for f in (features[:,None], features[:,1:]): close(run(f, micro_batch_tokens=48), run(f, micro_batch_size=16), 1e-10)
+    with pytest.raises(TypeError, match=r'float64 and shape \(16, \d+\) is as wide.*use micro_batch_size\.$'): run(features, micro_batch_tokens=48)
+    for fs in ([features[:,None]], [features[:,1:]], [features[:,1:], features]):
+        close(run(*fs, micro_batch_tokens=48), run(*fs, micro_batch_size=16), 1e-10)
+
+class Coded(Attention):
+    "With codes beside the texts: a column has a meaning of its own"
+    def __init__(self): super().__init__(); self.of_codes = nn.Embedding(40, n_words)
+    def forward(self, x, codes, *types):
+        places = torch.arange(codes.shape[1], device=x.device)
+        return super().forward(x + sum(t for t in types)) + self.of_codes((3*codes + places)%40).mean(1)
+
+class Columns(Coded):
+    "Needs all its codes"
+    def __init__(self, n=19): super().__init__(); self.of_codes = nn.Linear(n, n_words)
+    def forward(self, x, codes): return Attention.forward(self, x) + self.of_codes(codes.double()).tanh()
+
+@pytest.mark.parametrize('first_is_wide', [True, False])
+@pytest.mark.parametrize('types', [False, True])
+@pytest.mark.parametrize('model', [Coded, Columns])
+def test_codes_as_many_as_tokens(model, types, first_is_wide):
+    "Integers, which are tokens or features: what trimming them changes says it, and the widths of other batches. Exact, without a word"
+    if types and model is Columns: return
+    groups = [texts[:16], texts[16:32], [t[:7] for t in texts[32:]]]
+    W = max(map(len, groups[0]))
+    batches = []
+    for i,g in enumerate(groups if first_is_wide else groups[::-1]):
+        x = padded(g)
+        codes = torch.randint(5, (len(x), W), generator=torch.Generator().manual_seed(i))
+        batches.append((x, codes, *[torch.zeros_like(x)]*types, torch.arange(len(x))%5))
+    def run(**kwargs):
+        make = partial(Columns, W) if model is Columns else model
+        learn = learner_of_batches(batches, make, GradientAccumulation(**kwargs), n_inp=2+types)
+        learn.fit(2, .1)
+        return weights(learn.model)
+    close(run(micro_batch_tokens=48), run(micro_batch_size=16), 1e-10)
+
+class Pairs(Attention):
+    "Compares two texts"
+    def mean(self, x):
+        keep = (x != pad)[...,None]
+        return (self.emb(x).tanh()*keep).sum(1)/keep.sum(1)
+    def forward(self, a, b): return self.out(self.mean(a)*self.mean(b))
+
+@pytest.mark.parametrize('first', [False, True])
+def test_pairs_of_texts_that_are_always_as_wide(first):
+    "Padded to a fixed width, and the second text is short where the first is shortest: the row that loses most shows that it is no mask"
+    batches = []
+    for i in range(2):
+        a = sorted(texts[16*i:16*i+16], key=len)
+        b = [t[:1] if len(t) < 4 else t.repeat(18)[:18-k%5] for k,t in enumerate(a)]
+        whole = texts[27].repeat(18)[:18]
+        x,z = (padded([*ts, whole], first) for ts in (a, b))
+        batches.append((x, z, torch.arange(17)%5))
+    def run(**kwargs):
+        learn = learner_of_batches(batches, Pairs, GradientAccumulation(**kwargs))
+        learn.fit(2, .1)
+        return weights(learn.model)
+    close(run(micro_batch_tokens=48), run(micro_batch_size=17), 1e-10)
+
+class CodesFirst(Coded):
+    def forward(self, codes, x): return super().forward(x, codes)
+
+def test_codes_before_texts():
+    "fastai's type tells which the texts are"
+    batches = []
+    for i,n in enumerate((16, 14)):
+        x = padded(texts[i*16:i*16+n])
+        codes = torch.randint(5, (n, 9), generator=torch.Generator().manual_seed(i))
+        batches.append((codes, TensorText(x), torch.arange(n)%5))
+    def run(**kwargs):
+        learn = learner_of_batches(batches, CodesFirst, GradientAccumulation(60, **kwargs), StepLogger())
+        learn.fit(2, .1)
+        return weights(learn.model),learn.step_logger.to_df()
+    (a,df),(b,_) = run(unit='tokens', micro_batch_tokens=48),run(unit='tokens')
+    close(a, b, 1e-10)
+    assert df.tokens.sum() == 2*(sum(lengths[:16]) + sum(lengths[16:30]))
+
+def test_wide_inputs_that_do_not_fit():
+    "If neither way is right, it is said"
+    class Both(Coded):
+        def forward(self, x, codes): return super().forward(x, codes) + x.shape[1]/50
+    x,y = padded(texts[:16]),torch.arange(16)%5
+    codes = torch.randint(5, x.shape, generator=torch.Generator().manual_seed(0))
+    def run(model, n_inp=2): return learner_of_batches([(x, codes, y)], model, GradientAccumulation(micro_batch_tokens=48), n_inp=n_inp)
+    with pytest.warns(UserWarning, match='does not mask padding'): run(Both).fit(1, .1)
+    class Strict(Columns):
+        def forward(self, x, codes):
+            if x.shape[1] != self.of_codes.in_features: raise ValueError('another number of words')
+            return super().forward(x, codes)
+    with pytest.raises(TypeError, match=r'int64 and shape \(16, \d+\) is as wide'): run(partial(Strict, x.shape[1])).fit(1, .1)
+
+def test_padding_is_tried_in_each_epoch():
+    "A head of zeros says nothing of padding at first"
+    def run():
+        learn = masked_learner('transformer', GradientAccumulation(32, micro_batch_tokens=48))
+        learn.model.masks = False
+        for p in learn.model.out.parameters(): nn.init.zeros_(p)
+        return learn
+    run().fit(1, .1)
+    with pytest.warns(UserWarning, match='does not mask padding') as told: run().fit(3, .1)
+    assert len([w for w in told if 'mask padding' in str(w.message)]) == 1
+
+def test_error_in_a_micro_batch():
+    "Says where, and nothing of coupled, which does not go with micro_batch_tokens"
+    learn = masked_learner('transformer', GradientAccumulation(micro_batch_tokens=48, check_loss=False))
+    def loss(pred, y): raise RuntimeError('no loss')
+    learn.loss_func = loss
+    with pytest.raises(RuntimeError, match=r"no loss(.|\n)*In micro-batch 1 of \d+, with \d+ of the loader batch's 16 items, in 1\d of 1\d places") as e: learn.fit(1)
+    assert 'coupled' not in str(e.value)
+
+class ClassesFirst(Attention):
+    def forward(self, x): return super().forward(x).transpose(1, 2)
+
+def test_classes_before_tokens():
+    "Predictions (n, classes, tokens) are put together again, in validation and for metrics"
+    def run(**kwargs):
+        learn = masked_learner('every_word', GradientAccumulation(32, **kwargs), metrics=lambda pred, y: accuracy_of_words(pred.transpose(1, 2), y))
+        learn.recorder.train_metrics = True
+        learn.model,learn.loss_func = (set_seed(0), ClassesFirst(per_word=True).double())[1],nn.CrossEntropyLoss()
+        learn.fit(2, .1)
+        return learn
+    whole,ours = run(),run(micro_batch_tokens=48)
+    close(weights(whole.model), weights(ours.model), 1e-10)
+    for a,b in zip(whole.recorder.values, ours.recorder.values): close(list(a), list(b), 1e-6)
+
+class Translates(Attention):
+    "Says something of each word of another text, which it sees as inputs, too"
+    def __init__(self): super().__init__(); self.decoder = nn.TransformerDecoderLayer(8, 2, 16, dropout=0., batch_first=True)
+    def forward(self, x, before):
+        mask = x == pad
+        h = self.layer(self.emb(x), src_key_padding_mask=mask)
+        return self.out(self.decoder(self.emb(before), h, memory_key_padding_mask=mask))
+
+@pytest.mark.parametrize('widths', [(15, 15, 9), (9, 15, 17), (15, 18, 17)])
+def test_translations(widths):
+    "Targets are of another text, which may be as wide"
+    batches = []
+    for i,w in enumerate(widths):
+        others = [(t.repeat(20)[:1 + (7*j + i)%w]) for j,t in enumerate(texts[16*i:16*i+16])]
+        others[0] = others[0].repeat(20)[:w]
+        y = padded(others, value=-100)
+        batches.append((padded(texts[16*i:16*i+16]), y.masked_fill(y == -100, pad).roll(1), y))
+    assert [b[0].shape[1] for b in batches] == [15, 18, 17]
+    def run(**kwargs):
+        learn = learner_of_batches(batches, Translates, GradientAccumulation(**kwargs))
+        learn.loss_func = nn_loss
+        learn.fit(2, .1)
+        return weights(learn.model)
+    close(run(micro_batch_tokens=48), run(micro_batch_size=16), 1e-10)
+
+@pytest.mark.parametrize('kwargs,says', [(dict(accum_bs=5000, remainder='drop'), 'an epoch has 212 tokens, and all of them are dropped'),
+                                         (dict(accum_bs=2), 'nothing accumulates, every loader batch is a step')])
+def test_sizes_that_do_not_fit_are_told(kwargs, says):
+    learn = text_learner('classes', GradientAccumulation(unit='tokens', **kwargs), spy=False)
+    with pytest.warns(UserWarning, match=says) as told: learn.fit(2, .1)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        text_learner('classes', GradientAccumulation(60, unit='tokens', remainder='drop')).fit(2, .1)
+        text_learner('classes', GradientAccumulationSchedule(2, 60, unit='tokens')).fit(2, .1)
+
+def test_noise_scale_by_length_is_refused():
+    "Texts of like lengths are no random samples: where labels depended on lengths, the estimate was six times too large"
+    learn = masked_learner('transformer', GradientAccumulation(60, unit='tokens', micro_batch_tokens=48), GradientNoiseScale())
+    with pytest.raises(ValueError, match='GradientNoiseScale takes the micro-batches of a step for random samples'): learn.fit(1)
+
+class MixLabels(Callback):
+    "Mixes the label of a text with that of another one, as MixUp does"
+    run_valid = False
+    def before_train(self): self.old_lf,self.learn.loss_func = self.learn.loss_func,self.lf
+    def after_train(self): self.learn.loss_func = self.old_lf
+    def before_batch(self):
+        order = torch.arange(len(self.y)).flip(0)
+        self.lam = torch.linspace(.5, 1, len(self.y))
+        self.yb1 = tuple(y[order] for y in self.yb)
+    def lf(self, pred, *yb):
+        if not self.training: return self.old_lf(pred, *yb)
+        with NoneReduce(self.old_lf) as lf:
+            a,b = (lf(pred, *ys).view(len(pred), -1).mean(1) for ys in (self.yb1, yb))
+            return torch.lerp(a, b, self.lam).mean()
+
+def test_mixed_labels():
+    "The tuple of other targets follows the rows. Those of each token are refused: another text may be longer"
+    def run(name, **kwargs):
+        learn = masked_learner(name, GradientAccumulation(32, **kwargs), MixLabels())
+        learn.loss_func = CrossEntropyLossFlat()
+        learn.fit(2, .1)
+        return weights(learn.model)
+    close(run('transformer', micro_batch_tokens=48), run('transformer'), 1e-6)
+    with pytest.raises(TypeError, match='targets of another text'): run('every_word', micro_batch_tokens=48)
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.long, torch.bool])
 def test_attention_mask(dtype):
