@@ -234,6 +234,9 @@ def check_steps(acc, sizes):
     if most < max(sizes) and not acc.per_loader_batch:
         acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
                       "every loader batch is a step.")
+    if most > max(sizes) and acc.coupled == 'batchnorm' and trains_batchnorm(acc.learn):
+        acc.warn_once(f"coupled='batchnorm': BatchNorm sees a loader batch of {max(sizes)} items, but a step has {most}. Load batches of "
+                      f"{most} items (bs={most}) for the step of that batch: micro_batch_size keeps the memory small.")
 
 def batchnorms(model, but=None):
     others = set(but.modules()) if but is not None else ()

@@ -150,11 +150,18 @@ def test_fine_tune():
     check_runs(*(trained(k, model=net(), splitter=split, fit=lambda l: l.fine_tune(2, .05)) for k in (7, None)))
 
 def test_schedule_and_several_loader_batches():
-    "BatchNorm sees the loader batch, the step averages over the accumulated batch"
+    "BatchNorm sees the loader batch, as a warning says, and the step averages over the accumulated batch"
     sched = lambda k, **kw: [GradientAccumulationSchedule(10, 20, finish=1., micro_batch_size=k, **kw)]
-    a,b = trained(None, *sched(4, coupled='batchnorm'), bs=10),trained(None, *sched(10), bs=10)
-    check_runs(a, b)
-    check_runs(trained(4, bs=10, acc=dict(accum_bs=20)), trained(10, bs=10, acc=dict(accum_bs=20), make=GradientAccumulation))
+    told = partial(pytest.warns, UserWarning, match="BatchNorm sees a loader batch of 10 items, but a step has 20")
+    with told(): a = trained(None, *sched(4, coupled='batchnorm'), bs=10)
+    check_runs(a, trained(None, *sched(10), bs=10))
+    with told(): a = trained(4, bs=10, acc=dict(accum_bs=20))
+    check_runs(a, trained(10, bs=10, acc=dict(accum_bs=20), make=GradientAccumulation))
+
+def test_whole_batches_are_not_told(recwarn):
+    trained(4, bs=20)
+    trained(4, bs=20, acc=dict(accum_bs=20))
+    assert not [w for w in recwarn if 'BatchNorm' in str(w.message)]
 
 @pytest.mark.parametrize('mode', ['bf16', 'fp16'])
 def test_half_precision(mode):
