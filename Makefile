@@ -19,7 +19,7 @@ help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(PACKAGE) ## see what fastaccum does, in a run of half a minute on this machine
-	@echo 'One small net, trained in four ways: about 25 seconds'
+	@echo 'One small net, trained in four ways: about 25 seconds on an idle processor'
 	@$(BIN)/fastaccum-demo
 
 # A machine with a GPU may have no network: `make test DEVICE=cuda` runs the numeric tests on it, in the checkout as it is,
@@ -33,6 +33,7 @@ bench:
 	$(TEST_ENV) $(PYTHON) -m bench --device $(DEVICE)
 else
 test: $(INSTALLED) ## check that generated files are up to date, run all notebooks but their slow cells, and some cases of each test (5 minutes); DEVICE=cuda: all numeric ones on a GPU
+	@echo 'The quick checks: about 5 minutes on two cores'
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
 	QUICK=1 $(TEST_ENV) $(BIN)/python -m pytest -n 2 $(BY_FILE)
@@ -93,12 +94,12 @@ $(PACKAGE): settings.ini setup.py pyproject.toml
 		for p in $(PYTHONS); do if $$p -c '$(USABLE)' 2>/dev/null; then break; fi; p=; done; \
 		if [ -z "$$p" ]; then echo 'Needs Python >= $(MIN_PYTHON) with its venv module (Debian, Ubuntu: the package python3-venv).' \
 			'One at another place: make PYTHONS=/path/to/python3'; exit 1; fi; \
-		echo "Making .venv with $$p: SIZE_DEMO"; $$p -m venv --clear .venv; }
+		echo "Making .venv with $$p: 6.5 GB and some minutes on Linux, where PyTorch comes with CUDA; far less on macOS"; $$p -m venv --clear .venv; }
 	$(BIN)/python -m pip install -e .
 	@touch $@
 
 $(INSTALLED): $(PACKAGE)
-	@echo 'Adding what developers need to .venv: SIZE_DEV'
+	@echo 'Adding what developers need to .venv: .6 GB, some minutes'
 	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
 
