@@ -118,8 +118,8 @@ def verdict(runs) -> str:
             f'weights off by {difference(c, a):.0e}.')
 
 # %% ../nbs/api/90_demo.ipynb #bc82d25e
-# A figure of (a), (b) and (c), to be read at a width of 600 pixels: losses and distance to (a) over the steps, and the items of each step of
-# the first epochs. runs: from `run_all`
+# A figure of (a), (b) and (c), to be read at a width of 600 pixels: losses and distance to (a) over the steps, and the items of each
+# step of the first epochs. runs: from `run_all`
 def figure(runs):
     a,b,c = (r.steps for r in runs[:3])
     fig,(loss,off,size) = plt.subplots(1, 3, figsize=(8, 2.9), layout='constrained')
