@@ -1,5 +1,7 @@
 # `make` lists the targets. GNU make 3.81, which macOS has, is enough.
 BIN := .venv/bin
+# Stamps: the package with what it needs, which is all that the demo takes, and then all that developers need
+PACKAGE := .venv/.package
 INSTALLED := .venv/.installed
 EXTRAS := .venv/.bench .venv/.mutants
 MIN_PYTHON := $(shell sed -n 's/^min_python *= *//p' settings.ini)
@@ -16,8 +18,9 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(INSTALLED) ## see what fastaccum does, in a short run on this machine
-	$(BIN)/fastaccum-demo
+demo: $(PACKAGE) ## see what fastaccum does, in a run of half a minute on this machine
+	@echo 'One small net, trained in four ways: about 25 seconds on an idle processor'
+	@$(BIN)/fastaccum-demo
 
 # A machine with a GPU may have no network: `make test DEVICE=cuda` runs the numeric tests on it, in the checkout as it is,
 # with the Python that has PyTorch and fastai there (PYTHON=...)
@@ -30,6 +33,7 @@ bench:
 	$(TEST_ENV) $(PYTHON) -m bench --device $(DEVICE)
 else
 test: $(INSTALLED) ## check that generated files are up to date, run all notebooks but their slow cells, and some cases of each test (5 minutes); DEVICE=cuda: all numeric ones on a GPU
+	@echo 'The quick checks: about 5 minutes on two cores'
 	$(BIN)/python tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
 	QUICK=1 $(TEST_ENV) $(BIN)/python -m pytest -n 2 $(BY_FILE)
@@ -85,12 +89,17 @@ clean: ## remove what building, testing and the demo leave behind (.venv stays)
 		-o -name runs -o -name wandb \) -prune -exec rm -rf {} +
 
 # The environment, with the first Python that will do; installed again when what it depends on has changed
-$(INSTALLED): settings.ini setup.py pyproject.toml
+$(PACKAGE): settings.ini setup.py pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 		for p in $(PYTHONS); do if $$p -c '$(USABLE)' 2>/dev/null; then break; fi; p=; done; \
 		if [ -z "$$p" ]; then echo 'Needs Python >= $(MIN_PYTHON) with its venv module (Debian, Ubuntu: the package python3-venv).' \
 			'One at another place: make PYTHONS=/path/to/python3'; exit 1; fi; \
-		echo "Making .venv with $$p; PyTorch is large, so this takes some minutes"; $$p -m venv --clear .venv; }
+		echo "Making .venv with $$p: 6.5 GB and some minutes on Linux, where PyTorch comes with CUDA; far less on macOS"; $$p -m venv --clear .venv; }
+	$(BIN)/python -m pip install -e .
+	@touch $@
+
+$(INSTALLED): $(PACKAGE)
+	@echo 'Adding what developers need to .venv: .6 GB, some minutes'
 	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
 

@@ -14,9 +14,9 @@ def on_gpus():
     return {f.stem.removeprefix('results_'): json.loads(f.read_text(encoding='utf-8')) for f in sorted(FILE.parent.glob('results_*.json'))}
 
 def about(res):
-    "When, where and with which versions"
+    "When, where and with which versions of other libraries: of fastaccum's own, the date says which"
     machine = ', '.join(f'{v} {k}' if k == 'cores' else v for k,v in res['machine'].items())
-    return f"{res['date']}, {machine}. " + ', '.join(f'{k} {v}' for k,v in res['versions'].items()) + '.'
+    return f"{res['date']}, {machine}. " + ', '.join(f'{k} {v}' for k,v in res['versions'].items() if k != 'fastaccum') + '.'
 
 def _table(rows, column, cell):
     "Peers in rows, what `column` says in columns"

@@ -1,15 +1,32 @@
 """Bring all that is generated up to date: `make export`
 
 With `--check` do it in a copy, and say what would change (part of `make test`)."""
-import difflib, shutil, subprocess, sys, sysconfig, tempfile
+import difflib, re, subprocess, sys, sysconfig, tempfile
 from pathlib import Path
+from fastcore.nbio import read_nb, write_nb
 from readme import write as write_readme
 
 sources = ['pyproject.toml', 'README.md', 'nbs/llms.txt', 'nbs/**/*.ipynb', 'fastaccum/**/*.py']
 
+def told(text):
+    "The warnings for users in what a cell wrote to stderr, without the file and the line. Progress, logs and warnings for developers go"
+    return ''.join(f'{o}\n' for o in re.findall(r'(?m)^(?:\S.*?:\d+: )?(UserWarning: .*)', text))
+
+def keep_warnings(fn):
+    "Of what the cells of a notebook wrote to stderr, leave the warnings: the page shows them"
+    nb = read_nb(fn)
+    errs = [(c, o) for c in nb.cells if c.cell_type == 'code' for o in c.outputs if o.output_type == 'stream' and o.name == 'stderr']
+    texts = [(c, o, ''.join(o.text), told(''.join(o.text))) for c,o in errs]
+    for c,o,_,text in texts:
+        o.text = text.splitlines(keepends=True)
+        if not text: c.outputs.remove(o)
+    if any(old != new for *_,old,new in texts): write_nb(nb, fn)
+
 def export(root):
     "Clean the notebooks, make the modules, make README.md: cleaning first, as it gives new cells the id a module quotes"
     bin = Path(sysconfig.get_path('scripts'))
+    for fn in sorted((root/'nbs').rglob('*.ipynb')):
+        if '.ipynb_checkpoints' not in fn.parts: keep_warnings(fn)
     for cmd in ('nbdev-clean', 'nbdev-export'): subprocess.run([bin/cmd], cwd=root, check=True)
     write_readme(root)
 

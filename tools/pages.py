@@ -70,11 +70,10 @@ def printed(text):
     return fence(text, ' { .text .out }') if text else ''
 
 def streams(outputs):
-    "`outputs` with those that were printed one after the other as one"
+    "`outputs` with those that were printed one after the other as one. Of stderr, warnings are left: see `export`"
     res = []
     for o in outputs:
-        if o.output_type=='stream' and o.name!='stdout': continue
-        if o.output_type=='stream' and res and res[-1].output_type=='stream': res[-1].text = ''.join(res[-1].text) + ''.join(o.text)
+        if o.output_type=='stream' and res and res[-1].output_type=='stream' and o.name==res[-1].name: res[-1].text = ''.join(res[-1].text) + ''.join(o.text)
         else: res.append(o)
     return res
 
@@ -242,7 +241,7 @@ class Page:
         return res
 
     def output(self, o, name, asis):
-        if o.output_type=='stream': return ''.join(o.text) if asis else printed(''.join(o.text))
+        if o.output_type=='stream': return ''.join(o.text) if asis and o.name=='stdout' else printed(''.join(o.text))
         if o.output_type=='error': return printed(f'{o.ename}: {o.evalue}')
         data = {k: ''.join(v) if isinstance(v, (list,str)) else v for k,v in o.data.items()}
         for mime in pictures:

@@ -2,7 +2,7 @@
 
 What is typed is what a reader sees, in the order of the page: hidden cells do not run, and no setting of the tests holds. There are as many
 pages at once as processors, each with one thread. A page that fails, or does not end, is an error; one that takes longer than a minute is
-named, which is no error, as the time is the machine's, too.
+named, and so is a warning that the page does not show. Neither is an error, as both can be the machine's, too.
 
 The processes are forks of one that has imported what most pages import, which takes longer than most pages."""
 import atexit, multiprocessing, os, re, runpy, sys, tempfile
@@ -27,16 +27,24 @@ def plain(src):
     return re.sub(r'(?m)^\s*(#\||%|!).*\n?', '', src)
 
 def run(page, root, n=10):
-    "(seconds of a processor, what went wrong) for one page"
+    "(seconds of a processor, what went wrong, warnings that the page does not show) for one page"
+    from export import told                     # here, as the pages' processes import this file
     with tempfile.TemporaryDirectory() as tmp, tempfile.TemporaryDirectory() as own:
         script,used,said = (Path(own)/f for f in ('typed.py', 'used', 'said'))
         script.write_text(typed(page, used.as_posix()), encoding='utf-8')
         p = multiprocessing.get_context('forkserver').Process(target=type_in, args=(str(script), tmp, str(said), str(root)))
         p.start()
         p.join(n*limit)
-        if p.is_alive(): p.kill(); p.join(); return n*limit,'did not end'
-        why = '\n'.join(said.read_text(errors='replace').strip().split('\n')[-12:]) if p.exitcode else ''
-        return float(used.read_text()) if used.exists() else 0.,why
+        if p.is_alive(): p.kill(); p.join(); return n*limit,'did not end',[]
+        text = said.read_text(errors='replace')
+        why = '\n'.join(text.strip().split('\n')[-12:]) if p.exitcode else ''
+        return float(used.read_text()) if used.exists() else 0.,why,not_shown(told(text).splitlines(), page)
+
+def not_shown(warnings, page):
+    "Those of `warnings` that no output of the page has, whatever figures are in them"
+    def words(text): return re.sub(r'\d+', '0', text.removeprefix('UserWarning: '))
+    shown = words('\n'.join(''.join(o.text) for c in page.source.cells for o in c.get('outputs', []) if o.output_type == 'stream'))
+    return [w for w in warnings if words(w) not in shown]
 
 def type_in(script, cwd, said, root):
     "Run `script` in the folder `cwd`, as `python script` would; what it says goes to the file `said`"
@@ -63,8 +71,9 @@ def main():
     todo = [p for p in todo if p.snippets() and (not wanted or any(w in p.path for w in wanted))]
     warm_up(root)
     with ThreadPoolExecutor(n_cpus) as pool:
-        for page,(used,trouble) in zip(todo, pool.map(lambda p: run(p, root), todo)):
+        for page,(used,trouble,unseen) in zip(todo, pool.map(lambda p: run(p, root), todo)):
             print(f'{page.path:40} {used:5.1f} s  {"FAILS" if trouble else "is long" if used > limit else ""}', flush=True)
+            for warning in unseen: print(f'    not on the page: {warning}', flush=True)
             if trouble: wrong.append(f'{page.path}: {trouble}')
     if wrong: sys.exit('\n\n'.join(wrong))
 

@@ -2,7 +2,7 @@
 from pathlib import Path
 import pytest
 pytest.importorskip('nbdev', reason='Modules are made with nbdev')
-from fastcore.nbio import mk_cell, nb2str, new_nb
+from fastcore.nbio import mk_cell, nb2str, new_nb, read_nb, write_nb
 import export
 
 root = Path(__file__).resolve().parents[2]
@@ -30,3 +30,16 @@ def test_out_of_date(project):
                         ({k: v for k,v in project.items() if k!='README.md'}, 'README.md', 'is missing')]:
         complaint, = export.complaints(files)
         assert f in complaint and msg in complaint
+
+def test_warnings(tmp_path):
+    "A page shows the warnings for users that its cells give, and nothing else of stderr; what was kept stays"
+    warning = 'UserWarning: a [loss]: 3% off'
+    err = f"""Epoch 0:  50%|\n/a b/c.py:30: FutureWarning: old\n  f()\n/tmp/k_1/2.py:3: {warning}\n  learn.fit(1)\nwandb: done\n"""
+    def stream(name, text): return dict(output_type='stream', name=name, text=text)
+    cells = [mk_cell('f()', outputs=[stream('stdout', '1\n'), stream('stderr', err)]), mk_cell('g()', outputs=[stream('stderr', 'wandb: done')])]
+    fn = tmp_path/'a.ipynb'
+    for _ in range(2):
+        write_nb(new_nb(cells), fn)
+        export.keep_warnings(fn)
+        cells = read_nb(fn).cells
+        assert [[(o.name, ''.join(o.text)) for o in c.outputs] for c in cells] == [[('stdout', '1\n'), ('stderr', f'{warning}\n')], []]

@@ -1,5 +1,5 @@
 "Some values of `settings.ini` must stand in other files too: here they are held equal"
-import re, sys
+import os, re, shutil, subprocess, sys
 from configparser import ConfigParser
 from pathlib import Path
 import pytest, yaml
@@ -44,6 +44,19 @@ def test_makefile():
     for f in ('README.md', '.ci/run', '.github/workflows/test.yml', '.github/workflows/docs.yml'):
         used = set(re.findall(r'\bmake ([a-z]+)(?: </dev/null)?$', (root/f).read_text(encoding='utf-8'), re.M))
         assert used and used <= targets, f
+
+@pytest.mark.skipif(not shutil.which('make'), reason='needs make')
+@pytest.mark.parametrize('there,target,installed', [
+    ([], 'demo', ['.']), ([], 'test', ['.', "'.[dev]'"]), (['.package'], 'demo', []), (['.package'], 'test', ["'.[dev]'"]), (['.package', '.installed'], 'demo', []),
+    (['.package', '.installed'], 'test', [])])
+def test_what_make_installs(tmp_path, there, target, installed):
+    "The demo takes the package alone, and targets come in any order"
+    for f in ('Makefile', 'settings.ini', 'setup.py', 'pyproject.toml'): shutil.copy(root/f, tmp_path)
+    (tmp_path/'.venv').mkdir()
+    for f in there: (tmp_path/'.venv'/f).touch()
+    env = {k: v for k,v in os.environ.items() if k not in ('MAKEFLAGS', 'MAKELEVEL', 'MFLAGS', 'DEVICE')}
+    todo = subprocess.run(['make', '-n', target], cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r'pip install -e (\S+)', todo)==installed
 
 def test_pre_commit():
     "The hooks need nothing but what `make` has installed, and see what they are for"

@@ -1,7 +1,7 @@
 """The notebooks of the package read top-down: a promise, what is public and how it works, and only then what it is made of
 
 `debts` lists the pages that do not pass yet; one that passes must leave the list."""
-import ast, re
+import ast, json, re
 from pathlib import Path
 import pytest
 from fastcore.nbio import mk_cell, read_nb
@@ -90,3 +90,18 @@ def test_pictures_are_there():
     cells = [(f.stem, c) for f in api.parent.rglob('*.ipynb') for c in read_nb(f).cells if draws(c)]
     assert len(cells) > 20
     assert [(page, c['id']) for page,c in cells if not any('image/png' in o.get('data', {}) for o in c.outputs)] == []
+
+def versions(outputs):
+    "Library -> its versions in what `outputs` print"
+    found,names = {},{'pytorch': 'torch', 'composer': 'mosaicml'}
+    for name,v in re.findall(r'(?<![\w-])(python|torch|pytorch|fastai|fastcore|accelerate|lightning|transformers|composer|mosaicml|fastaccum) (\d+\.\d+\.\d+)', outputs.lower()):
+        found.setdefault(names.get(name, name), set()).add(v)
+    return found
+
+def test_one_version():
+    "All pages were made with the same versions"
+    texts = [json.dumps(c.outputs) for f in api.parent.rglob('*.ipynb') for c in read_nb(f).cells if c.cell_type == 'code']
+    found = versions('\n'.join(texts))
+    assert {'torch', 'fastai', 'lightning'} <= found.keys()
+    assert {name: vs for name,vs in found.items() if len(vs) > 1} == {}
+    assert versions('torch 2.9.0, PyTorch 2.9.1 or newer; tft-torch 1.0.0') == {'torch': {'2.9.0', '2.9.1'}}

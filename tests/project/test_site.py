@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 pytest.importorskip('zensical', reason='The site needs Zensical, and that Python 3.11')
 from fastcore.docments import docments
-from fastcore.nbio import read_nb
+from fastcore.nbio import mk_cell, new_nb, read_nb
 from nbdev.config import get_config
 import apidoc, docs, menu, pages, snippets
 
@@ -206,9 +206,16 @@ def test_checks_are_split_off(src, expected): assert pages.split_checks(src)==ex
 
 def test_snippets():
     "A page that needs what it does not show is named, with the snippet that fails"
-    def wrong(*src): return snippets.run(SimpleNamespace(snippets=lambda: src), root)[1]
+    def wrong(*src): return snippets.run(SimpleNamespace(snippets=lambda: src, source=new_nb([])), root)[1]
     assert re.search(r'(?s)snippet 1.*NameError', wrong('x = 1', 'y'))
     assert wrong('x = 1', '!ls', '%matplotlib inline\nassert x==1')==''
+
+def test_warnings_of_snippets():
+    "A warning that a page does not show is named; its figures may be others"
+    out = dict(output_type='stream', name='stderr', text='UserWarning: a loss is 12% off\n')
+    page = SimpleNamespace(snippets=lambda: ['import warnings', 'warnings.warn("a loss is 3% off")', 'warnings.warn("no mean")'],
+                           source=new_nb([mk_cell('f()', outputs=[out])]))
+    assert snippets.run(page, root)[1:] == ('', ['UserWarning: no mean'])
 
 def folded_ids(text):
     "Anchors within blocks that are closed at first"
