@@ -114,8 +114,9 @@ class DataParallel(LoopCallback):
         self.learn.dl = self._shard(self.learn.dl, ghosts=True)
         rows = self.learn.dl.rows
         if not self.fitting:
-            self._tell_of_single_items(rows)
-            self._tell_of_few_items(rows)
+            if not self.brings_ranks.pools:
+                self._tell_of_single_items(rows)
+                self._tell_of_few_items(rows)
             self.brings_ranks.own_random_numbers()
         self.fitting = True
         self.brings_ranks.begin_epoch(self.learn.dl)

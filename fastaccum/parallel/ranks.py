@@ -127,8 +127,8 @@ class Ranks(OneRank):
         out,learn.yb = joined
         return out,self.first_item,self.n_active
 
-    @property
-    def norms(self): return JointNorms(self)
+    norms      = property(lambda self: JointNorms(self))
+    pools      = property(lambda self: self.accumulation.coupled == 'batchnorm')    # does BatchNorm see the items of all ranks?
 
     # -- a step
     # Loss, weight and number of items over all ranks, from a mean loss, the sum of its weights, and the target that `backward` divided by

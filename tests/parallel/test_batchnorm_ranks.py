@@ -47,7 +47,7 @@ def data(n, n_valid=23):
     return torch.randn(n+n_valid, 3, 6, 6, generator=g).double(), torch.randint(3, (n+n_valid,), generator=g)
 
 parts = (3, 5, 2)                                  # items of a rank's micro-batches
-def learner(n=97, y=None, loss=None, model=None, bs=16, cbs=(), dp=DataParallel, shares=None, dtype=torch.float64, opt_func=SGD, acc=GradientAccumulation, order=None, num_workers=0, metrics=True, **kwargs):
+def learner(n=101, y=None, loss=None, model=None, bs=16, cbs=(), dp=DataParallel, shares=None, dtype=torch.float64, opt_func=SGD, acc=GradientAccumulation, order=None, num_workers=0, metrics=True, **kwargs):
     set_seed(3)
     x,targets = data(n)
     x,y,model = x.to(dtype),ifnone(y, targets),ifnone(model, Net()).to(dtype)
@@ -83,10 +83,10 @@ def weighted(): return nn.CrossEntropyLoss(weight=tensor([.1, 1., 5.]).double())
 norm = nn.BatchNorm2d
 fixed = {1: None, 2: [3, 1], 3: [1, 5, 2]}
 def settings():
-    y = data(97)[1]
+    y = data(101)[1]
     res = dict(
         ragged=dict(),
-        without_items=dict(n=81),
+        without_items=dict(n=82),
         carried=dict(n=83, bs=9, accum_bs=30, remainder='carry', fit=lambda l: l.fit(3)),
         several=dict(accum_bs=40, remainder='drop', cbs=[GradientClip(.05)]),
         shares=dict(shares=fixed[world()]),
@@ -100,21 +100,23 @@ def settings():
         no_affine=dict(model=Net(partial(norm, affine=False))),
         cumulative=dict(model=Net(partial(norm, momentum=None))),
         synced=dict(model=nn.SyncBatchNorm.convert_sync_batchnorm(Net())),
-        unused=dict(model=Net(unused=True), n=81),
-        keeps=dict(model=Keeps(), n=81, bs=9),
+        unused=dict(model=Net(unused=True), n=82),
+        keeps=dict(model=Keeps(), n=83, bs=9),
         frozen=dict(cbs=[BnFreeze()], fit=lambda l: (l.model.n.requires_grad_(False), l.fit(2))),
         workers=dict(num_workers=2),
         lr_find=dict(fit=lambda l: (l.lr_find(num_it=9, show_plot=False), l.fit(1))),
         fp32=dict(dtype=torch.float32))
     return {k: res[k] for k in few} if 'QUICK' in os.environ else res
 
-def trained(name, n=97, fit=lambda l: l.fit(2), **kw):
+def trained(name, n=101, fit=lambda l: l.fit(2), **kw):
     if name == 'measured':
         shares_module.clock = work = Work(1., 3., 2.)
         kw['model'] = Net()
         kw['model'].register_forward_hook(work.count)
     return fitted(learner(n, **kw), fit)
-def all_equal(): return {name: trained(name, **kw) for name,kw in settings().items()}
+def all_equal():
+    warnings.filterwarnings('error', message=".*BatchNorm")        # a rank of few items is nothing to warn of
+    return {name: trained(name, **kw) for name,kw in settings().items()}
 
 def whole_batches(): return fitted(learner(coupled=False, micro_batch_size=None, accum_bs=16))
 def micro_batches():
@@ -145,7 +147,7 @@ def cost():
 
 # --- checkpoints
 def resumed(name, **kwargs):
-    fit = lambda *cbs: fitted(learner(81, accum_bs=32, opt_func=Adam, metrics=False, cbs=cbs, **kwargs), lambda l: l.fit(3))
+    fit = lambda *cbs: fitted(learner(82, accum_bs=32, opt_func=Adam, metrics=False, cbs=cbs, **kwargs), lambda l: l.fit(3))
     CheckpointFolder.in_use.clear()
     whole = fit(TrainingCheckpoint(f'{name}_whole', 1))
     CheckpointFolder.in_use.clear()
@@ -156,13 +158,13 @@ def resumed(name, **kwargs):
     return whole,fit(TrainingCheckpoint(name, 1))
 def stopped():
     "For another number of ranks"
-    whole = fitted(learner(81, accum_bs=32, opt_func=Adam, metrics=False), lambda l: l.fit(3))
+    whole = fitted(learner(82, accum_bs=32, opt_func=Adam, metrics=False), lambda l: l.fit(3))
     CheckpointFolder.in_use.clear()
-    try: fitted(learner(81, accum_bs=32, opt_func=Adam, metrics=False, cbs=[TrainingCheckpoint('moved', 1), PowerCut(5)]), lambda l: l.fit(3))
+    try: fitted(learner(82, accum_bs=32, opt_func=Adam, metrics=False, cbs=[TrainingCheckpoint('moved', 1), PowerCut(5)]), lambda l: l.fit(3))
     except OSError: pass
     return whole
 def goes_on():
-    learn = learner(81, accum_bs=32, opt_func=Adam, metrics=False, cbs=[TrainingCheckpoint('moved', 1), Began()])
+    learn = learner(82, accum_bs=32, opt_func=Adam, metrics=False, cbs=[TrainingCheckpoint('moved', 1), Began()])
     with quiet(learn): learn.fit(3)
     return dict(state=state(learn), began=learn.began.at)
 class Began(Callback):
@@ -251,7 +253,7 @@ def same_run(one, ranks, eps):
 @pytest.mark.parametrize('name', settings())
 def test_trains_as_one_process(equal, name, n):
     one,ranks = equal[1][0][name],[r[name] for r in equal[n]]
-    same_run(one, ranks, {'fp32': 2e-5, 'lr_find': 1e-9}.get(name, 1e-12))
+    same_run(one, ranks, {'fp32': 2e-5, 'lr_find': 1e-9, 'adam': 1e-9}.get(name, 1e-12))
     rows = ranks[0]['rows']
     if name in ('without_items', 'unused', 'carried', 'first_without_items'): assert any(0 in row for row in rows)
     if name == 'measured': assert rows[0] != rows[-2]
