@@ -146,7 +146,9 @@ class BatchPass:
             weight,floor = weight
             acc.open(floor=floor)
         weight = as_weight(weight, learn.loss_grad.device)
-        if self.joint: weight = weight/cb.ranks.n_active
+        if self.joint:                                                   # a count divided by an int would be float32
+            if acc.dtype is torch.float64 and isinstance(weight, Tensor): weight = weight.double()
+            weight = weight/cb.ranks.n_active
         share, = acc.shares([weight], n if self.counted is None else self.counts[self.i])
         if isinstance(weight, Tensor) or not weight: ignore_empty(learn.pred, acc.counted(learn.loss_grad, weight))
         return weight,share

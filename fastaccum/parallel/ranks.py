@@ -128,7 +128,7 @@ class Ranks(OneRank):
         return out,self.first_item,self.n_active
 
     norms      = property(lambda self: JointNorms(self))
-    pools      = property(lambda self: self.accumulation.coupled == 'batchnorm')    # does BatchNorm see the items of all ranks?
+    pools      = property(lambda self: getattr(self.accumulation, 'coupled', None) == 'batchnorm')     # does BatchNorm see the items of all ranks?
 
     # -- a step
     # Loss, weight and number of items over all ranks, from a mean loss, the sum of its weights, and the target that `backward` divided by
@@ -261,7 +261,8 @@ class Ranks(OneRank):
             where = f"epoch {learn.__dict__.get('epoch', 0)}, batch {learn.__dict__.get('iter', 0)}"
             raise RuntimeError(f"The ranks have parted: this one is at {kind!r} ({where}), "
                                "another is not. Something ends an epoch or a validation on some ranks only (`CancelTrainException`, "
-                               "`CancelEpochException`, `CancelValidException`): end it on all ranks, or raise `CancelFitException`.")
+                               f"`CancelEpochException`, `CancelValidException`{_or_batch if self.pools else ''}): end it on all ranks, or "
+                               "raise `CancelFitException`.")
         if not head.unsure: self._check_rule(head)
 
     def _check_rule(self, head):
@@ -271,6 +272,7 @@ class Ranks(OneRank):
                                "Learner and returns what its loss averaged over.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #232b40c9
+_or_batch = ", and with coupled='batchnorm' also `CancelBatchException`"
 kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','end'
 asks = 'save','SIGINT','SIGTERM','SIGUSR1'
 
