@@ -49,7 +49,7 @@ def data(n, n_valid=23):
     return torch.randn(n+n_valid, 3, 6, 6, generator=g).double(), torch.randint(3, (n+n_valid,), generator=g)
 
 parts = (3, 5, 2)                                  # items of a rank's micro-batches
-def learner(n=101, y=None, loss=None, model=None, bs=16, cbs=(), dp=DataParallel, shares=None, dtype=torch.float64, opt_func=SGD, acc=GradientAccumulation, order=None, num_workers=0, metrics=True, **kwargs):
+def learner(n=69, y=None, loss=None, model=None, bs=16, cbs=(), dp=DataParallel, shares=None, dtype=torch.float64, opt_func=SGD, acc=GradientAccumulation, order=None, num_workers=0, metrics=True, **kwargs):
     set_seed(3)
     x,targets = data(n)
     x,y,model = x.to(dtype),ifnone(y, targets),ifnone(model, Net()).to(dtype)
@@ -85,11 +85,11 @@ def weighted(): return nn.CrossEntropyLoss(weight=tensor([.1, 1., 5.]).double())
 norm = nn.BatchNorm2d
 fixed = {1: None, 2: [3, 1], 3: [1, 5, 2]}
 def settings():
-    y = data(101)[1]
+    y = data(69)[1]
     res = dict(
         ragged=dict(),
-        without_items=dict(n=82),
-        carried=dict(n=83, bs=9, accum_bs=30, remainder='carry', fit=lambda l: l.fit(3)),
+        without_items=dict(n=50),
+        carried=dict(n=38, bs=9, accum_bs=30, remainder='carry', fit=lambda l: l.fit(3)),
         several=dict(accum_bs=40, remainder='drop', cbs=[GradientClip(.05)]),
         shares=dict(shares=fixed[world()]),
         first_without_items=dict(shares={1: None, 2: (.02, 1.5), 3: [.02, 1, 1]}[world()]),
@@ -102,8 +102,8 @@ def settings():
         no_affine=dict(model=Net(partial(norm, affine=False))),
         cumulative=dict(model=Net(partial(norm, momentum=None))),
         synced=dict(model=nn.SyncBatchNorm.convert_sync_batchnorm(Net())),
-        unused=dict(model=Net(unused=True), n=82),
-        keeps=dict(model=Keeps(), n=83, bs=9),
+        unused=dict(model=Net(unused=True), n=50),
+        keeps=dict(model=Keeps(), n=38, bs=9),
         frozen=dict(cbs=[BnFreeze()], fit=lambda l: (l.model.n.requires_grad_(False), l.fit(2))),
         workers=dict(num_workers=2),
         lr_find=dict(fit=lambda l: (l.lr_find(num_it=9, show_plot=False), l.fit(1))),
@@ -111,7 +111,7 @@ def settings():
         fp16=dict(dtype=torch.float32, cbs=[MixedPrecision(init_scale=2.**10)]))
     return {k: res[k] for k in few} if 'QUICK' in os.environ else res
 
-def trained(name, n=101, fit=lambda l: l.fit(2), **kw):
+def trained(name, n=69, fit=lambda l: l.fit(2), **kw):
     passes.clear()
     if name == 'measured':
         shares_module.clock = work = Work(1., 3., 2.)
@@ -150,7 +150,7 @@ def cost():
     return res
 
 # --- checkpoints
-def longer(*cbs): return learner(82, accum_bs=32, micro_batch_size=3, opt_func=Adam, metrics=False, cbs=cbs)
+def longer(*cbs): return learner(50, accum_bs=32, micro_batch_size=3, opt_func=Adam, metrics=False, cbs=cbs)
 def resumed(name):
     fit = lambda *cbs: fitted(longer(*cbs), lambda l: l.fit(3))
     CheckpointFolder.in_use.clear()
