@@ -127,9 +127,7 @@ def micro_batches():
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         return fitted(learner(coupled=False, accum_bs=16))
-def one_and_two():
-    more = {} if 'QUICK' in os.environ else dict(whole=whole_batches(), micro=micro_batches())
-    return {1: [all_equal()], 2: launch(all_equal, 2), **more}
+def alone(): return dict(equal=all_equal(), whole=whole_batches(), micro=micro_batches())
 
 # --- what it sends
 class Counts(Callback):
@@ -241,9 +239,10 @@ def apart(): return dict(two=launch(all_two, 2), failures=failures())
 def start(f, n, folder): return started(f, n, folder, __file__)
 @pytest.fixture(scope='module')
 def equal(tmp_path_factory):
-    waits = [start(f, n, tmp_path_factory.mktemp('ranks')) for f,n in ((one_and_two, 1), (all_equal, 3))[:1 if 'QUICK' in os.environ else 2]]
-    (res,),*three = (wait() for wait in waits)
-    return {**res, 3: three and three[0]}
+    "By number of ranks: of each rank"
+    waits = {n: start(f, n, tmp_path_factory.mktemp('ranks')) for f,n in ((alone, 1), (all_equal, 2), (all_equal, 3))[:2 if 'QUICK' in os.environ else 3]}
+    (one,),*many = (wait() for wait in waits.values())
+    return {**one, 1: [one['equal']], **{n: ranks for n,ranks in zip((2, 3), many)}}
 @pytest.fixture(scope='module')
 def others(tmp_path_factory): return start(apart, 1, tmp_path_factory.mktemp('ranks'))()[0]
 
