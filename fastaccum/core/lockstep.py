@@ -344,7 +344,8 @@ class NormCall:
 
     # The same for parts of any size, on all ranks
     def place(self, names):
-        return f"{names.get(self.layer) or type(self.layer).__name__!r} ({self.x.shape[1]} channels, {self.x.dim()} dimensions, {self.x.dtype})"
+        x,name = self.x,names.get(self.layer) or type(self.layer).__name__
+        return f"{name!r} ({x.shape[1]} channels, {x.dim()} dimensions, {x.dtype})"
 
     def describe(self, names):
         return f"{names.get(self.layer) or type(self.layer).__name__!r} with an input of shape {tuple(self.x.shape)}"

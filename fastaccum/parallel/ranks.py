@@ -128,7 +128,8 @@ class Ranks(OneRank):
         return out,self.first_item,self.n_active
 
     norms      = property(lambda self: JointNorms(self))
-    pools      = property(lambda self: getattr(self.accumulation, 'coupled', None) == 'batchnorm')     # does BatchNorm see the items of all ranks?
+    # Does BatchNorm see the items of all ranks?
+    pools      = property(lambda self: getattr(self.accumulation, 'coupled', None) == 'batchnorm')
 
     # -- a step
     # Loss, weight and number of items over all ranks, from a mean loss, the sum of its weights, and the target that `backward` divided by
