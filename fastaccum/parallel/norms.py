@@ -44,7 +44,8 @@ class JointNorms:
     # The sums of all ranks, from this rank's `sums`, which `have` gradients or not; None if no rank has, or if this one has no items. Each
     # rank's gradients are divided by a target of its own
     def add_up(self, sums, have):
-        target = as_tensor(self.ranks.accumulation.acc.target or 1., sums.device).double()
+        target = self.ranks.accumulation.acc.target
+        target = as_tensor(1. if target is None else target, sums.device).double()
         own = torch.cat([(sums.double()*target).flatten(), target.new_tensor([have])])
         with self.ranks.shares.waiting(self.device), together(): dist.all_reduce(own)
         if not self.counts or not have and not own[-1]: return None
