@@ -148,7 +148,9 @@ class BatchPass:
             weight,floor = weight
             acc.open(floor=floor)
         weight = as_weight(weight, learn.loss_grad.device)
-        if self.joint: weight = weight/cb.ranks.n_active
+        if self.joint:                                                   # a count divided by an int would be float32
+            if acc.dtype is torch.float64 and isinstance(weight, Tensor): weight = weight.double()
+            weight = weight/cb.ranks.n_active
         share, = acc.shares([weight], n if self.counted is None else self.counts[self.i])
         if isinstance(weight, Tensor) or not weight: ignore_empty(learn.pred, acc.counted(learn.loss_grad, weight))
         return weight,share
@@ -216,11 +218,22 @@ class BatchPass:
         cb = self.cb
         if self.n <= self.size and not self.joint: return call(model, *xb)
         part,rest = cut_at_head(call, model, cb.coupled)
-        make = partial(LockstepBatch, keeps=cb.of_modules, activations=cb.activations) if cb.coupled == 'batchnorm' else CoupledBatch
+        make = self._lockstep() if cb.coupled == 'batchnorm' else CoupledBatch
         self.coupled = make(part, xb, self.n, self.size, model, cb.ranks.gather, cb.coupled_watch, cb.batch_lists)
         outs = self.coupled.outputs()
         if cb.coupled == 'batchnorm': cb.tell(self.coupled.message)
         return rest(outs)
+
+    def _lockstep(self):
+        cb = self.cb
+        return partial(LockstepBatch, keeps=cb.of_modules, activations=cb.activations, others=cb.ranks.norms)
+
+    # This rank has no items, and the others may need it at each BatchNorm
+    def take_part(self):
+        learn,ranks = self.learn,self.cb.ranks
+        if self.cb.coupled != 'batchnorm': return ranks.gather()
+        call = partial(learn.one_batch.precision.predict, learn.model)
+        self._lockstep()(call, learn.xb, 1, 1, learn.model, ranks.gather).take_part()
 
     # Prediction and targets of this rank alone, for metrics, after the loss over the items of all ranks
     def _own_items(self, yb):

@@ -379,7 +379,11 @@ class GradientAccumulation(LoopCallback):
         learn,call,cut = self.learn,partial(call, model),None
         # all ranks must call the model equally often
         if self.ranks.one_target or not self.splits or keeps_state(learn.model, learn.cbs): return call(*xb)
-        if self.coupled == 'batchnorm' and uses_batch(learn.model): return call(*xb)
+        if self.coupled == 'batchnorm' and uses_batch(learn.model):
+            if self.ranks.world > 1:
+                self.warn_once("The model has BatchNorm without running statistics. In a validation it sees the items of one rank, so "
+                               "losses and metrics are not those of one process: validate in one process.")
+            return call(*xb)
         n = self._count_items()
         size = self.fitting.of(xb, n) if self.auto else self.micro_bs
         if self.micro_batch_tokens is not None:

@@ -181,9 +181,8 @@ def check_lockstep(acc):
     again,whole,model = who_declares(acc, 'recomputes_model'),who_declares(acc, 'compiles_model'),acc.learn.model
     why = (f"{again} recomputes activations in the backward pass: leave it out, they wait on the host" if again else
            f"{whole} compiles the model, which cannot be suspended then: leave it out" if whole or is_compiled(model) else
-           f"{type(model).__name__} calls the model in threads or processes" if type(model).__module__.startswith('torch.nn.parallel') else
-           f"with {acc.ranks.world} ranks the statistics would be those of one rank's items: use it on one device"
-           if acc.ranks.world > 1 else None)
+           f"{type(model).__name__} calls the model in threads or processes"
+           if type(model).__module__.startswith('torch.nn.parallel') else None)
     if why: raise ValueError(f"coupled='batchnorm' suspends a micro-batch at each BatchNorm, until the others are there. {why}.")
 
 def is_compiled(model): return any(hasattr(m, 'dynamo_ctx') or m._compiled_call_impl is not None for m in model.modules())

@@ -31,11 +31,11 @@ __all__ = []
 # Like `CoupledBatch`, the outputs of `model` for a batch, computed in parts, but BatchNorm sees all of them, and the model is called once
 class LockstepBatch(CoupledBatch):
     # `keeps`: a `Keeps`, which knows from batch to batch what the modules keep. `activations`: 'host' or 'device', where they wait for
-    # the backward pass. The others are those of `CoupledBatch`
-    def __init__(self, model, xb, n, size, module=None, gather=None, watch=None, lists=None, keeps=None, activations='host'):
+    # the backward pass; `others`: pools statistics with other ranks, as `JointNorms` does. The rest are those of `CoupledBatch`
+    def __init__(self, model, xb, n, size, module=None, gather=None, watch=None, lists=None, keeps=None, activations='host', others=None):
         super().__init__(model, xb, n, size, module, gather, None, lists)
         on_host = activations == 'host' and device_of(self.module).type != 'cpu'
-        self.run = Lockstep(self.module, Mover(self.module) if on_host else None, keeps)
+        self.run = Lockstep(self.module, Mover(self.module) if on_host else None, keeps, others)
         self.watch = watch
 
     def outputs(self) -> Any:
@@ -57,23 +57,37 @@ class LockstepBatch(CoupledBatch):
         ends,self.ends = self.ends,None
         self.run.backward([[(edges[k], g) for k,g in grads] for edges,grads in zip(ends, self._take_grads())])
 
+    # On a rank without items: it takes part in what the ranks compute together, with an item that does not count
+    def take_part(self) -> None:
+        self.run.forward([partial(self.model, *self.xb)])
+        self.gather()
+        self.run.backward([[]])
+
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f000b
-# All parts of a batch on their way through `module`. `mover`: takes activations to the host
+# All parts of a batch on their way through `module`. `mover`: takes activations to the host; `others`: what other ranks have to know
 class Lockstep:
-    def __init__(self, module, mover=None, keeps=None):
+    def __init__(self, module, mover=None, keeps=None, others=None):
         self.module,self.mover,self.keeps,self.greenlet = module,mover,Keeps() if keeps is None else keeps,import_greenlet()
         self.types = tuple(dict.fromkeys(('cpu', device_of(module).type)))
         self.token,self.meetings,self.parts,self.message = torch.ones((), requires_grad=True),[],[],None
         norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.counters = {id(m.num_batches_tracked) for m in norms if m.num_batches_tracked is not None}
+        self.synced = [m for m in norms if type(m).forward is nn.SyncBatchNorm.forward and 'forward' not in vars(m)]
+        self.others,self.names = others,None if others is None else {m: n for n,m in module.named_modules()}
 
     # What the functions return, one for each part. After an error everything is as before
     def forward(self, fs):
+        for m in self.synced: m.forward = partial(nn.modules.batchnorm._BatchNorm.forward, m)    # statistics are pooled here
+        try: return self._run(fs)
+        finally:
+            for m in self.synced: del m.forward
+
+    def _run(self, fs):
         before,first = Snapshot(self.module, ()),self.keeps.watched is None
         try:
             outs = self._forward(fs)
             if first: self.message = self._changed(before)
-            while self.keeps.surprised():        # modules kept something new: the parts have mixed it up
+            while self._surprised():             # modules kept something new: the parts have mixed it up
                 before.restore()
                 outs = self._forward(fs)
             self.keeps.end(len(fs)-1)
@@ -84,6 +98,10 @@ class Lockstep:
             raise
         for meeting in self.meetings: meeting.update_running()
         return outs
+
+    def _surprised(self):
+        here = self.keeps.surprised()
+        return here if self.others is None else self.others.end_forward(here)
 
     # After the first pass: a warning of buffers that each part has changed, other than those of BatchNorm; None if there are none
     def _changed(self, before):
@@ -104,7 +122,7 @@ class Lockstep:
                 at = [p.resume() for p in self.parts]
                 while not all(p.ended for p in self.parts):
                     self._check(at)
-                    self.meetings.append(Meeting(at))
+                    self.meetings.append(Meeting(at, self.others, self.names))
                     for i,p in enumerate(self.parts): at[i] = p.resume(self.meetings[-1])
             finally:
                 for p in self.parts: p.stop()
@@ -139,6 +157,7 @@ class Lockstep:
 
     # The backward pass of all parts. ups[i]: edges of a part's outputs, each with its gradient
     def backward(self, ups):
+        if self.others is not None: self.others.begin_backward()
         for p,pairs in zip(self.parts, ups):
             for edge,g in pairs: p.wait_at(edge).add(g)
         with NoBatchNorm():
@@ -323,6 +342,11 @@ class NormCall:
         if learns and any(self.edges): return Normalized.apply(run.token, x.detach(), normalized, self, run.mover)
         with torch.no_grad(): return normalized(x)
 
+    # The same for parts of any size, on all ranks
+    def place(self, names):
+        x,name = self.x,names.get(self.layer) or type(self.layer).__name__
+        return f"{name!r} ({x.shape[1]} channels, {x.dim()} dimensions, {x.dtype})"
+
     def describe(self, names):
         return f"{names.get(self.layer) or type(self.layer).__name__!r} with an input of shape {tuple(self.x.shape)}"
 
@@ -352,7 +376,7 @@ def moments(x):
 # The same of several parts together
 def pooled(ns, means, squares):
     n,means = sum(ns),torch.stack(means)
-    shares = torch.tensor(ns, dtype=means.dtype).to(means.device, non_blocking=True).unsqueeze(1)
+    shares = torch.as_tensor(ns, dtype=means.dtype).to(means.device, non_blocking=True).unsqueeze(1)
     mean = (shares*means).sum(0)/n
     return n,mean,(torch.stack(squares) + shares*(means-mean).square_()).sum(0)
 
@@ -371,13 +395,14 @@ class Normalized(torch.autograd.Function):
         return None,None,None,None,None
 
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f0011
-# The calls of `F.batch_norm` of all parts at one place
+# The calls of `F.batch_norm` of all parts at one place. Where there are `others`, `names` are those of the modules
 class Meeting:
     @torch.no_grad()
-    def __init__(self, calls):
-        self.calls,first = [*calls],calls[0]
+    def __init__(self, calls, others=None, names=None):
+        self.calls,self.others,first = [*calls],others,calls[0]
         self.running,self.momentum,self.sums = first.running,first.momentum,None
-        self.n,self.mean,squares = pooled(*zip(*(c.moments for c in calls)))
+        moments = pooled(*zip(*(c.moments for c in calls)))
+        self.n,self.mean,squares = moments if others is None else others.pool(first.place(names), *moments)
         if self.n < 2: raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(first.x.shape)}")
         self.var,self.unbiased = squares/self.n,squares/(self.n-1)
         self.inv = (self.var + first.eps).rsqrt()
@@ -391,9 +416,12 @@ class Meeting:
     # The gradients of all parts are there. `sums[i]` of a part: those of the bias and of the weight; `means`: what all items share
     @torch.no_grad()
     def add_up(self):
-        if all(c.gradient.grad is None for c in self.calls): return
-        self.sums = [self._sums(c) for c in reversed(self.calls)][::-1]
-        self.means = sum(s if c.scale is None else s*c.scale for s,c in zip(self.sums, self.calls))/self.n
+        have = any(c.gradient.grad is not None for c in self.calls)
+        if not have and self.others is None: return
+        own = [self._sums(c) for c in reversed(self.calls)][::-1]
+        whole = sum(s if c.scale is None else s*c.scale for s,c in zip(own, self.calls))
+        if self.others is not None: whole = self.others.add_up(whole, have)
+        if whole is not None: self.sums,self.means = own,whole/self.n
 
     def _sums(self, c):
         g = c.gradient.get()

@@ -79,7 +79,8 @@ class Snapshot:
 
     def restore(self):
         with torch.no_grad():
-            for m,k,b,old in self.buffers: m._buffers[k] = b.copy_(old)  # forward may have put another tensor there
+            for m,k,b,old in self.buffers:               # a frozen BatchNorm's may be saved in a graph
+                with torch.autograd._unsafe_preserve_version_counter(b): m._buffers[k] = b.copy_(old) # forward may have put another there
             for p,g in zip(self.params, self.grads):
                 if g is None: p.grad = None
                 elif isinstance(g, Tensor): p.grad.copy_(g)

@@ -19,6 +19,7 @@ class OneRank:
     refuses = {}         # name of a callback -> why it does not work with these ranks
     reduce = None        # `reduce(loss, weight, n_items, target)`: the same over all ranks; leaves the mean gradient
     gather = None        # `gather(outputs)`: outputs of all ranks, place of this rank's first item, factor for their gradients
+    norms = None         # pools the statistics of BatchNorm
     def __init__(self): self.known = set()
 
     # -- a loader batch

@@ -114,8 +114,9 @@ class DataParallel(LoopCallback):
         self.learn.dl = self._shard(self.learn.dl, ghosts=True)
         rows = self.learn.dl.rows
         if not self.fitting:
-            self._tell_of_single_items(rows)
-            self._tell_of_few_items(rows)
+            if not self.brings_ranks.pools:
+                self._tell_of_single_items(rows)
+                self._tell_of_few_items(rows)
             self.brings_ranks.own_random_numbers()
         self.fitting = True
         self.brings_ranks.begin_epoch(self.learn.dl)
@@ -263,8 +264,7 @@ _no_joint_gradients = ("needs gradients that all ranks add up at each step, and 
 def _check_coupled(cb, acc):
     why = None
     if not cb.brings_ranks.joint_gradients: why = f"{type(cb).__name__} does not gather the ranks' outputs: use DataParallel"
-    elif acc.coupled == 'batchnorm': why = "the statistics would be those of one rank's items: use it on one device"
-    elif isinstance(acc.coupled, str): why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
+    elif acc.coupled not in (True, 'batchnorm'): why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
     elif cb.overlap: why = "overlap=True sends gradients in the last backward pass, and there is one for each micro-batch: leave it out"
     elif any(mixes(type(o)) for o in cb.learn.cbs): why = "MixUp and CutMix mix the items of each rank: leave them out"
     elif acc.micro_batch_size == 'auto':

@@ -20,8 +20,8 @@ from ..core.memory import device_of
 from ..core.microbatch import part_sizes
 from ..loop.optimizers import params_of
 from .data_parallel import DataParallel
-from .processes import from_all, in_group, together
-from .ranks import Ranks, same_on_all
+from .processes import from_all, in_group, same_on_all, together
+from .ranks import Ranks
 from .sharding import as_fastai, known_sizes, shard_sizes
 from .tensors import same_weights
 

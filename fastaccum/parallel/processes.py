@@ -214,3 +214,6 @@ def from_all(obj):
     res = [None]*dist.get_world_size()
     with together(): dist.all_gather_object(res, obj)
     return res
+
+# Is a number the same on `world` ranks? From its sum, and the sum of its squares
+def same_on_all(total, of_squares, world): return total**2 == of_squares*world

@@ -15,7 +15,8 @@ from ..core.accumulator import at_least, scale_grads
 from ..core.memory import device_of
 from ..core.microbatch import part_sizes
 from ..loop.ranks import OneRank
-from .processes import all_ended, from_all, together
+from .norms import JointNorms
+from .processes import all_ended, from_all, same_on_all, together
 from .saving import joined, load_together
 from .shares import Shares
 from .tensors import GradientBuckets, average_buffers, joined_items, same_weights
@@ -109,7 +110,7 @@ class Ranks(OneRank):
         if self.shares.measures: self.shares.batch_begins(self.n_own, self.device)
         if self.n_own: return True
         self.no_items()
-        if self.accumulation.coupled: self.gather()
+        if self.accumulation.coupled: batch.take_part()
         return False
 
     # The batch gets its events and its row, without items of this rank
@@ -125,6 +126,10 @@ class Ranks(OneRank):
         if joined is None: return None
         out,learn.yb = joined
         return out,self.first_item,self.n_active
+
+    norms      = property(lambda self: JointNorms(self))
+    # Does BatchNorm see the items of all ranks?
+    pools      = property(lambda self: getattr(self.accumulation, 'coupled', None) == 'batchnorm')
 
     # -- a step
     # Loss, weight and number of items over all ranks, from a mean loss, the sum of its weights, and the target that `backward` divided by
@@ -241,7 +246,7 @@ class Ranks(OneRank):
 
     # A number that must be the same on all ranks
     def _place_of(self, kind):
-        learn,step = self.learn,kind in ('step','average','count')
+        learn,step = self.learn,kind in ('step','average','count','norm','backward')
         batch = learn.iter if step else self.calls if kind in ('outputs','forward') else 0
         if step or kind in ('train','validate'): batch += learn.epoch*len(learn.dls.train)    # the others may come without a fit
         return kinds.index(kind) + len(kinds)*(batch%2**16)
@@ -257,7 +262,8 @@ class Ranks(OneRank):
             where = f"epoch {learn.__dict__.get('epoch', 0)}, batch {learn.__dict__.get('iter', 0)}"
             raise RuntimeError(f"The ranks have parted: this one is at {kind!r} ({where}), "
                                "another is not. Something ends an epoch or a validation on some ranks only (`CancelTrainException`, "
-                               "`CancelEpochException`, `CancelValidException`): end it on all ranks, or raise `CancelFitException`.")
+                               f"`CancelEpochException`, `CancelValidException`{_or_batch if self.pools else ''}): end it on all ranks, or "
+                               "raise `CancelFitException`.")
         if not head.unsure: self._check_rule(head)
 
     def _check_rule(self, head):
@@ -267,7 +273,8 @@ class Ranks(OneRank):
                                "Learner and returns what its loss averaged over.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #232b40c9
-kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','end'
+_or_batch = ", and with coupled='batchnorm' also `CancelBatchException`"
+kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','end'
 asks = 'save','SIGINT','SIGTERM','SIGUSR1'
 
 # What a rank tells the others; also the sums of that over all ranks
@@ -299,9 +306,6 @@ class Head(NamedTuple):
     # Where the ranks are that have voted
     @property
     def kind(self): return kinds[int(self.place/self.votes)%len(kinds)]
-
-# From a sum over `world` ranks, and the sum of the squares
-def same_on_all(total, of_squares, world): return total**2 == of_squares*world
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #dd7064a5
 def save_for_lr_find(learn):

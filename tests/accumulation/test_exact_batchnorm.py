@@ -256,6 +256,12 @@ def test_activations_on_the_device_or_offloaded_twice():
 
 def test_gradients_on_the_host(): check_runs(trained(7, acc=dict(grad_device='cpu')), trained())
 
+def test_sync_batchnorm():
+    "Whose own forward pass needs a GPU where there are several processes"
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(small())
+    check_runs(trained(7, model=model), trained())
+    assert all('forward' not in vars(m) for m in model.modules())
+
 def test_buffers_that_change_are_told():
     "A spectral norm takes a step for each micro-batch"
     model = small()
