@@ -145,11 +145,10 @@ class Lockstep:
     def backward(self, ups):
         for p,pairs in zip(self.parts, ups):
             for edge,g in pairs: p.wait_at(edge).add(g)
-        with NoBatchNorm():
-            for k in reversed(range(len(self.meetings)+1)):
-                meeting = self.meetings.pop() if k < len(self.meetings) else None
-                if meeting is not None: meeting.add_up()
-                for p in reversed(self.parts): p.backward(k, meeting)      # what was saved last comes back first
+        for k in reversed(range(len(self.meetings)+1)):
+            meeting = self.meetings.pop() if k < len(self.meetings) else None
+            if meeting is not None: meeting.add_up()
+            for p in reversed(self.parts): p.backward(k, meeting)      # what was saved last comes back first
         self.clear()
 
     # Forget the graphs
@@ -271,7 +270,8 @@ class Part(TorchFunctionMode):
     def backward(self, k, meeting):
         ups = [(w.edge, w.take()) for w in self.waiting.pop(k, ()) if w.grad is not None]
         if meeting is not None: ups += meeting.gradients(self.i)
-        if ups: torch.autograd.backward(*map(list, zip(*ups)), retain_graph=True)     # another segment may have passed a part of it
+        if not ups: return
+        with NoBatchNorm(): torch.autograd.backward(*map(list, zip(*ups)), retain_graph=True)    # another segment may have passed a part
 
 # `t.grad` after `t.retain_grad()`; `total`: what has come before
 def retain(t, total, g):
