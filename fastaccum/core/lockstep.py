@@ -167,9 +167,9 @@ other_items = ("coupled='batchnorm': in this model {} calls `F.batch_norm` for {
                "normalization do. Such calls of all micro-batches are taken together, which is another model than the whole batch's, if "
                "what they normalize is not the same part of each item.")
 
-hooks_twice = ("coupled='batchnorm': the model sets hooks on the gradients of tensors, and reads a view (as of `chunk` or `x[:,:4]`) behind "
-               "a BatchNorm. Hooks before it may be called several times, for parts of the gradient: a hook that is not linear, such as "
-               "one that clips, then changes it in another way. Copy the view (`.clone()`).")
+hooks_twice = ("coupled='batchnorm': the model sets hooks on the gradients of tensors, and reads a view (as of `chunk` or `x[:,:4]`) "
+               "behind a BatchNorm. Hooks before it may be called several times, for parts of the gradient: a hook that is not linear, "
+               "such as one that clips, then changes it in another way. Copy the view (`.clone()`).")
 
 def import_greenlet():
     try: import greenlet
@@ -282,7 +282,8 @@ def retain(t, total, g):
 def flat_tensors(objects):
     return [t for o in objects for t in (o if isinstance(o, (tuple,list)) else (o,)) if isinstance(t, Tensor)]
 
-# How many bytes of what parts have computed may stay on the device while they wait, and what is on the host. Storages below `min_bytes` stay
+# How many bytes of what parts have computed may stay on the device while they wait, and what is on the host. Storages below `min_bytes`
+# always stay
 class Room:
     def __init__(self, min_bytes, size): self.min_bytes,self.size,self.used,self.away = min_bytes,size,0,{}
 
