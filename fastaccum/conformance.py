@@ -1,4 +1,4 @@
-"""How exact is your trainer? Fifteen training runs, each compared with the same run in big batches
+"""How exact is your trainer? Sixteen training runs, each compared with the same run in big batches
 
 Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 
@@ -152,6 +152,8 @@ def evaluate(job):
     job.model.train()
 
 # %% ../nbs/api/91_conformance.ipynb #171727a9
+def norm_net(): return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 10))
+
 class ClassesFirst(nn.Module):
     "Moves the classes of a sequence to where cross entropy wants them"
     def forward(self, x): return x.transpose(1, 2)
@@ -291,7 +293,10 @@ CASES = {
         'Zero the gradients, and the counter of micro-batches, before the first step of a fit.', fits=lambda job: [job, job]),
     'resume': Case('Is what is left of an epoch, after a stop in the middle of it, what the stopped run would have trained on?',
         lambda: Job(net(), micro_batches(*[4]*11), n_acc=2, epochs=2, shuffle=True, lr_at=lambda pos: 1-.9*pos),
-        "Save the generator of the loader's order as it was when the epoch began, and skip what was trained on.", fits=after_kill)}
+        "Save the generator of the loader's order as it was when the epoch began, and skip what was trained on.", fits=after_kill),
+    'BatchNorm': Case('Does BatchNorm see all items of a step?', lambda: Job(norm_net(), micro_batches(8, 8, 8, 8), lr=.1),
+        "No weights of micro-batches can do that: their forward passes have to wait for each other, as with fastaccum's "
+        "`coupled='batchnorm'`. Or use a normalization within each item.", tol=1e-5)}
 
 # %% ../nbs/api/91_conformance.ipynb #316beb6f
 class Result(NamedTuple):

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/lockstep.html.md"""
 
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f0003
 from __future__ import annotations
-import contextvars, operator, sys
+import contextvars, operator, sys, weakref
 from bisect import bisect_right
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .coupled import CoupledBatch, Cut
 from .memory import device_of
 from .microbatch import Joined, part_sizes, split_items, tensors_in
-from .offload import Mover
+from .offload import Emptied, Mover
 from .random import Snapshot
 
 # %% auto #0
@@ -35,7 +36,7 @@ class LockstepBatch(CoupledBatch):
     def __init__(self, model, xb, n, size, module=None, gather=None, watch=None, lists=None, keeps=None, activations='host', others=None):
         super().__init__(model, xb, n, size, module, gather, None, lists)
         on_host = activations == 'host' and device_of(self.module).type != 'cpu'
-        self.run = Lockstep(self.module, Mover(self.module) if on_host else None, keeps, others)
+        self.run = Lockstep(self.module, Mover(self.module, 2**16*size//n) if on_host else None, keeps, others)
         self.watch = watch
 
     def outputs(self) -> Any:
@@ -69,7 +70,7 @@ class Lockstep:
     def __init__(self, module, mover=None, keeps=None, others=None):
         self.module,self.mover,self.keeps,self.greenlet = module,mover,Keeps() if keeps is None else keeps,import_greenlet()
         self.types = tuple(dict.fromkeys(('cpu', device_of(module).type)))
-        self.token,self.meetings,self.parts,self.message = torch.ones((), requires_grad=True),[],[],None
+        self.token,self.meetings,self.parts,self.message,self.told = torch.ones((), requires_grad=True),[],[],None,None
         norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.counters = {id(m.num_batches_tracked) for m in norms if m.num_batches_tracked is not None}
         self.synced = [m for m in norms if type(m).forward is nn.SyncBatchNorm.forward and 'forward' not in vars(m)]
@@ -86,7 +87,7 @@ class Lockstep:
         before,first = Snapshot(self.module, ()),self.keeps.watched is None
         try:
             outs = self._forward(fs)
-            if first: self.message = self._changed(before)
+            if first: self.message = self._changed(before) or self.told
             while self._surprised():             # modules kept something new: the parts have mixed it up
                 before.restore()
                 outs = self._forward(fs)
@@ -116,6 +117,7 @@ class Lockstep:
             if self.mover is not None: stack.enter_context(saved_tensors_hooks(self.mover.pack, self.mover.unpack))
             self.flags,self.hooks = Flags(self.types),top_hooks()
             if self.keeps.watched is None: stack.enter_context(self._only_known_norms())
+            self.room = None if self.mover is None else Room(self.mover.min_bytes, self.keeps.saved//2)
             self.keeps.begin(self.module, len(fs))
             self.parts = [Part(self, i, f) for i,f in enumerate(fs)]
             try:
@@ -126,6 +128,8 @@ class Lockstep:
                     for i,p in enumerate(self.parts): at[i] = p.resume(self.meetings[-1])
             finally:
                 for p in self.parts: p.stop()
+        if any(p.hooked and p.crossed for p in self.parts): self.told = hooks_twice
+        if self.mover is not None: self.keeps.saved = self.mover.moved//len(fs)
         return at
 
     # In the first pass: an error if a BatchNorm in training computes statistics by itself, where nobody sees it
@@ -160,11 +164,10 @@ class Lockstep:
         if self.others is not None: self.others.begin_backward()
         for p,pairs in zip(self.parts, ups):
             for edge,g in pairs: p.wait_at(edge).add(g)
-        with NoBatchNorm():
-            for k in reversed(range(len(self.meetings)+1)):
-                meeting = self.meetings.pop() if k < len(self.meetings) else None
-                if meeting is not None: meeting.add_up()
-                for p in reversed(self.parts): p.backward(k, meeting)      # what was saved last comes back first
+        for k in reversed(range(len(self.meetings)+1)):
+            meeting = self.meetings.pop() if k < len(self.meetings) else None
+            if meeting is not None: meeting.add_up()
+            for p in reversed(self.parts): p.backward(k, meeting)      # what was saved last comes back first
         self.clear()
 
     # Forget the graphs
@@ -179,6 +182,14 @@ changed = ("coupled='batchnorm': the model changes its buffers {} at each call, 
            "changes them once. A BatchNorm of one's own and spectral normalization do so: then the step is not that of the whole batch. "
            "PyTorch's BatchNorm is exact.")
 
+other_items = ("coupled='batchnorm': in this model {} calls `F.batch_norm` for {}, as Ghost BatchNorm and some versions of instance "
+               "normalization do. Such calls of all micro-batches are taken together, which is another model than the whole batch's, if "
+               "what they normalize is not the same part of each item.")
+
+hooks_twice = ("coupled='batchnorm': the model sets hooks on the gradients of tensors, and reads a view (as of `chunk` or `x[:,:4]`) "
+               "behind a BatchNorm. Hooks before it may be called several times, for parts of the gradient: a hook that is not linear, "
+               "such as one that clips, then changes it in another way. Copy the view (`.clone()`).")
+
 def import_greenlet():
     try: import greenlet
     except ImportError as e:
@@ -191,6 +202,8 @@ class Part(TorchFunctionMode):
     def __init__(self, run, i, f):
         super().__init__()
         self.run,self.i,self.f,self.flags,self.hooks = run,i,f,run.flags,[]
+        self.tensors = None if run.room is None else PartTensors(run.room)
+        self.hooked = self.crossed = False     # has the model set hooks on tensors? has a view come from an earlier segment?
         self.starts,self.waiting = [],{}       # number of the first node of each segment; segment -> the gradients that wait at its nodes
         self.greenlet = run.greenlet.greenlet(self._run)
         self.greenlet.gr_context = contextvars.copy_context()
@@ -216,6 +229,7 @@ class Part(TorchFunctionMode):
 
     def _switch(self, f, *args):
         run = self.run
+        if self.tensors is not None: self.tensors.bring_back()
         self.flags.put(run.flags)
         push_hooks(self.hooks)
         run.keeps.enter(self.i)
@@ -225,25 +239,45 @@ class Part(TorchFunctionMode):
             self.hooks = pop_hooks(run.hooks)
             self.flags = Flags(run.types)
             run.flags.put(self.flags)
+            if self.tensors is not None and not self.ended: self.tensors.put_away()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is Tensor.add_ and self.i and id(args[0]) in self.run.counters: return args[0]     # the first part counts for all
-        if torch.is_grad_enabled() and getattr(func, '__name__', '') != '__get__':
-            for o in (*args, *kwargs.values()):
-                for t in o if isinstance(o, (tuple,list)) else (o,):
-                    if isinstance(t, Tensor): self._cut(t)
-        if func not in batch_norms or not batch_norms[func](*args, **kwargs).training: return func(*args, **kwargs)
-        return batch_norms[func](*args, **kwargs).meet(self)
+        name = getattr(func, '__name__', '').split('.')[0]
+        if name == '__get__': return func(*args, **kwargs)
+        if func in (Tensor.register_hook, Tensor.retain_grad): return self._hook(func, *args, **kwargs)
+        if name in unseen_norms and trains(args, kwargs): raise ValueError(unseen.format(f'torch.{name}'))
+        given = flat_tensors((*args, *kwargs.values()))
+        if self.tensors is not None: self.tensors.use(given)
+        if torch.is_grad_enabled():
+            for t in given: self._cut(t)
+        call = batch_norms[func](*args, **kwargs) if func in batch_norms else None
+        res = call.meet(self) if call is not None and call.training else func(*args, **kwargs)
+        if self.tensors is not None: self.tensors.add(res, given)
+        return res
 
     # Cut the graph at a tensor of an earlier segment: the backward pass of this one ends there
     def _cut(self, t):
         f = t.grad_fn
-        if f is None or f._sequence_nr() >= self.starts[-1] or t._is_view(): return
+        if f is None or f._sequence_nr() >= self.starts[-1]: return
+        if t._is_view(): self.crossed = True; return
         waiting,mover = self.wait_at(get_gradient_edge(t)),self.run.mover
         with torch.autograd._unsafe_preserve_version_counter(t):
             t.detach_()
-            Cut.apply(self.run.token, t, lambda g: waiting.add(g, mover))
+            Cut.apply(self.run.token, t, partial(waiting.add, mover=mover))
+
+    # A hook on a tensor's gradient, which is complete in the segment that the tensor comes from, and not where the graph is cut
+    def _hook(self, func, t, *args, **kwargs):
+        cut,self.hooked = isinstance(t.grad_fn, Cut._backward_cls),True
+        if t.grad_fn is None or not cut and func is Tensor.register_hook: return func(t, *args, **kwargs)
+        edge = t.grad_fn.keep.func.__self__.edge if cut else get_gradient_edge(t)
+        hook = partial(retain, weakref.ref(t), Gradient()) if func is Tensor.retain_grad else [*args, *kwargs.values()][0]
+        def of_node(grads):
+            i = edge.output_nr
+            new = None if grads[i] is None else hook(grads[i])
+            return None if new is None else (*grads[:i], new, *grads[i+1:])
+        return edge.node.register_prehook(of_node)
 
     # Where gradients wait until the backward pass reaches the node of this edge
     def wait_at(self, edge):
@@ -255,7 +289,69 @@ class Part(TorchFunctionMode):
     def backward(self, k, meeting):
         ups = [(w.edge, w.take()) for w in self.waiting.pop(k, ()) if w.grad is not None]
         if meeting is not None: ups += meeting.gradients(self.i)
-        if ups: torch.autograd.backward(*map(list, zip(*ups)), retain_graph=True)     # another segment may have passed a part of it
+        if not ups: return
+        with NoBatchNorm(): torch.autograd.backward(*map(list, zip(*ups)), retain_graph=True)    # another segment may have passed a part
+
+# `t.grad` after `t.retain_grad()`; `total`: what has come before
+def retain(t, total, g):
+    total.add(g.clone())
+    if t() is not None: t().grad = total.grad
+
+# The tensors among `objects`, and in lists of them
+def flat_tensors(objects):
+    return [t for o in objects for t in (o if isinstance(o, (tuple,list)) else (o,)) if isinstance(t, Tensor)]
+
+# How many bytes of what parts have computed may stay on the device while they wait, and what is on the host. Storages below `min_bytes`
+# always stay
+class Room:
+    def __init__(self, min_bytes, size): self.min_bytes,self.size,self.used,self.away = min_bytes,size,0,{}
+
+# What a part has computed, and may read again. While the part waits, the memory is given back, if there is no room
+class PartTensors:
+    def __init__(self, room): self.room,self.own,self.refs,self.kept,self.away = room,set(),[],0,set()
+
+    # Before a function of these tensors is called. Another part may have computed one, which the model has kept
+    def use(self, ts):
+        if self.room.away:
+            for t in ts: self._refill(storage_key(t))
+
+    def _refill(self, key):
+        if (o := self.room.away.pop(key, None)) is not None: o.refill()
+
+    # The function has returned `res`, of tensors `given`. What shares memory with a tensor from elsewhere is not this part's
+    def add(self, res, given):
+        others = {storage_key(t) for t in given} - self.own
+        for t in flat_tensors((res,)):
+            if (key := storage_key(t)) is None or key in others: continue
+            self.own.add(key)
+            self.refs.append(weakref.ref(t))
+
+    # Storage key -> a tensor, of those that something still refers to
+    def _alive(self): return {storage_key(t): t for r in self.refs if (t := r()) is not None}
+
+    def put_away(self):
+        room,alive = self.room,self._alive()
+        self.refs,self.own = [r for r in self.refs if r() is not None],{*alive}
+        for key,t in alive.items():
+            s = t.untyped_storage()
+            if (n := s.nbytes()) < room.min_bytes or not s.resizable() or key in room.away: continue
+            if room.used + n <= room.size:
+                room.used += n
+                self.kept += n
+            else:
+                room.away[key] = Emptied(t)
+                self.away.add(key)
+
+    def bring_back(self):
+        self.room.used -= self.kept
+        for key in self.away & self._alive().keys(): self._refill(key)
+        for key in self.away: self.room.away.pop(key, None)
+        self.kept,self.away = 0,set()
+
+# Tensors with the same one share memory; None where memory cannot be given back
+def storage_key(t):
+    if t.is_cpu or t.is_mps or t.layout is not torch.strided or is_traceable_wrapper_subclass(t): return
+    return t.untyped_storage()._cdata
 
 # The sum of what arrives at an edge of the graph
 class Gradient:
@@ -332,6 +428,8 @@ class NormCall:
             raise ValueError("coupled='batchnorm': the model calls BatchNorm in a mode that it enters itself (inference mode, or a "
                              "TorchDispatchMode), in which micro-batches cannot wait for each other.")
         self.layer = calling_module()
+        if run.keeps.watched is None and run.told is None and (how := self._other_items(part)) is not None:
+            run.told = other_items.format(type(self.layer).__name__, how)
         self.key = self.layer,x.shape[1:2],x.dim(),x.dtype,*map(id, self.running)
         with torch.no_grad(): self.moments = moments(x)
         meeting = run.greenlet.getcurrent().parent.switch(self)
@@ -347,6 +445,17 @@ class NormCall:
         x,name = self.x,names.get(self.layer) or type(self.layer).__name__
         return f"{name!r} ({x.shape[1]} channels, {x.dim()} dimensions, {x.dtype})"
 
+    # What else than all items with their channels this call normalizes, as far as its shape tells; None if it does not
+    def _other_items(self, part):
+        x,inputs = self.x,flat_tensors(getattr(part.f, 'args', ()))
+        if not x._is_view(): return
+        base = next((t for t in inputs if t.data_ptr() == x.data_ptr()), x._base)
+        if isinstance(base, nn.Parameter) or any(t._base is base for t in inputs): return
+        made_by,alike = str(x.grad_fn),x.dim() == base.dim() and x.shape[2:] == base.shape[2:]
+        if alike and x.dim() > 2 and len(x) == 1 and x.shape[1] == base.shape[:2].numel() and (len(base) > 1 or 'View' in made_by):
+            return 'each item by itself'
+        if alike and x.shape[1] == base.shape[1] and (len(x) < len(base) or 'Split' in made_by): return 'some items at a time'
+
     def describe(self, names):
         return f"{names.get(self.layer) or type(self.layer).__name__!r} with an input of shape {tuple(self.x.shape)}"
 
@@ -354,6 +463,13 @@ def of_torch(input, weight, bias, running_mean, running_var, training, momentum,
     return NormCall(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 batch_norms = {F.batch_norm: NormCall, torch.batch_norm: of_torch}
+
+# Other functions that compute statistics in training
+unseen_norms = {'native_batch_norm', 'cudnn_batch_norm', 'miopen_batch_norm', 'batch_norm_stats', '_native_batch_norm_legit',
+                '_native_batch_norm_legit_functional', '_batch_norm_with_update', '_batch_norm_impl_index'}
+
+# Is it called in training? The first bool says so
+def trains(args, kwargs): return kwargs.get('training', next((a for a in args if isinstance(a, bool)), True))
 
 # The module that calls, as far as the frames tell
 def calling_module():
@@ -403,6 +519,7 @@ class Meeting:
         self.running,self.momentum,self.sums = first.running,first.momentum,None
         moments = pooled(*zip(*(c.moments for c in calls)))
         self.n,self.mean,squares = moments if others is None else others.pool(first.place(names), *moments)
+        for c in calls: c.moments = None
         if self.n < 2: raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(first.x.shape)}")
         self.var,self.unbiased = squares/self.n,squares/(self.n-1)
         self.inv = (self.var + first.eps).rsqrt()
@@ -453,7 +570,9 @@ class Meeting:
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f0015
 # What the modules of a model keep from one layer to another, for each part. A box is a dict (of attributes) or a list, known by its name
 class Keeps:
-    def __init__(self): self.watched,self.boxes,self.parts = None,{},[]     # watched: names of boxes that passes change; None: look at all
+    def __init__(self):
+        self.watched,self.boxes,self.parts = None,{},[]     # watched: names of boxes that passes change; None: look at all
+        self.saved = 0                                      # bytes that a part of the last batch has saved for its backward pass
 
     def begin(self, module, n_parts):
         self.boxes,self.parts,self.changed = boxes_in(module),[{} for _ in range(n_parts)],set()

@@ -18,7 +18,8 @@ __all__ = []
 # Moves what a forward pass saves, except the parameters of `model`, tensors smaller than `min_bytes`, and tensors on the CPU
 class Mover:
     def __init__(self, model, min_bytes=2**16):
-        self.params,self.min_bytes,self.last = {p.untyped_storage()._cdata for p in model.parameters()},min_bytes,lambda: None
+        self.params,self.min_bytes = {p.untyped_storage()._cdata for p in model.parameters()},min_bytes
+        self.last,self.moved = lambda: None,0       # `moved`: bytes
 
     def stays(self, t):
         if t.is_cpu or t.layout is not torch.strided or t.nbytes < self.min_bytes: return True
@@ -28,7 +29,7 @@ class Mover:
     def pack(self, t):
         if self.stays(t): return t.detach()
         o = OnHost(t.detach(), self.last)
-        self.last = weakref.ref(o)
+        self.last,self.moved = weakref.ref(o),self.moved + t.nbytes
         return o
 
     @staticmethod
@@ -61,3 +62,16 @@ class OnHost:
         now.wait_event(ready)
         t.record_stream(now)
         return t
+
+# The storage of `t` without its memory: what was in it is on the host until `refill`
+class Emptied:
+    def __init__(self, t):
+        self.storage = t.untyped_storage()
+        self.n,self.flat = self.storage.nbytes(),t.data.as_strided((self.storage.nbytes()//t.itemsize,), (1,), 0)
+        self.copy = OnHost(self.flat)
+        self.storage.resize_(0)
+
+    def refill(self):
+        self.storage.resize_(self.n)
+        if self.copy.stream is not None: backend(self.copy.device).current_stream(self.copy.device).wait_stream(self.copy.stream)
+        self.flat.copy_(self.copy.host, non_blocking=True)

@@ -1,6 +1,6 @@
 "Exact BatchNorm (`core/lockstep`): parts of a batch in lockstep are the batch, and what goes wrong leaves no trace"
 import gc, random, sys, weakref
-import numpy as np, pytest, torch, torch.nn.functional as F, torchvision.models as tv
+import numpy as np, pytest, torch, torch.nn.functional as F, torchvision.models as tv, torchvision.ops as tv_ops
 from copy import deepcopy
 from functools import partial
 from torch import nn
@@ -380,13 +380,17 @@ def test_work_grows_linearly():
         counts.append(len(passed))
     assert counts == [2, 2]
 
-@pytest.mark.parametrize('name', ['resnet18', pytest.param('resnet50', marks=pytest.mark.slow)])
-def test_memory_on_the_device(name):
-    "At most 1.4 of ordinary micro-batches; without the host it would be the whole batch's"
+def simulated_device():
     import simulated
     if not simulated.available(): pytest.skip('PyTorch has no devices written in Python before 2.10')
-    from simulated import memory, move
-    net,x = move(seeded(nets[name], num_classes=5)),torch.randn(32, 3, 64, 64).to('sim')
+    return simulated
+
+@pytest.mark.parametrize('name,size', [('resnet18', 2), *(pytest.param(k, n, marks=pytest.mark.slow) for k,n in (('resnet18', 1), ('resnet18', 4), ('resnet50', 1), ('resnet50', 8)))])
+def test_memory_on_the_device(name, size, n=32):
+    "At most 1.4 of ordinary micro-batches, however small they are; without the host it would be the whole batch's"
+    sim = simulated_device()
+    memory = sim.memory
+    net,x = sim.move(seeded(nets[name], num_classes=5)),torch.randn(n, 3, 64, 64).to('sim')
     for p in net.parameters(): p.grad = torch.zeros_like(p)
     def peak(f):
         gc.collect()
@@ -395,13 +399,72 @@ def test_memory_on_the_device(name):
         f()
         return memory.peak - start
     def lockstep(**kwargs):
-        batch = LockstepBatch(net, (x,), 32, 4, **kwargs)
+        batch = LockstepBatch(net, (x,), n, size, **kwargs)
         squares(batch.outputs()).backward()
         batch.backward()
     def parts():
-        for p in x.split(4): squares(net(p)).backward()
-    micro,host,device = peak(parts),peak(lockstep),peak(partial(lockstep, activations='device'))
-    assert host < 1.4*micro and device > 3*micro
+        for p in x[:2*size].split(size): squares(net(p)).backward()
+    keeps = Keeps()
+    # the second batch knows how much room there is while parts wait
+    micro,host,again = peak(parts),peak(partial(lockstep, keeps=keeps)),peak(partial(lockstep, keeps=keeps))
+    assert keeps.saved > 0 and max(host, again) < 1.4*micro
+    if size == 2: assert peak(partial(lockstep, activations='device')) > 3*micro
+
+def emptied(monkeypatch):
+    "Counts what goes to the host while parts wait: all of it, as there is no room"
+    import fastaccum.core.lockstep as module
+    count = []
+    class Counted(module.Emptied):
+        def __init__(self, t): count.append(t.shape); super().__init__(t)
+    monkeypatch.setattr(module, 'Emptied', Counted)
+    return count
+
+def cached(m, x):
+    "The first part computes a tensor that all read, and that no module keeps"
+    if not m.cache: m.cache.append(torch.linspace(0, 1, 4, dtype=x.dtype, device=x.device).view(1, 4, 1, 1)+1)
+    y = m.n(m.a(x))
+    return m.n2(m.b(y)*m.cache[0] + y)
+
+@pytest.mark.parametrize('name', ['skip', 'dense', 'views', 'later_in_place', 'early_output', 'own_function', 'no_grad_inside', 'cached'])
+def test_what_waits_on_the_host(name, monkeypatch):
+    "Parts find what they have computed as it was, also where another one reads it"
+    sim,count = simulated_device(),emptied(monkeypatch)
+    net = gentle(seeded(traps[name] if name != 'cached' else lambda: Body(cached, **three()))).double()
+    store = Shared() if name == 'cached' else None
+    if store is not None: net.f = lambda m, x: cached(store.on(m), x)
+    x = torch.randn(7, 4, 5, 5).double()
+    ref = whole(net, (x,), squares)
+    if store is not None: store.cache.clear()
+    net = sim.move(deepcopy(net))
+    batch = LockstepBatch(net, (x.to('sim'),), 7, 3)
+    batch.run.mover.min_bytes = 0
+    squares(batch.outputs()).backward()
+    batch.backward()
+    assert rel(flat([sim.raw(p.grad) for p in net.parameters() if p.grad is not None]), flat([p.grad for p in ref.parameters() if p.grad is not None])) < 1e-12
+    for v,w in zip(ref.buffers(), net.buffers()): torch.testing.assert_close(sim.raw(w), v, rtol=1e-10, atol=1e-10)
+    assert len(count) >= 3 and not batch.run.room.away
+
+class Shared:
+    "A cache outside of the model"
+    def __init__(self): self.cache = []
+    def on(self, m):
+        m.__dict__['cache'] = self.cache
+        return m
+    def __deepcopy__(self, memo): return self
+
+def test_what_survives_an_error_is_whole(monkeypatch):
+    sim,count,kept = simulated_device(),emptied(monkeypatch),[]
+    def forward(m, x):
+        x = m.a(x)
+        kept.append(x)
+        y = m.n(x)
+        raise Trouble
+    net = sim.move(seeded(Body, forward, **three()))
+    batch = LockstepBatch(net, (torch.randn(6, 4, 5, 5).to('sim'),), 6, 2)
+    batch.run.mover.min_bytes = 0
+    with pytest.raises(Trouble): batch.outputs()
+    assert count and len(kept) == 3
+    for t in kept: assert sim.raw(t).isfinite().all() and t.untyped_storage().nbytes() == 2*4*25*4
 
 def test_a_part_without_values():
     "BatchNorm of the rows that a mask selects, of which a part has none"
@@ -438,3 +501,123 @@ def test_buffers_that_each_part_changes_are_told(model, names):
     batch.outputs()
     batch.run.clear()
     assert batch.message is None if names is None else names in batch.message and 'once for each micro-batch' in batch.message
+
+# --- hooks on gradients of tensors
+def hooked(when):
+    "A hook that is no linear function, registered at this place of the model"
+    def forward(m, x):
+        hook = lambda g: g.sign()*g.abs().sqrt()
+        x = m.a(x)
+        if when == 'before': x.register_hook(hook)
+        y = m.n(x)
+        if when == 'after BatchNorm': x.register_hook(hook)
+        z = y + x
+        if when == 'after both': x.register_hook(hook)
+        z = m.n2(m.b(z))
+        if when == 'after two':
+            handle = x.register_hook(lambda g: g*1e6)
+            handle.remove()
+            x.register_hook(hook)
+        if when == 'on the output': y.register_hook(hook)
+        return z
+    return forward
+
+@pytest.mark.parametrize('when', ['before', 'after BatchNorm', 'after both', 'after two', 'on the output'])
+def test_hooks_on_tensors(when):
+    x = torch.randn(7, 4, 5, 5).double()
+    net = seeded(Body, hooked(when), **three()).double()
+    check(net, (x,))
+    net.f = hooked(None)
+    plain = whole(net, (x,), squares)
+    net.f = hooked(when)
+    assert rel(grads(whole(net, (x,), squares)), grads(plain)) > .01       # the hook counts
+
+@pytest.mark.parametrize('late', [False, True])
+def test_retained_gradient(late):
+    def forward(m, x):
+        x = m.a(x)
+        if not late: x.retain_grad()
+        kept.append(x)
+        y = m.n(x) + x
+        if late: x.retain_grad()
+        return m.n2(y)
+    kept = []
+    check(seeded(Body, forward, **three()).double(), (torch.randn(6, 4, 5, 5).double(),))
+    whole_grad,*parts = [t.grad for t in kept]
+    torch.testing.assert_close(torch.cat(parts), whole_grad)
+
+@pytest.mark.parametrize('copy', [False, True])
+def test_hooks_before_views_are_told(copy):
+    def forward(m, x):
+        x = m.a(x)
+        x.register_hook(lambda g: g.clamp(-.01, .01))
+        a,b = x.chunk(2, 1)
+        if copy: b = b.clone()
+        return m.n2(torch.cat([m.n(a), b], 1))
+    net = seeded(Body, forward, **{**three(), 'n': BN(2)}).double()
+    x = torch.randn(6, 4, 5, 5).double()
+    batch = LockstepBatch(net, (x,), 6, 2)
+    batch.outputs()
+    batch.run.clear()
+    assert batch.message is None if copy else 'a hook that is not linear' in batch.message
+    if copy: check(net, (x,))
+
+# --- what looks like BatchNorm, and BatchNorm that looks like something else
+class Ghost(nn.BatchNorm2d):
+    "Ghost BatchNorm: statistics of a few items at a time"
+    def forward(self, x): return torch.cat([super(Ghost, self).forward(p) for p in x.chunk(-(-len(x)//4))])
+class GhostSlices(nn.BatchNorm2d):
+    def forward(self, x): return torch.cat([super(GhostSlices, self).forward(x[i:i+2]) for i in range(0, len(x), 2)])
+class EachItem(nn.Module):
+    "Instance normalization, as in AdaIN"
+    def forward(self, x): return F.batch_norm(x.reshape(1, -1, *x.shape[2:]), None, None, training=True).view(x.shape)
+class StandardizedConv(nn.Conv2d):
+    def forward(self, x): return self._conv_forward(x, F.batch_norm(self.weight.flatten(1)[None], None, None, training=True).view_as(self.weight), self.bias)
+
+@pytest.mark.parametrize('size', [4, 1])
+@pytest.mark.parametrize('name', ['ghost', 'slices', 'each item'])
+def test_other_items_are_told(name, size):
+    if (name,size) == ('slices', 1): return                # a part of one item is no slice, and its model tells nothing
+    norm = {'ghost': Ghost(4), 'slices': GhostSlices(4), 'each item': EachItem()}[name]
+    batch = LockstepBatch(nn.Sequential(conv(), norm, conv(), BN(4)), (torch.randn(8, 4, 5, 5),), 8, size)
+    batch.outputs()
+    batch.run.clear()
+    assert f"{type(norm).__name__} calls `F.batch_norm` for {'each item by itself' if name == 'each item' else 'some items at a time'}" in batch.message
+
+def test_all_items_are_not_told():
+    "Views of other kinds: raw inputs, a half of the channels, flattened features, hooks"
+    nets = [nn.Sequential(BN(4), conv()), traps['views'](), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(100)), nn.Sequential(conv(), nn.Flatten(), nn.Flatten(), nn.BatchNorm1d(100)),
+            nn.Sequential(conv(), BN(4), nn.InstanceNorm2d(4)), nn.Sequential(StandardizedConv(4, 4, 3), BN(4))]
+    for net in nets:
+        for size in (3, 1):
+            hook = [m.register_full_backward_hook(lambda *a: None) for m in net.modules() if isinstance(m, BN)]
+            batch = LockstepBatch(net, (torch.randn(6, 4, 5, 5),), 6, size)
+            batch.outputs()
+            batch.run.clear()
+            assert batch.message is None
+
+def test_standardized_weights():
+    "`F.batch_norm` of weights, which all parts share"
+    check(nn.Sequential(StandardizedConv(4, 6, 3), BN(6), nn.ReLU(), StandardizedConv(6, 4, 3)).double(), (torch.randn(7, 4, 7, 7).double(),))
+
+unseen = dict(native=lambda x, n: torch.native_batch_norm(x, n.weight, n.bias, None, None, True, .1, 1e-5)[0],
+              keyword=lambda x, n: torch.native_batch_norm(x, n.weight, n.bias, None, None, training=True, momentum=.1, eps=1e-5)[0],
+              operator=lambda x, n: torch.ops.aten.native_batch_norm(x, n.weight, n.bias, None, None, True, .1, 1e-5)[0],
+              legit=lambda x, n: torch.ops.aten._native_batch_norm_legit.no_stats(x, n.weight, n.bias, True, .1, 1e-5)[0])
+@pytest.mark.parametrize('name', unseen)
+def test_other_functions_are_refused(name):
+    net = seeded(Body, lambda m, x: unseen[name](m.a(x), m.n), **three())
+    with pytest.raises(ValueError, match='batch_norm.* computes its statistics without'): LockstepBatch(net, (torch.randn(6, 4, 5, 5),), 6, 2).outputs()
+
+def test_native_batch_norm_outside_of_training():
+    fixed = lambda m, x: m.n2(torch.native_batch_norm(m.a(x), m.n.weight, m.n.bias, m.n.running_mean, m.n.running_var, False, .1, 1e-5)[0])
+    check(seeded(Body, fixed, **three()).double(), (torch.randn(6, 4, 5, 5).double(),))
+
+def test_layers_that_are_left_out_at_random():
+    "For each item: it works. For a micro-batch: they go other ways, which is an error"
+    x = torch.randn(12, 4, 5, 5)
+    def block(m, x): return m.n2(x + m.drop(m.n(m.b(x))))
+    b = in_parts(Body(block, **three(), drop=tv_ops.StochasticDepth(.5, 'row')).train(), (x,), squares)
+    assert grads(b).norm() > 0
+    ways = iter((True, True, False, True))
+    with pytest.raises(ValueError, match='the same way'): in_parts(Body(lambda m, x: m.n2(m.n(x) if next(ways) else x), **three()), (x,), squares)

@@ -203,5 +203,19 @@ def test_validation_that_does_not_fit():
     assert small.params + real.peak <= .9*small.gib*2**30
 
 def test_told_what_lockstep_holds():
+    "No recomputation is advised, which it refuses"
     pytest.importorskip('greenlet')
-    assert "one layer's activations of all of them" in str(get_learner(GradientAccumulation(micro_batch_size=4, coupled='batchnorm')).memory_advice())
+    learn = get_learner(GradientAccumulation(micro_batch_size=16, coupled='batchnorm'))
+    advice = learn.memory_advice()
+    assert 'activations wait on the host' in str(advice) and not advice.table.index.str.contains('Checkpointing').any()
+    assert 'Checkpointing' not in (learn.memory_advice(gib=(advice.params+advice.peak_at(2))/.9/2**30).call or '')
+
+@pytest.mark.parametrize('norm', [True, False])
+def test_batchnorm_is_told_with_the_call(norm):
+    "The line is what one would write"
+    learn = get_learner()
+    if norm: learn.model = nn.Sequential(learn.model, nn.BatchNorm1d(4))
+    advice = learn.memory_advice()
+    small = learn.memory_advice(gib=(advice.params+advice.peak_at(8))/.9/2**30)
+    assert 'micro_batch_size' in small.call
+    assert (f"GradientAccumulation(micro_batch_size={small.micro_batch_size}, coupled='batchnorm')" in str(small)) == norm

@@ -162,7 +162,8 @@ def test_results_hold():
     assert kinds=={('fp32', False), ('bf16', False), ('fp16', False), ('fp16', True)}
     tried = {(r['peer'], r['case']) for r in results['exact']}
     assert tried=={(peer, case) for peer in {r['peer'] for r in results['exact']} for case in CASES}
-    for r in filter(is_ours, results['exact']): assert report.result(r).exact, r
+    for r in filter(is_ours, results['exact']):         # BatchNorm sees a loader batch
+        assert report.result(r).exact == ((r['peer'], r['case']) != ('fastaccum, whole loader batches', 'BatchNorm')), r
     assert [(r['model'], r['peer']) for r in results['coupled']]==[(m, k) for m in coupled.MODELS for k in coupled.RUNS]
     for r in results['coupled']:
         if 'coupled' in r['peer']: assert r['off'] < 1e-6 and r['time']['median'] < 1.6, r

@@ -20,6 +20,10 @@ class Memory:
         weakref.finalize(s, self.forget, key).atexit = False
 
     def forget(self, key): self.live -= self.sizes.pop(key)
+    def resized(self, key, n):
+        self.live += n-self.sizes[key]
+        self.sizes[key] = n
+        self.peak = max(self.peak, self.live)
     def reset_peak(self): self.peak = self.live
 
 class Waits:

@@ -16,6 +16,14 @@ class _Kept:
     def __init__(self, t): self.t = t
     def as_subclass(self, cls): return self.t
 
+class SimStorage:
+    "The storage of a tensor of the device: a resize is counted"
+    def __init__(self, s): self.s = s
+    def __getattr__(self, name): return getattr(self.s, name)
+    def resize_(self, n):
+        self.s.resize_(n)
+        memory.resized(self.s._cdata, n)
+
 class SimTensor(Tensor):
     "`raw` is the CPU's tensor"
     @staticmethod
@@ -31,6 +39,7 @@ class SimTensor(Tensor):
 
     def as_subclass(self, cls): return self  # another class would not have `raw`
     _before_cast = _Kept
+    def untyped_storage(self): return SimStorage(self.raw.untyped_storage())
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
