@@ -45,7 +45,7 @@ class ChunkedLoss:
         **kwargs  # More arguments of `loss_func`, such as its reduction
     ) -> Tensor:  # The loss, as of `loss_func(head(x), *yb)`. It can be differentiated once
         "Compute the loss. Where gradients are on, those of `x` and of the head are computed too, and wait for `backward`"
-        x = x if isinstance(x, HeadInput) else HeadInput(x, self.head)
+        x = x if isinstance(x, HeadInput) else HeadInput(x, self.head, n_chunks=self.n_chunks)
         f = partial(self.loss_func, **kwargs) if kwargs else self.loss_func
         if LossInfo(f).reduction == 'none': return self._each(f, x, yb)
         info = self._look(f, x, yb)
@@ -80,11 +80,12 @@ class ChunkedLoss:
         return rule.info
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e012
-# The input of `head`, in the place of its outputs. `call(x)` computes these, default `head`, in the precision that autocast has now
+# The input of `head`, in the place of its outputs. `call(x)` computes these, default `head`, in the precision that autocast has now, for one of
+# `n_chunks` at a time
 class HeadInput:
-    def __init__(self, x, head, call=None):
+    def __init__(self, x, head, call=None, n_chunks=1):
         kind = x.device.type
-        self.x,self.head,self.call = without_class(x),head,head if call is None else call
+        self.x,self.head,self.call,self.n_chunks = without_class(x),head,head if call is None else call,n_chunks
         self.amp = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def precision(self): return nullcontext() if self.amp is None else torch.autocast(self.x.device.type, dtype=self.amp)
@@ -98,7 +99,7 @@ class HeadInput:
     def map_tensors(self, f, *others): return with_input(self.context, f(self.x, *(o.x for o in others)))
 
     @property
-    def context(self): return self.head,self.call,self.amp
+    def context(self): return self.head,self.call,self.amp,self.n_chunks
 
     # The dimension of `x` along which the outputs of single items can be cut too, if each position has its own
     @property
@@ -126,7 +127,7 @@ def without_class(t):
 
 def with_input(context, x):
     res = HeadInput.__new__(HeadInput)
-    vars(res).update(x=x, **dict(zip(('head','call','amp'), context)))
+    vars(res).update(x=x, **dict(zip(('head','call','amp','n_chunks'), context)))
     return res
 
 register_pytree_node(HeadInput, lambda o: ([o.x], o.context), lambda xs, context: with_input(context, *xs))

@@ -59,7 +59,7 @@ class ChunkedHead(Callback):
         loss_func = HeadLoss(chunked := ChunkedLoss(self.learn.loss_func, head, self.n_chunks, **kwargs))
         chunked.model = get_model(model)
         with ExitStack() as stack:
-            stack.enter_context(Later(head, defers).attached())
+            stack.enter_context(Later(head, defers, self.n_chunks).attached())
             for m in model.modules():
                 if isinstance(m, ToTensorBase): stack.enter_context(PassOn(m).attached())
             yield loss_func
@@ -104,9 +104,9 @@ class ChunkedHead(Callback):
 # %% ../../nbs/api/memory/04_chunks.ipynb #c0a3f012
 # If `defers()`, the head returns its input
 class Later(OtherForward):
-    def __init__(self, module, defers):
+    def __init__(self, module, defers, n_chunks):
         super().__init__(module)
-        self.defers = defers
+        self.defers,self.n_chunks = defers,n_chunks
 
     def __call__(self, x):
         if not self.defers(): return self.plain(x)
@@ -114,7 +114,7 @@ class Later(OtherForward):
         if m._forward_hooks or m._backward_hooks or m._backward_pre_hooks:
             raise ValueError(f"ChunkedHead: this {type(m).__name__} has hooks, which would not see its outputs. Remove them, or "
                              "train without ChunkedHead.")
-        return HeadInput(x, m, self.plain)
+        return HeadInput(x, m, self.plain, self.n_chunks)
 
 # Lets the head's input pass where outputs would get fastai's type
 class PassOn(OtherForward):
