@@ -32,12 +32,13 @@ class ChunkedLoss:
         head:nn.Module,    # What makes the outputs: a linear layer, a convolution, or any module that handles each item by itself
         n_chunks:int=8,    # Into how many chunks: the outputs take that much less memory
         scaler=None,       # `torch.amp.GradScaler`: with fp16 the gradients in the chunks get its scale at once
-        check_loss:bool=True # Measure a loss of your own? If False, believe that it is a mean over items
+        check_loss:bool|str=True # Measure a loss of your own, and look again now and then? If False, believe its options; 'always': each time
     ):
         if not is_count(n_chunks): raise ValueError(f"n_chunks={n_chunks!r}: pass the number of chunks, an int of at least 1.")
         check_head(head)
         self.loss_func,self.head,self.n_chunks,self.scaler = loss_func,head,n_chunks,scaler
-        self.rule,self.model = LossRule(LossProbe if check_loss else None),None             # the head's, for messages
+        self.rule = LossRule(ChunkProbe if check_loss else None, check_loss == 'always')
+        self.model,self.where,self.looks = None,'',0                    # the head's, and the place in training, for messages
 
     def __call__(self,
         x:Tensor, # Input of the head: (items, ..., width), or (items, channels, ...) for a convolution
@@ -65,15 +66,20 @@ class ChunkedLoss:
 
     # What the loss averages over; an error if that is not known, as then the chunks do not add up
     def _look(self, f, x, yb):
-        rule = self.rule
+        rule,name = self.rule,getattr(f, '__name__', type(f).__name__)
         rule.look_up(f)
         if rule.probed and (torch.is_grad_enabled() or not rule.sure) and rule.due():
-            rule.measure(x, yb, n_items(yb))
+            self.looks += 1
+            rule.measure(x, yb, n_items(yb), where=self.where or f'look {self.looks}')
             for message in rule.news: warnings.warn(message)
             rule.news = []
-        name = getattr(f, '__name__', type(f).__name__)
         if rule.message:
             raise ValueError(f"{name} in chunks does not add up to the loss of all outputs, so it needs them all. It averages over {rule}.")
+        if rule.probed and (why := rule.probe.failed):
+            raise ValueError(f"What {name} averages over could not be measured ({why}), so the losses of chunks might not add up. Compute it "
+                             "without chunks, or, if it is a mean over items, with check_loss=False.")
+        if rule.probed and (message := rule.probe.moves_message() or rule.probe.once_message()):
+            raise ValueError(f"A loss in chunks is called once for each chunk. {message}")
         if rule.info.inexact and (rule.info.class_weight is not None or bool((yb[0] == rule.info.ignore_index).any())):
             raise ValueError(f"{name} cannot be computed in chunks: with class weights or ignored targets it is the sum of two means with "
                              "different divisors. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact.")
@@ -119,6 +125,9 @@ class HeadInput:
     def _missing(what):
         return (f"The outputs of the model's head are computed in chunks, in the loss, so {what} does not find them. If it is the model "
                 "that computes with them: move this into the loss function, or choose as head the layer whose outputs the model returns.")
+
+class ChunkProbe(LossProbe):
+    cure = "pass check_loss='always' to ChunkedLoss, or to a Learner's GradientAccumulation, which looks each time."
 
 # A plain tensor, as fastai's classes make a view of each result. A tensor without data stays what it is
 def without_class(t):

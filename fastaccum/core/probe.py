@@ -23,6 +23,7 @@ __all__ = []
 # %% ../../nbs/api/core/03_probe.ipynb #19977c59
 # Measures what a loss averages over, on detached predictions. `most`: batches to look at, while more than one rule fits
 class LossProbe:
+    cure = "pass weight=, a function that returns what the loss averages over, or check_loss='always', which looks at each micro-batch."
     def __init__(self, loss_func, most=8):
         self.info,self.most,self.known = LossInfo(loss_func),most,is_known(loss_func)
         self.once,self.changes,self._change,self._held,self.where = 0.,0,None,_held(loss_func),''
@@ -32,7 +33,8 @@ class LossProbe:
         self._begin()
 
     def _begin(self):
-        self.open,self.kept,self.why,self.tries,self.rules,self.was_sure = not self.known,None,None,0,_Rules(),False
+        self.open,self.kept,self.error,self.why = not self.known,None,None,None
+        self.tries,self.rules,self.was_sure = 0,_Rules(),False
         self.moves = None                        # how far a second call of the loss is from the first, as it changes itself
         self.last = None                         # the last batch that was looked at, while several rules fit
         self.not_finite = False                  # has it seen only losses that are not finite?
@@ -66,7 +68,7 @@ class LossProbe:
             return
         except Exception as e:
             self.kept = None
-            if self.open: self.why = f'{type(e).__name__}: {e}'
+            if self.open: self.error,self.why = e.with_traceback(None),f'{type(e).__name__}: {e}'
         if not self.open and self.rules.settled: return
         if self.kept is None: self.tries += 1
         self.open = not self.rules.settled and self.tries < self.most*(4 if self.rules.count_positive else 1)
@@ -95,7 +97,7 @@ class LossProbe:
         seen,empty = [],None
         for group in batch.groups():
             try: seen.append(compare(group))
-            except (FloatingPointError, _NoGradient) as e: empty = e       # none of its targets may count
+            except (FloatingPointError, NoGradient) as e: empty = e       # none of its targets may count
             if group is not batch: group.forget()
             if self.by_value: break              # each comparison calls the model
         if not seen: raise empty
@@ -113,7 +115,7 @@ class LossProbe:
     def _compare(self, batch, **kwargs):
         if not self.by_value:
             try: return _Parts(self.info, batch, **kwargs)
-            except _NoGradient:
+            except NoGradient:
                 if not hasattr(self.info.loss_func, 'values'): raise
                 self.by_value = True
         return _Values(self.info, batch, **kwargs)
@@ -156,8 +158,16 @@ class LossProbe:
 
     def sum_message(self, n_batches, n_micro):
         if self.open: return None
-        if self.once and n_micro > 1: return _once_per_batch(self)
+        if n_micro > 1 and self.once: return self.once_message()
         if self.info.reduction != 'sum' and n_batches > 1: return _undeclared_sum(self, n_batches)
+
+    def once_message(self):
+        if self.once and self.rule.reduction == 'sum': return _once_per_batch(self)
+
+    # Why nothing could be measured, if it could have been
+    @property
+    def failed(self):
+        if not (self.known or self.rules.seen or isinstance(self.error, NoGradient)): return self.why
 
     # How far the old rule was off when the loss was found to have changed, once
     def take_change(self):
@@ -197,8 +207,7 @@ class LossProbe:
         off = off_in(self.rules.last, old) if error is None else error
         return (f"{_name(self)} does not average over {old} ({where}): weighted by that, the gradients of this micro-batch would be "
                 f"{off:.2%} off. From here on its micro-batches are weighted by {self.rule}; steps since the last look ({since}) may be "
-                "off as far. To be exact from the first step: pass weight=, a function that returns what the loss averages over, or "
-                "check_loss='always', which looks at each micro-batch.")
+                f"off as far. To be exact from the first step: {self.cure}")
 
     def __str__(self):
         if self.known: how = "known: PyTorch's or fastai's own"
@@ -372,7 +381,7 @@ class _Batch:
         if self._most is None:
             size = max(1, sum(t.numel() for t in _targets(self.part(0, 1).computed().pred if self.later else self.pred)))
             chunk = -(-self.n//self.pred.n_chunks) if self.later else 4
-            self._most = min(self.n, max(chunk, min(4, 2*chunk), 2**20//size if self.later else 2**22//(-(-size//self.n))))
+            self._most = min(self.n, max(chunk, min(4, 2*chunk), 2**18//size if self.later else 2**22//(-(-size//self.n))))
         return self._most
 
     # All items, at most so many at a time, with predictions that are computed
@@ -646,6 +655,7 @@ class _Parts:
             rest = [o-g*ratio for o,g in zip(ours, grads)]
             self.parts.append((part, ratio, n2, _dot(rest, rest)))
             part.forget()
+        del whole,ours,grads,rest               # as large as the prediction
         self.floors = {}
         if not columns: self._measure_floors(info.loss_func, dtype)
         self.once = abs(value)/max(abs(v), abs(value), 1e-30)           # of a sum: what is in the parts and not in the whole
@@ -685,10 +695,10 @@ def best_of(seen):
     errors = [(off_in(seen, r), r) for r in rules]
     return min(errors, key=lambda o: (o[0] > seen[0].tol and o[1].over in ('mask','count'), o[0]))
 
-class _NoGradient(ValueError): pass
+class NoGradient(ValueError): pass
 
 def _check_size(size):
-    if size == 0: raise _NoGradient('its gradients are zero')
+    if size == 0: raise NoGradient('its gradients are zero')
     if not size < math.inf: raise FloatingPointError('its gradients are not finite')
     return size
 

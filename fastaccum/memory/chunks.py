@@ -41,7 +41,8 @@ class ChunkedHead(Callback):
         "Context in which the Learner's loss is that of the head's input"
         learn,self.deferred = self.learn,False
         check_learner(learn)
-        with self.in_chunks(learn.model, self.defers, scaler=self) as loss_func:
+        check_loss = getattr(first(cb for cb in learn.cbs if cb.name == 'gradient_accumulation'), 'check_loss', True)
+        with self.in_chunks(learn.model, self.defers, scaler=self, check_loss=check_loss) as loss_func:
             learn.loss_func = self.first = loss_func
             try: yield
             finally:
@@ -72,7 +73,11 @@ class ChunkedHead(Callback):
         return t if cb is None else cb.scaler.scale(t)
 
     # ---- when
-    def before_batch(self): self.deferred = self.learn.training or self.only_loss
+    def before_train(self):
+        if isinstance(self.learn.loss_func, HeadLoss): self.learn.loss_func.chunked.rule.begin_epoch()
+    def before_batch(self):
+        learn,self.deferred = self.learn,self.learn.training or self.only_loss
+        if isinstance(learn.loss_func, HeadLoss): learn.loss_func.chunked.where = f'epoch {learn.epoch}, batch {learn.iter}'
     def after_pred(self): self.deferred = self.learn.training
     def after_batch(self):
         self.deferred = False
