@@ -20,6 +20,7 @@ from .checks import is_count
 from .losses import LossInfo, LossRule, at_least, ignore_empty, is_known, loss_weight, n_items
 from .microbatch import map_tensors, part_sizes, tensors_in
 from .probe import LossProbe
+from .watch import buffers_of, changed_buffers
 
 # %% auto #0
 __all__ = ['ChunkedLoss']
@@ -39,6 +40,7 @@ class ChunkedLoss:
         self.loss_func,self.head,self.n_chunks,self.scaler = loss_func,head,n_chunks,scaler
         self.rule = LossRule(ChunkProbe if check_loss else None, check_loss == 'always')
         self.model,self.where,self.looks = None,'',0                    # the head's, and the place in training, for messages
+        self.looked = False                                             # at the head's buffers?
 
     def __call__(self,
         x:Tensor, # Input of the head: (items, ..., width), or (items, channels, ...) for a convolution
@@ -51,7 +53,17 @@ class ChunkedLoss:
         if LossInfo(f).reduction == 'none': return self._each(f, x, yb)
         info = self._look(f, x, yb)
         run = Chunks(f, x, cut_batch(x, yb, self.n_chunks, info), info, self.scaler, self._named)
-        return _InChunks.apply(run, x.x, *(p for _,p in trained(x.head))) if torch.is_grad_enabled() else run.value()
+        if not torch.is_grad_enabled(): return run.value()
+        before = None if self.looked or len(run.parts) < 2 else buffers_of(x.head)
+        res = _InChunks.apply(run, x.x, *(p for _,p in trained(x.head)))
+        if before is not None: self._check_buffers(x.head, before)
+        return res
+
+    # After the first training batch in chunks: an error if the head has changed buffers in each of them
+    def _check_buffers(self, head, before):
+        self.looked,names = True,changed_buffers(head, before)
+        if names: raise ValueError(f"The head changes its buffers {names} at each call, as spectral normalization does, and so once for each "
+                                   "chunk, where the whole batch changes them once: train without chunks, or choose a layer after it.")
 
     # The losses of the elements: their gradients are not known yet, so the outputs are computed again in the backward pass
     def _each(self, f, x, yb):
@@ -124,7 +136,8 @@ class HeadInput:
     @staticmethod
     def _missing(what):
         return (f"The outputs of the model's head are computed in chunks, in the loss, so {what} does not find them. If it is the model "
-                "that computes with them: move this into the loss function, or choose as head the layer whose outputs the model returns.")
+                "that computes with them: move this into the loss function, or choose as head the layer whose outputs the model returns. "
+                "If it is a callback: read `learn.pred` in `after_batch`, or compute all outputs at once with `learn.pred.outputs()`.")
 
 class ChunkProbe(LossProbe):
     cure = "pass check_loss='always' to ChunkedLoss, or to a Learner's GradientAccumulation, which looks each time."

@@ -333,3 +333,11 @@ def test_a_rule_that_shows_late(always):
         with pytest.warns(UserWarning, match="does not average over .*pass check_loss='always' to ChunkedLoss"):
             for _ in range(60): last = off()
         assert last < 2e-6
+
+def test_heads_that_change_at_each_call():
+    "Found in the first batch, before `backward`; not in evaluation, and not with a single chunk"
+    norm = nn.utils.parametrizations.spectral_norm
+    for head,n in ((norm(linear()).eval(), 3), (norm(linear()), 1)): ChunkedLoss(nn.CrossEntropyLoss(), head, n)(flat_x.clone().requires_grad_(), flat_y)
+    loss = ChunkedLoss(nn.CrossEntropyLoss(), norm(linear()), 3)
+    with torch.no_grad(): loss(flat_x, flat_y)
+    with pytest.raises(ValueError, match='The head changes its buffers parametrizations.weight.0._u.* at each call'): loss(flat_x.clone().requires_grad_(), flat_y)

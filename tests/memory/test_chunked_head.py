@@ -160,6 +160,31 @@ def test_readers_of_predictions():
         assert len(whole.reads.seen) == len(chunked.reads.seen) and all(chunked.returned.train) and not any(chunked.returned.valid)
         for (a,x),(b,y) in zip(chunked.reads.seen, whole.reads.seen): assert a == b and rel_err(x, y) < 1e-5
 
+def test_readers_in_after_pred():
+    "An error that says what to write, and what it says works"
+    class Reads(Callback):
+        def after_pred(self): self.hits = self.pred.argmax(-1) == self.y
+    class Asks(Callback):
+        run_valid = False
+        def after_pred(self): self.shape = self.learn.pred.outputs().shape
+    with pytest.raises(AttributeError, match="'argmax' does not find them.*read `learn.pred` in `after_batch`"): text(ChunkedHead(4), Reads()).fit(1)
+    learn,plain = text(ChunkedHead(4), Asks()),text()
+    for l in (learn, plain): l.fit(1)
+    assert learn.asks.shape[-1] == n_words
+    same(learn, plain)
+
+def test_looks_as_accumulation_does():
+    "Whether a loss of one's own is measured is said there; a rule that shows late is told with its place"
+    for check_loss in (True, False, 'always'):
+        learn = text(ChunkedHead(4), acc(8, check_loss=check_loss), Own())
+        learn.fit(1)
+        assert learn.own.seen == (check_loss is not False, check_loss == 'always', True)
+class Own(Callback):
+    run_valid = False
+    def after_batch(self):
+        chunked = self.learn.loss_func.chunked
+        self.seen = chunked.rule.new_probe is not None,chunked.rule.always,chunked.where == f'epoch {self.epoch}, batch {self.iter}'
+
 def test_predictions():
     "Outside of a fit, and in the middle of it, the model is the plain one"
     class Asks(Callback):
