@@ -20,6 +20,7 @@ from .checks import is_count
 from .losses import LossInfo, LossRule, at_least, ignore_empty, is_known, loss_weight, n_items
 from .microbatch import map_tensors, part_sizes, tensors_in
 from .probe import LossProbe
+from .values import LossValues
 from .watch import buffers_of, changed_buffers
 
 # %% auto #0
@@ -40,7 +41,7 @@ class ChunkedLoss:
         self.loss_func,self.head,self.n_chunks,self.scaler = loss_func,head,n_chunks,scaler
         self.rule = LossRule(ChunkProbe if check_loss else None, check_loss == 'always')
         self.model,self.where,self.looks = None,'',0                    # the head's, and the place in training, for messages
-        self.looked = False                                             # at the head's buffers?
+        self.looked,self.values = False,LossValues(loss_func)           # `looked`: at the head's buffers? `values`: what the loss keeps
 
     def __call__(self,
         x:Tensor, # Input of the head: (items, ..., width), or (items, channels, ...) for a convolution
@@ -52,7 +53,7 @@ class ChunkedLoss:
         f = partial(self.loss_func, **kwargs) if kwargs else self.loss_func
         if LossInfo(f).reduction == 'none': return self._each(f, x, yb)
         info = self._look(f, x, yb)
-        run = Chunks(f, x, cut_batch(x, yb, self.n_chunks, info), info, self.scaler, self._named)
+        run = Chunks(f, x, cut_batch(x, yb, self.n_chunks, info), info, self.scaler, self._named, self.values)
         if not torch.is_grad_enabled(): return run.value()
         before = None if self.looked or len(run.parts) < 2 else buffers_of(x.head)
         res = _InChunks.apply(run, x.x, *(p for _,p in trained(x.head)))
@@ -208,8 +209,9 @@ def position_dims(x, ys, info):
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e017
 # The loss `f` of the head's outputs in `parts`, each weighted by what it averages over
 class Chunks:
-    def __init__(self, f, x, parts, info, scaler=None, names=dict):
-        self.f,self.x,self.parts,self.scaler,self.names = f,x,parts,scaler,names
+    def __init__(self, f, x, parts, info, scaler=None, names=dict, values=None):
+        self.f,self.x,self.parts,self.info,self.scaler,self.names = f,x,parts,info,scaler,names
+        self.values = values if values is not None and values.holder is not None and len(parts) > 1 else None
         dtype = torch.promote_types(x.x.dtype, torch.float32)
         weights = [loss_weight(info, yb, n_items(cut(x.x)), dtype) for cut,yb in parts]
         weights = [w.to(dtype) if isinstance(w, Tensor) else w for w in weights]
@@ -224,18 +226,22 @@ class Chunks:
     def loss(self, part, yb, weight):
         out = self.x.outputs(part)
         if isinstance(weight, Tensor): ignore_empty(out, weight)
-        with torch.autocast(self.x.x.device.type, enabled=False) if self.x.amp is not None else nullcontext(): return self.f(out, *yb)
+        with torch.autocast(self.x.x.device.type, enabled=False) if self.x.amp is not None else nullcontext(): loss = self.f(out, *yb)
+        if self.values is not None: self.values.add(self.i, len(part), map_tensors(Tensor.detach, out), yb, self.info)
+        return loss
 
     # The sum of the parts' losses. `each(loss, share, cut, part)` gets every part before the next is computed
     def value(self, each=None, grads=False):
         values = []
+        if self.values is not None: self.values.begin(0)
         with self.x.precision():                                               # once, so that the weights are converted once
-            for (cut,yb),weight in zip(self.parts, self.weights):
+            for self.i,((cut,yb),weight) in enumerate(zip(self.parts, self.weights)):
                 part,share = cut(self.x.x).detach().requires_grad_(grads),self.share(weight)
                 loss = self.loss(part, yb, weight)
                 if each is not None: each(loss, share, cut, part)
                 loss = loss.detach()
                 values.append(loss*share if not isinstance(weight, Tensor) else torch.where(weight > 0, loss, 0.)*share)
+        if self.values is not None: self.values.join(0, self.weights, self.info.reduction != 'sum')
         value = without_class(sum(values)).clone()                             # no view, so that callbacks may add to it in place
         return value if not isinstance(self.total, Tensor) else torch.where(self.total > 0, value, math.nan)
 

@@ -247,7 +247,7 @@ class _Rules:
     def fitting(self, *seen):
         seen = [*self.seen, *seen]
         rules = {r.key: r for s in seen for r in s.rules}.values()
-        return [r for r in rules if all(s.error(r) < s.tol for s in seen)]
+        return sorted((r for r in rules if all(s.error(r) < s.tol for s in seen)), key=_place)
 
     def narrow(self, *seen):
         self.fits,self.last = self.fitting(*seen),[*seen]
@@ -560,9 +560,11 @@ def _candidates(info, batch, grads):
         res += [info.measure('mask', target=k, channel=c, class_weight=None) for c in _masks(y)]
         res += [info.measure('count', target=k, channel=c, test=test, floor=1, class_weight=None)
                 for test in _positive(y, shape, ignored) for c in _ways_to_count(y)]
-    order = 'classes','valid','items','elements','mask','count'
     res += [info.measure('items', class_weight=None)]
-    return sorted(res, key=lambda r: order.index(r.over)) + [info.measure('items', reduction='sum', class_weight=None)]
+    return sorted(res, key=_place) + [info.measure('items', reduction='sum', class_weight=None)]
+
+# In the order of preference; a sum is the last
+def _place(rule): return rule.reduction == 'sum', ('classes','valid','items','elements','mask','count').index(rule.over)
 
 def _masks(y):
     "Columns of `y` whose sum may be a divisor; `None` stands for the whole of `y`"

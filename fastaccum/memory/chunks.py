@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from fastai.basics import *
 from fastai.layers import ToTensorBase
 import fastaccum.loop.batch_loop  # whose `_do_fit` opens the contexts
+from ..accumulation.watch import reader_of
 from ..core.checks import is_count
 from ..core.chunks import ChunkedLoss, HeadInput
 from ..loop.batch_loop import check_single

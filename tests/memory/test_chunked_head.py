@@ -3,6 +3,7 @@ import pytest
 from contextlib import nullcontext
 from reference import *
 from fastai.callback.mixup import CutMix, MixUp
+from fastai.metrics import LossMetric
 from fastai.text.all import AWD_LSTM, Perplexity
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.conformance import check_callback
@@ -184,6 +185,25 @@ class Own(Callback):
     def after_batch(self):
         chunked = self.learn.loss_func.chunked
         self.seen = chunked.rule.new_probe is not None,chunked.rule.always,chunked.where == f'epoch {self.epoch}, batch {self.iter}'
+
+class Keeps(nn.Module):
+    "Keeps a part of the loss, and a number that cannot be put together"
+    def forward(self, pred, y):
+        loss = CrossEntropyLossFlat()(pred, y)
+        self.twice,self.most = loss.detach()*2,pred.detach().amax()
+        return loss
+
+@pytest.mark.parametrize('name', ['twice', 'most'])
+def test_values_that_a_loss_keeps(name):
+    "Those of all chunks are put together for fastai's `LossMetrics`, or it is told that they are not"
+    def run(*cbs):
+        learn = text(*cbs, loss_func=Keeps(), metrics=LossMetric(name))
+        learn.recorder.train_metrics = True
+        learn.fit(2)
+        return learn.recorder.values[-1]
+    if name == 'twice': assert list(run(ChunkedHead(4))) == pytest.approx(list(run()), rel=1e-6)
+    else:
+        with pytest.warns(UserWarning, match='reads `most` of the loss after a batch. With ChunkedHead it is the value of the last chunk'): run(ChunkedHead(4))
 
 def test_predictions():
     "Outside of a fit, and in the middle of it, the model is the plain one"
