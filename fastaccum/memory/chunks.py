@@ -82,6 +82,7 @@ class ChunkedHead(Callback):
     def after_pred(self): self.deferred = self.learn.training
     def after_batch(self):
         self.deferred = False
+        if self.learn.training and isinstance(self.learn.loss_func, HeadLoss): self._tell_of_values(self.learn.loss_func.chunked.values)
         if self.first is None or not self.learn.training: return
         if not self.first.used:
             name = name_of_head(get_model(self.learn.model), self.head)
@@ -89,6 +90,14 @@ class ChunkedHead(Callback):
                  "pass head=, the layer whose outputs the model returns, or leave ChunkedHead out.")
         self.first = None
     def after_cancel_batch(self): self.deferred = False
+
+    # What the loss keeps, and a callback reads, may be that of the last chunk
+    def _tell_of_values(self, values):
+        readers = [(k, reader_of(self.learn, k)) for k in values.news]
+        values.news = []
+        for k,who in readers:
+            if who is not None: warn(f"{who} reads `{k}` of the loss after a batch. With ChunkedHead it is the value of the last chunk: those "
+                                     "of all chunks do not make up the whole batch's. Compute it from `learn.pred` and `learn.yb`.")
 
     def defers(self) -> bool:
         "Is the head's input wanted now? Callbacks may call the model in between: without gradients, or in validation after its prediction"
