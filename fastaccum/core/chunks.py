@@ -34,7 +34,7 @@ class ChunkedLoss:
         head:nn.Module,    # What makes the outputs: a linear layer, a convolution, or any module that handles each item by itself
         n_chunks:int=8,    # Into how many chunks: the outputs take that much less memory
         scaler=None,       # `torch.amp.GradScaler`: with fp16 the gradients in the chunks get its scale at once
-        check_loss:bool|str=True # Measure a loss of your own, and look again now and then? If False, believe its options; 'always': each time
+        check_loss:bool|str=True # Measure a loss of your own, now and then? If False, believe its options; 'always': each time
     ):
         if not is_count(n_chunks): raise ValueError(f"n_chunks={n_chunks!r}: pass the number of chunks, an int of at least 1.")
         check_head(head)
@@ -63,8 +63,9 @@ class ChunkedLoss:
     # After the first training batch in chunks: an error if the head has changed buffers in each of them
     def _check_buffers(self, head, before):
         self.looked,names = True,changed_buffers(head, before)
-        if names: raise ValueError(f"The head changes its buffers {names} at each call, as spectral normalization does, and so once for each "
-                                   "chunk, where the whole batch changes them once: train without chunks, or choose a layer after it.")
+        if names:
+            raise ValueError(f"The head changes its buffers {names} at each call, as spectral normalization does, and so once for each "
+                             "chunk, where the whole batch changes them once: train without chunks, or choose a layer after it.")
 
     # The losses of the elements: their gradients are not known yet, so the outputs are computed again in the backward pass
     def _each(self, f, x, yb):
@@ -89,8 +90,8 @@ class ChunkedLoss:
         if rule.message:
             raise ValueError(f"{name} in chunks does not add up to the loss of all outputs, so it needs them all. It averages over {rule}.")
         if rule.probed and (why := rule.probe.failed):
-            raise ValueError(f"What {name} averages over could not be measured ({why}), so the losses of chunks might not add up. Compute it "
-                             "without chunks, or, if it is a mean over items, with check_loss=False.")
+            raise ValueError(f"What {name} averages over could not be measured ({why}), so the losses of chunks might not add up. "
+                             "Compute it without chunks, or, if it is a mean over items, with check_loss=False.")
         if rule.probed and (message := rule.probe.moves_message() or rule.probe.once_message()):
             raise ValueError(f"A loss in chunks is called once for each chunk. {message}")
         if rule.info.inexact and (rule.info.class_weight is not None or bool((yb[0] == rule.info.ignore_index).any())):
@@ -99,8 +100,8 @@ class ChunkedLoss:
         return rule.info
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e012
-# The input of `head`, in the place of its outputs. `call(x)` computes these, default `head`, in the precision that autocast has now, for one of
-# `n_chunks` at a time
+# The input of `head`, in the place of its outputs. `call(x)` computes these, default `head`, in the precision that autocast has now,
+# for one of `n_chunks` at a time
 class HeadInput:
     def __init__(self, x, head, call=None, n_chunks=1):
         kind = x.device.type

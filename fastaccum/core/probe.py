@@ -141,8 +141,8 @@ class LossProbe:
             seen = self._compare(both)
             if self.rules.fitting(seen): self._narrow(seen)
 
-    # Keep the rules that fit this, too. If none does, the loss has changed: then those count that fit what it is now. `before`: what was seen
-    # of the same batch
+    # Keep the rules that fit this, too. If none does, the loss has changed: then those count that fit what it is now. `before`: what was
+    # seen of the same batch
     def _narrow(self, *seen, before=()):
         old = self.fits
         self.rules.narrow(*seen)
@@ -675,7 +675,8 @@ class _Parts:
         if any(r.floor is None and r.reduction != 'sum' and self.error(r) < self.tol for r in self.rules): return
         for rule in [r for r in self.rules if r.floor is not None and self._may_fit(r)]:
             with suppress(ValueError):
-                floor = self.floors[rule.key[:-1]] = _floor(rule, self.batch, lambda b: _gradients(loss_func, b.part(0, b.n, copy=False), dtype)[1])
+                def gradients(b): return _gradients(loss_func, b.part(0, b.n, copy=False), dtype)[1]
+                floor = self.floors[rule.key[:-1]] = _floor(rule, self.batch, gradients)
                 if floor < 1: self.rules.append(rule.measure('count', floor=floor))
 
     # Does a rule with a floor fit, as far as the parts have positive targets?

@@ -96,8 +96,9 @@ class ChunkedHead(Callback):
         readers = [(k, reader_of(self.learn, k)) for k in values.news]
         values.news = []
         for k,who in readers:
-            if who is not None: warn(f"{who} reads `{k}` of the loss after a batch. With ChunkedHead it is the value of the last chunk: those "
-                                     "of all chunks do not make up the whole batch's. Compute it from `learn.pred` and `learn.yb`.")
+            if who is not None:
+                warn(f"{who} reads `{k}` of the loss after a batch. With ChunkedHead it is the value of the last chunk: those of all chunks "
+                     "do not make up the whole batch's. Compute it from `learn.pred` and `learn.yb`.")
 
     def defers(self) -> bool:
         "Is the head's input wanted now? Callbacks may call the model in between: without gradients, or in validation after its prediction"
