@@ -215,9 +215,9 @@ class BatchPass:
         cb,names = self.cb,changed_buffers(self.learn.model, before)
         cb.buffers_due = False
         if names:
-            cb.warn_once(f"The model changes its buffers {names} in each forward pass, and so once for each micro-batch, where the big batch "
-                "changes them once. Spectral normalization and a BatchNorm of one's own do so. If its outputs depend on them, the step is not "
-                "that of the big batch. For one that may stay the same within a step: use small loader batches instead of "
+            cb.warn_once(f"The model changes its buffers {names} in each forward pass, and so once for each micro-batch, where the big "
+                "batch changes them once. Spectral normalization and a BatchNorm of one's own do so. If its outputs depend on them, the "
+                "step is not that of the big batch. For one that may stay the same within a step: use small loader batches instead of "
                 "micro_batch_size=, and in a callback's `before_batch` `module.train(self.learn.gradient_accumulation.opens)`. Otherwise "
                 "load the whole batch.")
 

@@ -97,8 +97,8 @@ class ChunkedHead(Callback):
         values.news = []
         for k,who in readers:
             if who is not None:
-                warn(f"{who} reads `{k}` of the loss after a batch. With ChunkedHead it is the value of the last chunk: those of all chunks "
-                     "do not make up the whole batch's. Compute it from `learn.pred` and `learn.yb`.")
+                warn(f"{who} reads `{k}` of the loss after a batch. With ChunkedHead it is the value of the last chunk: those of all "
+                     "chunks do not make up the whole batch's. Compute it from `learn.pred` and `learn.yb`.")
 
     def defers(self) -> bool:
         "Is the head's input wanted now? Callbacks may call the model in between: without gradients, or in validation after its prediction"
