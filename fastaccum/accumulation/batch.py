@@ -16,6 +16,7 @@ from ..core.losses import ignore_empty
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, split_batch
 from ..core.random import Snapshot
+from ..core.watch import buffers_of, changed_buffers
 from ..loop.events import cancels
 from .replaced import ReplacedLoss
 
@@ -64,6 +65,7 @@ class BatchPass:
         self.counts = self.sizes if self.counted is None else self.counted.in_parts(self.sizes, cut and cut.order)
         keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
         watch,probed = table['after_pred'] or table['after_loss'] or table['before_backward'],self.rule.probed
+        look_at = self._late_pass(len(parts)) if self.cb.buffers_due else None
         self._weigh()
         if values.holder is not None and (split or not (self.opens and self.closes)):
             self.values = values
@@ -74,7 +76,9 @@ class BatchPass:
                     learn.xb,learn.yb,others = part
                     for (o,k),o[k] in zip(kept, others): pass
                     if watch: self.yb,self.version = learn.yb,getattr(first(learn.yb), '_version', None)
+                    if look_at == self.i: buffers = buffers_of(learn.model)
                     loop.forward(self._predict_coupled if coupled else None)
+                    if look_at == self.i: self._check_buffers(buffers)
                     if loop.now.changed == 'replaced' and self.cb.replaced is None: probed = self._replace() or probed
                     look = (probed or loop.now.changed) and self.rule.due()
                     if look and probed: self._measure()
@@ -203,6 +207,23 @@ class BatchPass:
         cb.warn_once(f"A callback ({who}) has changed the loss after loss_func. What is back-propagated {why}. If the term averages over "
                      "something else than loss_func, its share is wrong. Put it into the loss function, which is then measured, or pass "
                      "weight=, a function that returns what the loss averages over.", about='changed loss')
+
+    # The number of the first of `n` parts that is not the first forward pass of its step, or None. A coupled part has all passes
+    def _late_pass(self, n):
+        several = not self.opens or (self.n > self.size if self.cb.coupled else n > 1)
+        if self.cb.coupled == 'batchnorm' or not several: return None                    # it looks itself
+        return 1 if self.opens and not self.cb.coupled else 0
+
+    # Has a forward pass that comes only with micro-batches changed buffers?
+    def _check_buffers(self, before):
+        cb,names = self.cb,changed_buffers(self.learn.model, before)
+        cb.buffers_due = False
+        if names:
+            cb.warn_once(f"The model changes its buffers {names} in each forward pass, and so once for each micro-batch, where the big "
+                "batch changes them once. Spectral normalization and a BatchNorm of one's own do so. If its outputs depend on them, the "
+                "step is not that of the big batch. For one that may stay the same within a step: use small loader batches instead of "
+                "micro_batch_size=, and in a callback's `before_batch` `module.train(self.learn.gradient_accumulation.opens)`. Otherwise "
+                "load the whole batch.")
 
     # Does the loss contain a number of the model's that is not the mean of its micro-batches'?
     def _check_terms(self):

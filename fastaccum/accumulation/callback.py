@@ -80,6 +80,7 @@ class GradientAccumulation(LoopCallback):
         self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
         self.epoch_counts = EpochCounts()
+        self.buffers_due = True
         self.n_before,self.last_rule = 0,str(self.rule)  # accumulated batches of the fit before this epoch; what the last fit found
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
@@ -218,6 +219,7 @@ class GradientAccumulation(LoopCallback):
         self.clear()
         self.rule,self.batch,self.n_opened = LossRule(LossProbe, self.check_loss == 'always'),None,0
         self.batch_lists,self.loss_values,self.replaced,self.wide,self.padding_tried = Lists(),LossValues(),None,Wide(),False
+        self.buffers_due = True                          # are they still to be looked at?
         self.of_modules = Keeps()                        # what the modules keep from one layer to another
         self.lossy_encoder = lossy_encoder(self.learn.model)
         rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2

@@ -20,6 +20,8 @@ from .checks import is_count
 from .losses import LossInfo, LossRule, at_least, ignore_empty, is_known, loss_weight, n_items
 from .microbatch import map_tensors, part_sizes, tensors_in
 from .probe import LossProbe
+from .values import LossValues
+from .watch import buffers_of, changed_buffers
 
 # %% auto #0
 __all__ = ['ChunkedLoss']
@@ -32,12 +34,14 @@ class ChunkedLoss:
         head:nn.Module,    # What makes the outputs: a linear layer, a convolution, or any module that handles each item by itself
         n_chunks:int=8,    # Into how many chunks: the outputs take that much less memory
         scaler=None,       # `torch.amp.GradScaler`: with fp16 the gradients in the chunks get its scale at once
-        check_loss:bool=True # Measure a loss of your own? If False, believe that it is a mean over items
+        check_loss:bool|str=True # Measure a loss of your own, now and then? If False, believe its options; 'always': each time
     ):
         if not is_count(n_chunks): raise ValueError(f"n_chunks={n_chunks!r}: pass the number of chunks, an int of at least 1.")
         check_head(head)
         self.loss_func,self.head,self.n_chunks,self.scaler = loss_func,head,n_chunks,scaler
-        self.rule,self.model = LossRule(LossProbe if check_loss else None),None             # the head's, for messages
+        self.rule = LossRule(ChunkProbe if check_loss else None, check_loss == 'always')
+        self.model,self.where,self.looks = None,'',0                    # the head's, and the place in training, for messages
+        self.looked,self.values = False,LossValues(loss_func)           # `looked`: at the head's buffers? `values`: what the loss keeps
 
     def __call__(self,
         x:Tensor, # Input of the head: (items, ..., width), or (items, channels, ...) for a convolution
@@ -45,12 +49,23 @@ class ChunkedLoss:
         **kwargs  # More arguments of `loss_func`, such as its reduction
     ) -> Tensor:  # The loss, as of `loss_func(head(x), *yb)`. It can be differentiated once
         "Compute the loss. Where gradients are on, those of `x` and of the head are computed too, and wait for `backward`"
-        x = x if isinstance(x, HeadInput) else HeadInput(x, self.head)
+        x = x if isinstance(x, HeadInput) else HeadInput(x, self.head, n_chunks=self.n_chunks)
         f = partial(self.loss_func, **kwargs) if kwargs else self.loss_func
         if LossInfo(f).reduction == 'none': return self._each(f, x, yb)
         info = self._look(f, x, yb)
-        run = Chunks(f, x, cut_batch(x, yb, self.n_chunks, info), info, self.scaler, self._named)
-        return _InChunks.apply(run, x.x, *(p for _,p in trained(x.head))) if torch.is_grad_enabled() else run.value()
+        run = Chunks(f, x, cut_batch(x, yb, self.n_chunks, info), info, self.scaler, self._named, self.values)
+        if not torch.is_grad_enabled(): return run.value()
+        before = None if self.looked or len(run.parts) < 2 else buffers_of(x.head)
+        res = _InChunks.apply(run, x.x, *(p for _,p in trained(x.head)))
+        if before is not None: self._check_buffers(x.head, before)
+        return res
+
+    # After the first training batch in chunks: an error if the head has changed buffers in each of them
+    def _check_buffers(self, head, before):
+        self.looked,names = True,changed_buffers(head, before)
+        if names:
+            raise ValueError(f"The head changes its buffers {names} at each call, as spectral normalization does, and so once for each "
+                             "chunk, where the whole batch changes them once: train without chunks, or choose a layer after it.")
 
     # The losses of the elements: their gradients are not known yet, so the outputs are computed again in the backward pass
     def _each(self, f, x, yb):
@@ -65,26 +80,32 @@ class ChunkedLoss:
 
     # What the loss averages over; an error if that is not known, as then the chunks do not add up
     def _look(self, f, x, yb):
-        rule = self.rule
+        rule,name = self.rule,getattr(f, '__name__', type(f).__name__)
         rule.look_up(f)
         if rule.probed and (torch.is_grad_enabled() or not rule.sure) and rule.due():
-            rule.measure(x, yb, n_items(yb))
+            self.looks += 1
+            rule.measure(x, yb, n_items(yb), where=self.where or f'look {self.looks}')
             for message in rule.news: warnings.warn(message)
             rule.news = []
-        name = getattr(f, '__name__', type(f).__name__)
         if rule.message:
             raise ValueError(f"{name} in chunks does not add up to the loss of all outputs, so it needs them all. It averages over {rule}.")
+        if rule.probed and (why := rule.probe.failed):
+            raise ValueError(f"What {name} averages over could not be measured ({why}), so the losses of chunks might not add up. "
+                             "Compute it without chunks, or, if it is a mean over items, with check_loss=False.")
+        if rule.probed and (message := rule.probe.moves_message() or rule.probe.once_message()):
+            raise ValueError(f"A loss in chunks is called once for each chunk. {message}")
         if rule.info.inexact and (rule.info.class_weight is not None or bool((yb[0] == rule.info.ignore_index).any())):
             raise ValueError(f"{name} cannot be computed in chunks: with class weights or ignored targets it is the sum of two means with "
                              "different divisors. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact.")
         return rule.info
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e012
-# The input of `head`, in the place of its outputs. `call(x)` computes these, default `head`, in the precision that autocast has now
+# The input of `head`, in the place of its outputs. `call(x)` computes these, default `head`, in the precision that autocast has now,
+# for one of `n_chunks` at a time
 class HeadInput:
-    def __init__(self, x, head, call=None):
+    def __init__(self, x, head, call=None, n_chunks=1):
         kind = x.device.type
-        self.x,self.head,self.call = without_class(x),head,head if call is None else call
+        self.x,self.head,self.call,self.n_chunks = without_class(x),head,head if call is None else call,n_chunks
         self.amp = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def precision(self): return nullcontext() if self.amp is None else torch.autocast(self.x.device.type, dtype=self.amp)
@@ -98,7 +119,7 @@ class HeadInput:
     def map_tensors(self, f, *others): return with_input(self.context, f(self.x, *(o.x for o in others)))
 
     @property
-    def context(self): return self.head,self.call,self.amp
+    def context(self): return self.head,self.call,self.amp,self.n_chunks
 
     # The dimension of `x` along which the outputs of single items can be cut too, if each position has its own
     @property
@@ -117,7 +138,11 @@ class HeadInput:
     @staticmethod
     def _missing(what):
         return (f"The outputs of the model's head are computed in chunks, in the loss, so {what} does not find them. If it is the model "
-                "that computes with them: move this into the loss function, or choose as head the layer whose outputs the model returns.")
+                "that computes with them: move this into the loss function, or choose as head the layer whose outputs the model returns. "
+                "If it is a callback: read `learn.pred` in `after_batch`, or compute all outputs at once with `learn.pred.outputs()`.")
+
+class ChunkProbe(LossProbe):
+    cure = "pass check_loss='always' to ChunkedLoss, or to a Learner's GradientAccumulation, which looks each time."
 
 # A plain tensor, as fastai's classes make a view of each result. A tensor without data stays what it is
 def without_class(t):
@@ -126,7 +151,7 @@ def without_class(t):
 
 def with_input(context, x):
     res = HeadInput.__new__(HeadInput)
-    vars(res).update(x=x, **dict(zip(('head','call','amp'), context)))
+    vars(res).update(x=x, **dict(zip(('head','call','amp','n_chunks'), context)))
     return res
 
 register_pytree_node(HeadInput, lambda o: ([o.x], o.context), lambda xs, context: with_input(context, *xs))
@@ -185,8 +210,9 @@ def position_dims(x, ys, info):
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e017
 # The loss `f` of the head's outputs in `parts`, each weighted by what it averages over
 class Chunks:
-    def __init__(self, f, x, parts, info, scaler=None, names=dict):
-        self.f,self.x,self.parts,self.scaler,self.names = f,x,parts,scaler,names
+    def __init__(self, f, x, parts, info, scaler=None, names=dict, values=None):
+        self.f,self.x,self.parts,self.info,self.scaler,self.names = f,x,parts,info,scaler,names
+        self.values = values if values is not None and values.holder is not None and len(parts) > 1 else None
         dtype = torch.promote_types(x.x.dtype, torch.float32)
         weights = [loss_weight(info, yb, n_items(cut(x.x)), dtype) for cut,yb in parts]
         weights = [w.to(dtype) if isinstance(w, Tensor) else w for w in weights]
@@ -201,18 +227,22 @@ class Chunks:
     def loss(self, part, yb, weight):
         out = self.x.outputs(part)
         if isinstance(weight, Tensor): ignore_empty(out, weight)
-        with torch.autocast(self.x.x.device.type, enabled=False) if self.x.amp is not None else nullcontext(): return self.f(out, *yb)
+        with torch.autocast(self.x.x.device.type, enabled=False) if self.x.amp is not None else nullcontext(): loss = self.f(out, *yb)
+        if self.values is not None: self.values.add(self.i, len(part), map_tensors(Tensor.detach, out), yb, self.info)
+        return loss
 
     # The sum of the parts' losses. `each(loss, share, cut, part)` gets every part before the next is computed
     def value(self, each=None, grads=False):
         values = []
+        if self.values is not None: self.values.begin(0)
         with self.x.precision():                                               # once, so that the weights are converted once
-            for (cut,yb),weight in zip(self.parts, self.weights):
+            for self.i,((cut,yb),weight) in enumerate(zip(self.parts, self.weights)):
                 part,share = cut(self.x.x).detach().requires_grad_(grads),self.share(weight)
                 loss = self.loss(part, yb, weight)
                 if each is not None: each(loss, share, cut, part)
                 loss = loss.detach()
                 values.append(loss*share if not isinstance(weight, Tensor) else torch.where(weight > 0, loss, 0.)*share)
+        if self.values is not None: self.values.join(0, self.weights, self.info.reduction != 'sum')
         value = without_class(sum(values)).clone()                             # no view, so that callbacks may add to it in place
         return value if not isinstance(self.total, Tensor) else torch.where(self.total > 0, value, math.nan)
 

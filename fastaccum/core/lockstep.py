@@ -24,6 +24,7 @@ from .memory import device_of
 from .microbatch import Joined, part_sizes, split_items, tensors_in
 from .offload import Emptied, Mover
 from .random import Snapshot
+from .watch import buffers_of, changed_buffers
 
 # %% auto #0
 __all__ = []
@@ -84,10 +85,12 @@ class Lockstep:
             for m in self.synced: del m.forward
 
     def _run(self, fs):
-        before,first = Snapshot(self.module, ()),self.keeps.watched is None
+        before,buffers = Snapshot(self.module, ()),buffers_of(self.module) if self.keeps.watched is None else None
         try:
             outs = self._forward(fs)
-            if first: self.message = self._changed(before) or self.told
+            if buffers is not None:
+                names = changed_buffers(self.module, buffers)
+                self.message = changed.format(names) if names else self.told
             while self._surprised():             # modules kept something new: the parts have mixed it up
                 before.restore()
                 outs = self._forward(fs)
@@ -103,13 +106,6 @@ class Lockstep:
     def _surprised(self):
         here = self.keeps.surprised()
         return here if self.others is None else self.others.end_forward(here)
-
-    # After the first pass: a warning of buffers that each part has changed, other than those of BatchNorm; None if there are none
-    def _changed(self, before):
-        names = {m: n for n,m in self.module.named_modules()}
-        found = [f'{names[m]}.{k}'.lstrip('.') for m,k,b,old in before.buffers if not isinstance(m, nn.modules.batchnorm._BatchNorm)
-                 and (m._buffers.get(k) is not b or not torch.equal(b, old))]
-        return changed.format(', '.join(found[:3]) + (', ...' if len(found) > 3 else '')) if found else None
 
     def _forward(self, fs):
         self.clear()

@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/probe.html.md"""
 from __future__ import annotations
 from contextlib import nullcontext, suppress
 from copy import copy, deepcopy
-from functools import partial
+from functools import partial, reduce
 from numbers import Number
 import inspect, math, operator, warnings
 import torch, torch.nn as nn
@@ -23,6 +23,7 @@ __all__ = []
 # %% ../../nbs/api/core/03_probe.ipynb #19977c59
 # Measures what a loss averages over, on detached predictions. `most`: batches to look at, while more than one rule fits
 class LossProbe:
+    cure = "pass weight=, a function that returns what the loss averages over, or check_loss='always', which looks at each micro-batch."
     def __init__(self, loss_func, most=8):
         self.info,self.most,self.known = LossInfo(loss_func),most,is_known(loss_func)
         self.once,self.changes,self._change,self._held,self.where = 0.,0,None,_held(loss_func),''
@@ -32,7 +33,8 @@ class LossProbe:
         self._begin()
 
     def _begin(self):
-        self.open,self.kept,self.why,self.tries,self.rules,self.was_sure = not self.known,None,None,0,_Rules(),False
+        self.open,self.kept,self.error,self.why = not self.known,None,None,None
+        self.tries,self.rules,self.was_sure = 0,_Rules(),False
         self.moves = None                        # how far a second call of the loss is from the first, as it changes itself
         self.last = None                         # the last batch that was looked at, while several rules fit
         self.not_finite = False                  # has it seen only losses that are not finite?
@@ -66,7 +68,7 @@ class LossProbe:
             return
         except Exception as e:
             self.kept = None
-            if self.open: self.why = f'{type(e).__name__}: {e}'
+            if self.open: self.error,self.why = e.with_traceback(None),f'{type(e).__name__}: {e}'
         if not self.open and self.rules.settled: return
         if self.kept is None: self.tries += 1
         self.open = not self.rules.settled and self.tries < self.most*(4 if self.rules.count_positive else 1)
@@ -77,31 +79,56 @@ class LossProbe:
     def _measure(self, batch, trace):
         if self.kept is not None: batch,self.kept = self.kept.join(batch),None
         if batch.n == 1: self.kept = batch.part(0, 1); return
-        batch = batch.few()
 
         if not self.open:                        # does its rule still hold?
-            seen = self._compare(batch, rules=self.fits[:1])
-            if seen.best()[0] < seen.tol: return self._check_sum(seen)
+            seen = self._compare_groups(batch, partial(self._compare, rules=self.fits[:1]))
+            if best_of(seen)[0] < seen[0].tol: return self._check_sum(seen)
+        seen = self._compare_groups(batch, partial(self._compare_closely, trace=trace))
+        if trace.drawn and not self.rules.fitting(*seen): raise ValueError('it draws random numbers')
+        self._narrow(*seen)
+        if self.fits: self._check_sum(seen)
+        if len(self.fits) > 1: self._compare_across(batch)
+        if self.open: self._compare_with_last(batch.few())
+        if self.rules.ask_elements: self.rules.narrow_by_columns(partial(self._compare, batch.few(), columns=True))
+        batch.forget()
+
+    # What `compare` sees of all items, a group at a time, as the gradients of large predictions take much memory
+    def _compare_groups(self, batch, compare):
+        seen,empty = [],None
+        for group in batch.groups():
+            try: seen.append(compare(group))
+            except (FloatingPointError, NoGradient) as e: empty = e       # none of its targets may count
+            if group is not batch: group.forget()
+            if self.by_value: break              # each comparison calls the model
+        if not seen: raise empty
+        return seen
+
+    def _compare_closely(self, batch, trace):
         seen = self._compare(batch, twice=self.moves is None)
         if self.moves is None: self.moves = seen.moves if seen.moves > seen.tol and not trace.drawn else 0.
-        if .05 > seen.best()[0] > seen.tol:      # the gradients of confident predictions are mostly rounding errors
-            try: seen = self._compare(batch, dtype=torch.float64)
+        if .05 > best_of([seen])[0] > seen.tol:  # the gradients of confident predictions are mostly rounding errors
+            try: return self._compare(batch, dtype=torch.float64)
             except Exception: pass               # the loss works in float32 only
-        if trace.drawn and not self.rules.fitting(seen): raise ValueError('it draws random numbers')
-        self._narrow(seen)
-        if self.fits: self._check_sum(seen)
-        if self.open: self._compare_with_last(batch)
-        if self.rules.ask_elements: self.rules.narrow_by_columns(partial(self._compare, batch, columns=True))
-        batch.forget()
+        return seen
 
     # By gradients; by values if the model itself computes the loss, so that it does not depend on predictions
     def _compare(self, batch, **kwargs):
         if not self.by_value:
             try: return _Parts(self.info, batch, **kwargs)
-            except ValueError as e:
-                if str(e) != _no_gradient or not hasattr(self.info.loss_func, 'values'): raise
+            except NoGradient:
+                if not hasattr(self.info.loss_func, 'values'): raise
                 self.by_value = True
         return _Values(self.info, batch, **kwargs)
+
+    # Several rules may fit each group of items, and weigh the items of one group differently from those of another: the items for which two
+    # rules differ most tell which is right
+    def _compare_across(self, batch):
+        for _ in range(4):
+            some = next((o for r in self.fits[1:] if (o := batch.between(self.fits[0], r)) is not None), None)
+            if some is None: return
+            seen = self._compare(some)
+            some.forget()
+            self._narrow(seen, before=self.rules.last)
 
     # Several rules may fit each of two batches, and give them different shares: then only both together tell which is right
     def _compare_with_last(self, batch):
@@ -114,23 +141,33 @@ class LossProbe:
             seen = self._compare(both)
             if self.rules.fitting(seen): self._narrow(seen)
 
-    # Keep the rules that fit this, too. If none does, the loss has changed: then those count that fit what it is now
-    def _narrow(self, seen):
+    # Keep the rules that fit this, too. If none does, the loss has changed: then those count that fit what it is now. `before`: what was
+    # seen of the same batch
+    def _narrow(self, *seen, before=()):
         old = self.fits
-        self.rules.narrow(seen)
+        self.rules.narrow(*seen)
+        self.rules.last = [*before, *seen]
         if self.fits or not old or self.changes == 2: return
         now = _Rules()
-        now.narrow(seen)
-        if now.fits: self.rules,self._change,self.changes,self.tries = now,seen.error(old[0]),self.changes+1,0
+        now.narrow(*self.rules.last)
+        if now.fits: self.rules,self._change,self.changes,self.tries = now,off_in(now.last, old[0]),self.changes+1,0
 
     # A sum's value is the sum of its parts' values, too, unless a term comes once for each call
     def _check_sum(self, seen):
-        if self.rule.reduction == 'sum' and seen.once > 10*seen.tol: self.once = seen.once
+        if self.rule.reduction == 'sum' and (once := max(s.once for s in seen)) > 10*seen[0].tol: self.once = once
 
     def sum_message(self, n_batches, n_micro):
         if self.open: return None
-        if self.once and n_micro > 1: return _once_per_batch(self)
+        if n_micro > 1 and self.once: return self.once_message()
         if self.info.reduction != 'sum' and n_batches > 1: return _undeclared_sum(self, n_batches)
+
+    def once_message(self):
+        if self.once and self.rule.reduction == 'sum': return _once_per_batch(self)
+
+    # Why nothing could be measured, if it could have been
+    @property
+    def failed(self):
+        if not (self.known or self.rules.seen or isinstance(self.error, NoGradient)): return self.why
 
     # How far the old rule was off when the loss was found to have changed, once
     def take_change(self):
@@ -167,11 +204,10 @@ class LossProbe:
                 "the number or 1, `.clamp(min=1)`: that is exact.")
 
     def changed_message(self, old, error, since, where):
-        off = self.rules.seen[-1].error(old) if error is None else error
+        off = off_in(self.rules.last, old) if error is None else error
         return (f"{_name(self)} does not average over {old} ({where}): weighted by that, the gradients of this micro-batch would be "
                 f"{off:.2%} off. From here on its micro-batches are weighted by {self.rule}; steps since the last look ({since}) may be "
-                "off as far. To be exact from the first step: pass weight=, a function that returns what the loss averages over, or "
-                "check_loss='always', which looks at each micro-batch.")
+                f"off as far. To be exact from the first step: {self.cure}")
 
     def __str__(self):
         if self.known: how = "known: PyTorch's or fastai's own"
@@ -185,7 +221,9 @@ class LossProbe:
 # %% ../../nbs/api/core/03_probe.ipynb #85ad5e92
 class _Rules:
     "The rules that fit everything in `seen`"
-    def __init__(self): self.seen,self.fits,self.by_element,self.has_columns = [],[],None,True  # None: not asked yet
+    def __init__(self):
+        self.seen,self.fits,self.last = [],[],[]        # `last`: what was seen of the last batch
+        self.by_element,self.has_columns = None,True    # None: not asked yet
 
     # Small counts agree by chance, with each other and with 1, which a sum divides by
     @property
@@ -204,17 +242,17 @@ class _Rules:
     def ask_elements(self): return self.by_element is None and any(r.over == 'elements' for r in self.fits)
 
     @property
-    def closest(self): return self.seen[-1].best()
+    def closest(self): return best_of(self.last)
 
-    def fitting(self, seen):
-        seen = [*self.seen, seen]
+    def fitting(self, *seen):
+        seen = [*self.seen, *seen]
         rules = {r.key: r for s in seen for r in s.rules}.values()
-        return [r for r in rules if all(s.error(r) < s.tol for s in seen)]
+        return sorted((r for r in rules if all(s.error(r) < s.tol for s in seen)), key=_place)
 
-    def narrow(self, seen):
-        self.fits = self.fitting(seen)
-        self.seen.append(seen)
-        if seen.absolute: self.by_element = True
+    def narrow(self, *seen):
+        self.fits,self.last = self.fitting(*seen),[*seen]
+        self.seen += seen
+        if seen[0].absolute: self.by_element = True
         self._drop()
 
     def narrow_by_columns(self, look):
@@ -240,7 +278,7 @@ def _no_rule(probe):
                 "if it averages over something else, pass weight=, a function that returns what it averaged over.")
     error,rule = probe.rules.closest
     when = f' (seen in {probe.where})' if probe.was_sure else ''
-    if probe.rules.seen[-1].parallel:
+    if all(s.parallel for s in probe.rules.last):
         return (f"{name} is a mean whose divisor is not found in its targets{when}: the gradients of its micro-batches are {error:.2%} off "
                 f"when weighted by {rule}, the closest rule. It does not compare items. Perhaps it makes class weights inside: keep them "
                 "as a tensor outside, as an attribute, a default argument or a global, where they are found. Or it counts by a rule of its "
@@ -284,7 +322,7 @@ class _Batch:
         self.n = n or n_items(self.yb)
         self.rows = n_items(pred)              # more than `n` if the model flattens its output
         if self.rows%self.n: self.rows = self.n
-        self.targets,self._sums = [t.detach().cpu() for t in _targets(self.yb)],{}
+        self.targets,self._sums,self._most = [t.detach().cpu() for t in _targets(self.yb)],{},None
 
     # What a rule weighs all items by, and what it divides by
     def sum(self, rule):
@@ -293,11 +331,11 @@ class _Batch:
 
     def total(self, rule): return 1. if rule.reduction == 'sum' else at_least(rule.floor, self.sum(rule))
 
-    def part(self, a, z, columns=False):
-        "Copies of the items `a` to `z`, or of the columns `a` to `z` of all items"
+    def part(self, a, z, columns=False, copy=True):
+        "Copies of the items `a` to `z`, or of the columns `a` to `z` of all items. Without `copy` the prediction is a view"
         cut = partial(self.cut, a=a, z=z, columns=columns)
         n,start = (self.n,self.start) if columns else (z-a,self.start+a)
-        return _Batch(cut(self.pred), tuple(cut(y) for y in self.yb), n, self.shown, start)
+        return _Batch(cut(self.pred, copy=copy), tuple(cut(y) for y in self.yb), n, self.shown, start)
 
     # From here on its targets are enough
     def forget(self): self.pred = self.yb = self.shown = None
@@ -305,43 +343,73 @@ class _Batch:
     # Context of a call of the loss
     def seen(self): return nullcontext() if self.shown is None else self.shown(self.start, self.start+self.n)
 
-    def cut(self, b, a, z, columns=False):
-        return tree_map(partial(self._columns if columns else self._items, a, z), b, is_leaf=self._is_column)
+    def cut(self, b, a, z, columns=False, copy=True):
+        return tree_map(partial(self._columns if columns else self._items, a, z, copy), b, is_leaf=self._is_column)
 
     @property
     def width(self): return next(t.shape[1] for t in self.targets if t.dim() > 1)
 
-    def _columns(self, a, z, o):
+    def _columns(self, a, z, copy, o):
         if not isinstance(o, Tensor) or o.dim() < 2: return o
         if len(o) == self.n*self.width: return o.detach().unflatten(0, (self.n, self.width))[:,a:z].flatten(0, 1)
         d = o.shape[:3].index(self.width, 1)  # (items, tokens, ...) or (items, classes, tokens)
-        return o.detach().narrow(d, a, z-a).clone()
+        res = o.detach().narrow(d, a, z-a)
+        return res.clone() if copy else res
 
     def _is_column(self, o):
         "Is `o` a list with one object per item?"
         return isinstance(o, (list,tuple)) and len(o) == self.n and any(t.shape[0] not in (self.n, self.rows) for t in _targets(o))
 
-    def _items(self, a, z, o):
+    def _items(self, a, z, copy, o):
         if isinstance(o, Tensor) and o.dim():
             if o.shape[0] not in (self.n, self.rows): raise ValueError(f'{tuple(o.shape)} cannot be cut into {self.n} items')
             k = o.shape[0]//self.n
-            return o.detach()[a*k:z*k].clone()
+            res = o.detach()[a*k:z*k]
+            return res.clone() if copy else res
         if o is None or isinstance(o, (str,Number,Tensor)): return o
         if hasattr(o, '__len__') and len(o) == self.n: return o[a:z]
         raise TypeError(f'a {type(o).__name__} cannot be cut into {self.n} items')
 
-    def few(self):
-        "Fewer items, if the prediction is so large that its gradients would take much memory. One that is still to be computed, is now"
-        later = hasattr(type(self.pred), 'outputs')
-        size = sum(t.numel() for t in _targets(self.part(0, 1).outputs() if later else self.pred))//(1 if later else self.n)
-        n = max(4, 2**22//max(1, size))
-        if not later: return self if self.n <= n else self.part(0, n)
-        res = self.part(0, min(n, self.n))
-        res.pred = res.outputs()
-        return res
+    # Is the prediction still to be computed?
+    @property
+    def later(self): return hasattr(type(self.pred), 'outputs')
 
-    @torch.no_grad()
-    def outputs(self): return self.pred.outputs()
+    # How many items at a time, so that their gradients do not take much memory. Of a prediction that is still to be computed: as many as a
+    # chunk has. A single item is not enough, and where a chunk has several, some losses need two in each of two parts
+    @property
+    def most(self):
+        if self._most is None:
+            size = max(1, sum(t.numel() for t in _targets(self.part(0, 1).computed().pred if self.later else self.pred)))
+            chunk = -(-self.n//self.pred.n_chunks) if self.later else 4
+            self._most = min(self.n, max(chunk, min(4, 2*chunk), 2**18//size if self.later else 2**22//(-(-size//self.n))))
+        return self._most
+
+    # All items, at most so many at a time, with predictions that are computed
+    def groups(self):
+        if self.most == self.n: yield self.computed() if self.later else self
+        else: yield from (self.part(a := min(start, self.n-self.most), a+self.most).computed() for start in range(0, self.n, self.most))
+
+    # All items if they are one group, otherwise half a group of them
+    def few(self): return next(self.groups()) if self.most == self.n else self.part(0, self.most//2 or 1).computed()
+
+    # In place
+    def computed(self):
+        if self.later:
+            with torch.no_grad(): self.pred = self.pred.outputs()
+        return self
+
+    # The items for which the rules `a` and `b` differ most from each other, as many on both sides; None if they weigh all items alike
+    def between(self, a, b):
+        wa,wb = (_weights_of_items(r, self) for r in (a, b))
+        by = (wa > 0) | (wb > 0)
+        if not (0 < wa.sum() < math.inf and 0 < wb.sum() < math.inf): return None
+        ratio = (wa/wa.sum())/(wa/wa.sum() + wb/wb.sum())
+        order = ratio[by].argsort()
+        items = by.nonzero()[order,0].tolist()
+        k = max(1, min(self.most, 4, len(items))//2)
+        if len(items) < 2 or float(ratio[by].max()-ratio[by].min()) < 1e-5: return None
+        parts = [self.part(i, i+1).computed() for i in (*items[:k], *items[-k:])]
+        return reduce(_Batch.join, parts)
 
     def join(self, other):
         def cat(a, b):
@@ -398,8 +466,7 @@ def _gradients(loss_func, batch, dtype=None):
     yb = tree_map(lambda t: t.to(dtype) if dtype and is_float(t) else t, batch.yb)
     wanted = [t for t in leaves if is_float(t) and t.dim()]  # a number (CLIP's scale) has no items to cut
     with torch.enable_grad(), torch.autocast(wanted[0].device.type, enabled=False), batch.seen():
-        pred = tree_unflatten([t.clone() if is_float(t) else t for t in leaves], spec)  # a loss may change it in place
-        loss = loss_func(pred, *yb)
+        loss = loss_func(tree_unflatten([t.clone() if isinstance(t, Tensor) else t for t in leaves], spec), *yb)  # it may change them
         if loss.numel() != 1: raise ValueError(f'it returns a tensor of shape {tuple(loss.shape)}')
         grads = torch.autograd.grad(loss.sum(), wanted, allow_unused=True)
     return float(loss),[torch.zeros_like(t) if g is None else g.as_subclass(Tensor) for t,g in zip(wanted, grads)]
@@ -493,9 +560,11 @@ def _candidates(info, batch, grads):
         res += [info.measure('mask', target=k, channel=c, class_weight=None) for c in _masks(y)]
         res += [info.measure('count', target=k, channel=c, test=test, floor=1, class_weight=None)
                 for test in _positive(y, shape, ignored) for c in _ways_to_count(y)]
-    order = 'classes','valid','items','elements','mask','count'
     res += [info.measure('items', class_weight=None)]
-    return sorted(res, key=lambda r: order.index(r.over)) + [info.measure('items', reduction='sum', class_weight=None)]
+    return sorted(res, key=_place) + [info.measure('items', reduction='sum', class_weight=None)]
+
+# In the order of preference; a sum is the last
+def _place(rule): return rule.reduction == 'sum', ('classes','valid','items','elements','mask','count').index(rule.over)
 
 def _masks(y):
     "Columns of `y` whose sum may be a divisor; `None` stands for the whole of `y`"
@@ -566,28 +635,29 @@ class _Parts:
     "Compares the gradients of a batch, of a part of it, and of the rest"
     absolute = False
     def __init__(self, info, batch, dtype=None, columns=False, rules=None, twice=False):
-        f = _own_copy(info.loss_func, dtype)
-        value,whole = _gradients(f, batch.part(0, batch.n), dtype)
+        value,whole = _gradients(_own_copy(info.loss_func, dtype), batch.part(0, batch.n, copy=False), dtype)
         self.batch,self.columns,self.parts,self.tol = batch,columns,[],1e-6 if whole[0].dtype == torch.float64 else 1e-4
         self.size = _check_size(math.sqrt(_dot(whole, whole)))
-        if twice:                               # has the first call changed what the second gives?
-            off = [a-b for a,b in zip(whole, _gradients(f, batch.part(0, batch.n), dtype)[1])]
-            self.moves = math.sqrt(_dot(off, off))/self.size
+        self.moves = 0.
         self.rules = _candidates(info, batch, whole) if rules is None else rules
         alive = [(g != 0).reshape(batch.n, -1).any(1) for g in whole if len(g)%batch.n == 0]
         self.all_count = not alive or bool(torch.stack(alive).any(0).all())     # has each item a gradient?
         n = batch.width if columns else batch.n
         k = n//2 if columns else _tell_apart(self.rules, batch)
         for a,z in ((0, k), (k, n)):
-            part,ours = batch.part(a, z, columns),batch.cut(whole, a, z, columns)
-            v,grads = _gradients(_own_copy(info.loss_func, dtype), part, dtype)
+            part,ours = batch.part(a, z, columns, copy=False),batch.cut(whole, a, z, columns, copy=False)
+            v,grads = _gradients(f := _own_copy(info.loss_func, dtype), part, dtype)
             value -= v
             n2 = _dot(grads, grads)
+            if twice and 0 < n2 < math.inf:     # has the first call changed what the second gives?
+                off = [a-b for a,b in zip(grads, _gradients(f, part, dtype)[1])]
+                self.moves,twice = math.sqrt(_dot(off, off)/n2),False
             if not 0 < n2 < math.inf: grads,n2 = [torch.zeros_like(g) for g in ours],0.  # no valid target in it
             ratio = _dot(ours, grads)/(n2 or 1)
             rest = [o-g*ratio for o,g in zip(ours, grads)]
             self.parts.append((part, ratio, n2, _dot(rest, rest)))
             part.forget()
+        del whole,ours,grads,rest               # as large as the prediction
         self.floors = {}
         if not columns: self._measure_floors(info.loss_func, dtype)
         self.once = abs(value)/max(abs(v), abs(value), 1e-30)           # of a sum: what is in the parts and not in the whole
@@ -605,7 +675,8 @@ class _Parts:
         if any(r.floor is None and r.reduction != 'sum' and self.error(r) < self.tol for r in self.rules): return
         for rule in [r for r in self.rules if r.floor is not None and self._may_fit(r)]:
             with suppress(ValueError):
-                floor = self.floors[rule.key[:-1]] = _floor(rule, self.batch, lambda b: _gradients(loss_func, b.part(0, b.n), dtype)[1])
+                def gradients(b): return _gradients(loss_func, b.part(0, b.n, copy=False), dtype)[1]
+                floor = self.floors[rule.key[:-1]] = _floor(rule, self.batch, gradients)
                 if floor < 1: self.rules.append(rule.measure('count', floor=floor))
 
     # Does a rule with a floor fit, as far as the parts have positive targets?
@@ -618,15 +689,19 @@ class _Parts:
     @property
     def parallel(self): return self.all_count and math.sqrt(sum(rest for *_,rest in self.parts))/self.size < self.tol
 
-    # (error, rule) of the closest rule. One that might not count an item at all is the last resort
-    def best(self):
-        errors = [(self.error(r), r) for r in self.rules]
-        return min(errors, key=lambda o: (o[0] > self.tol and o[1].over in ('mask','count'), o[0]))
+# How far a rule is off in what was `seen` of a batch
+def off_in(seen, rule): return max(s.error(rule) for s in seen)
 
-_no_gradient = 'its gradients are zero'
+# (error, rule) of the closest rule. One that might not count an item at all is the last resort
+def best_of(seen):
+    rules = {r.key: r for s in seen for r in s.rules}.values()
+    errors = [(off_in(seen, r), r) for r in rules]
+    return min(errors, key=lambda o: (o[0] > seen[0].tol and o[1].over in ('mask','count'), o[0]))
+
+class NoGradient(ValueError): pass
 
 def _check_size(size):
-    if size == 0: raise ValueError(_no_gradient)
+    if size == 0: raise NoGradient('its gradients are zero')
     if not size < math.inf: raise FloatingPointError('its gradients are not finite')
     return size
 
@@ -654,8 +729,6 @@ class _Values:
         err = abs(sum(s and s*v for s,v in shares) - self.value)/max(abs(self.value), 1e-30)
         return err if err == err else math.inf
 
-    best = _Parts.best
-
 class _Reduced:
     "The factor that a mean outside the loss gave to each of the `losses`"
     parallel,absolute = False,True  # values, not only ratios: they distinguish elements from items
@@ -674,5 +747,3 @@ class _Reduced:
         res = float((counted*total-1).abs().max())
         if rule.over not in ('elements', 'valid', 'count'): res = min(res, float((each*total-w).abs().max()/w.max()))
         return res if res == res else math.inf
-
-    best = _Parts.best

@@ -193,3 +193,21 @@ def no_trace(module, own):
         for d,all_hooks in hooks: d.clear(); d.update(all_hooks)
         snap.restore()
         for g,state in zip(own, states): put_state(g, state)
+
+# %% ../../nbs/api/core/12_watch.ipynb #c0a2d018
+# The buffers of a model's modules before a call: (module, name, tensor, version, copy). Those of PyTorch's BatchNorm are left out, and
+# large ones are not copied
+def buffers_of(model, most=2**16):
+    return [(m, k, b, b._version, b.clone() if b.numel() <= most else None) for m in model.modules()
+            if not isinstance(m, nn.modules.batchnorm._BatchNorm) for k,b in m._buffers.items() if b is not None]
+
+# The names of those that the call has changed, or None
+def changed_buffers(model, before):
+    names = {m: n for n,m in model.named_modules()}
+    def has_changed(m, k, b, version, old):
+        now = m._buffers.get(k)
+        if now is None or now.shape != b.shape: return False             # a cache of tables, made anew for longer inputs
+        if now is b and old is None: return b._version != version
+        return not torch.equal(now, b if old is None else old)
+    found = [f'{names[m]}.{k}'.lstrip('.') for m,k,*rest in before if has_changed(m, k, *rest)]
+    return ', '.join(found[:3]) + (', ...' if len(found) > 3 else '') if found else None

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from fastai.basics import *
 from fastai.layers import ToTensorBase
 import fastaccum.loop.batch_loop  # whose `_do_fit` opens the contexts
+from ..accumulation.watch import reader_of
 from ..core.checks import is_count
 from ..core.chunks import ChunkedLoss, HeadInput
 from ..loop.batch_loop import check_single
@@ -41,7 +42,8 @@ class ChunkedHead(Callback):
         "Context in which the Learner's loss is that of the head's input"
         learn,self.deferred = self.learn,False
         check_learner(learn)
-        with self.in_chunks(learn.model, self.defers, scaler=self) as loss_func:
+        check_loss = getattr(first(cb for cb in learn.cbs if cb.name == 'gradient_accumulation'), 'check_loss', True)
+        with self.in_chunks(learn.model, self.defers, scaler=self, check_loss=check_loss) as loss_func:
             learn.loss_func = self.first = loss_func
             try: yield
             finally:
@@ -59,7 +61,7 @@ class ChunkedHead(Callback):
         loss_func = HeadLoss(chunked := ChunkedLoss(self.learn.loss_func, head, self.n_chunks, **kwargs))
         chunked.model = get_model(model)
         with ExitStack() as stack:
-            stack.enter_context(Later(head, defers).attached())
+            stack.enter_context(Later(head, defers, self.n_chunks).attached())
             for m in model.modules():
                 if isinstance(m, ToTensorBase): stack.enter_context(PassOn(m).attached())
             yield loss_func
@@ -72,10 +74,15 @@ class ChunkedHead(Callback):
         return t if cb is None else cb.scaler.scale(t)
 
     # ---- when
-    def before_batch(self): self.deferred = self.learn.training or self.only_loss
+    def before_train(self):
+        if isinstance(self.learn.loss_func, HeadLoss): self.learn.loss_func.chunked.rule.begin_epoch()
+    def before_batch(self):
+        learn,self.deferred = self.learn,self.learn.training or self.only_loss
+        if isinstance(learn.loss_func, HeadLoss): learn.loss_func.chunked.where = f'epoch {learn.epoch}, batch {learn.iter}'
     def after_pred(self): self.deferred = self.learn.training
     def after_batch(self):
         self.deferred = False
+        if self.learn.training and isinstance(self.learn.loss_func, HeadLoss): self._tell_of_values(self.learn.loss_func.chunked.values)
         if self.first is None or not self.learn.training: return
         if not self.first.used:
             name = name_of_head(get_model(self.learn.model), self.head)
@@ -83,6 +90,15 @@ class ChunkedHead(Callback):
                  "pass head=, the layer whose outputs the model returns, or leave ChunkedHead out.")
         self.first = None
     def after_cancel_batch(self): self.deferred = False
+
+    # What the loss keeps, and a callback reads, may be that of the last chunk
+    def _tell_of_values(self, values):
+        readers = [(k, reader_of(self.learn, k)) for k in values.news]
+        values.news = []
+        for k,who in readers:
+            if who is not None:
+                warn(f"{who} reads `{k}` of the loss after a batch. With ChunkedHead it is the value of the last chunk: those of all "
+                     "chunks do not make up the whole batch's. Compute it from `learn.pred` and `learn.yb`.")
 
     def defers(self) -> bool:
         "Is the head's input wanted now? Callbacks may call the model in between: without gradients, or in validation after its prediction"
@@ -104,9 +120,9 @@ class ChunkedHead(Callback):
 # %% ../../nbs/api/memory/04_chunks.ipynb #c0a3f012
 # If `defers()`, the head returns its input
 class Later(OtherForward):
-    def __init__(self, module, defers):
+    def __init__(self, module, defers, n_chunks):
         super().__init__(module)
-        self.defers = defers
+        self.defers,self.n_chunks = defers,n_chunks
 
     def __call__(self, x):
         if not self.defers(): return self.plain(x)
@@ -114,7 +130,7 @@ class Later(OtherForward):
         if m._forward_hooks or m._backward_hooks or m._backward_pre_hooks:
             raise ValueError(f"ChunkedHead: this {type(m).__name__} has hooks, which would not see its outputs. Remove them, or "
                              "train without ChunkedHead.")
-        return HeadInput(x, m, self.plain)
+        return HeadInput(x, m, self.plain, self.n_chunks)
 
 # Lets the head's input pass where outputs would get fastai's type
 class PassOn(OtherForward):

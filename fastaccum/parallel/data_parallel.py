@@ -118,7 +118,7 @@ class DataParallel(LoopCallback):
                 self._tell_of_single_items(rows)
                 self._tell_of_few_items(rows)
             self.brings_ranks.own_random_numbers()
-        self.fitting = True
+        self.fitting,self.brings_ranks.when_shared = True,self._tell_of_few_items
         self.brings_ranks.begin_epoch(self.learn.dl)
 
     def _tell_of_single_items(self, rows):
@@ -136,7 +136,7 @@ class DataParallel(LoopCallback):
         if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.learn.model.modules()): return
         self.warn_once(f"A rank has {few} of the {n} items of a loader batch, and the model's BatchNorm sees only them: with "
                        "under 8 its statistics are poor. Use larger loader batches, shares= that are less unequal, or GroupNorm, or freeze "
-                       "BatchNorm (`BnFreeze`).")
+                       "BatchNorm (`BnFreeze`).", about='few items')
 
     def after_train(self):
         rec = getattr(self.learn, 'recorder', None)

@@ -18,7 +18,7 @@ from ..loop.ranks import OneRank
 from .norms import JointNorms
 from .processes import all_ended, from_all, same_on_all, together
 from .saving import joined, load_together
-from .shares import Shares
+from .shares import Shares, split_items
 from .tensors import GradientBuckets, average_buffers, joined_items, same_weights
 
 # %% auto #0
@@ -33,6 +33,7 @@ class Ranks(OneRank):
         self.timeout,self.bucket_mb,self.overlap = timeout,bucket_mb,overlap
         self.rank,self.world = dist.get_rank(),dist.get_world_size()
         self.shares,self.dl = shares or Shares(self.world),None
+        self.when_shared = noop                    # called with the loader batch's new row, when the shares have moved
         self.asked,self.ended,self.buckets,self.hooks,self.calls,self.buffers_differ = set(),False,None,[],0,False
 
     # -- a fit
@@ -154,6 +155,7 @@ class Ranks(OneRank):
     def _share(self, first):
         self.dl.share(first)
         self.shares.pause()
+        self.when_shared([split_items(self.dl.dl.bs, self.shares.now)])
 
     # Memory ran out on this rank, which goes on with smaller micro-batches
     def out_of_memory(self):
@@ -166,13 +168,15 @@ class Ranks(OneRank):
         acc,others = self.accumulation.acc,[v for cb in self.summing for v in cb.rank_sums()]
         def exchange(loss, weight):
             total = loss.double()*at_least(acc.floor, weight) if acc.normalize else loss
-            return self.agree('step', loss=total, weight=weight, items=n_items, **{f'other{i}': v for i,v in enumerate(others, 1)})
+            return self.agree('step', loss=total, weight=weight, items=n_items, floor=acc.floor or 0., floors=acc.floor is not None,
+                              **{f'other{i}': v for i,v in enumerate(others, 1)})
         head = exchange(loss, weight)
         if head.unsure and not same_on_all(head.rule, head.rule_squared, self.world):
             self._share_rule()
             head = exchange(*acc.mean())
             self._check_rule(head)
         mean = acc.normalize
+        if acc.floor is None and head.floors: acc.open(floor=head.floor/head.floors)         # this rank has had no items to tell it
         for cb in self.summing: cb.summed_over_ranks((head.other1, head.other2), head.weight, head.items)
         total = at_least(acc.floor, head.weight) if mean else 1
         return torch.tensor(head.loss/total if total else 0., dtype=loss.dtype, device=self.device),total,head.weight,int(head.items)
@@ -282,6 +286,8 @@ class Head(NamedTuple):
     loss:float = 0.          # mean loss times its weight; a loss that is a sum as it is
     weight:float = 0.        # sum of what the losses averaged over
     items:int = 0
+    floor:float = 0.         # the least that the loss divides by
+    floors:int = 0           # is there such a floor?
     other1:float = 0.        # of a callback with `sums_over_ranks`
     other2:float = 0.
     place:int = 0

@@ -4,6 +4,7 @@ from reference import *
 from fastai.losses import *
 from fastaccum.core.chunks import ChunkedLoss, HeadInput, cut_batch
 from fastaccum.core.losses import LossInfo
+from fastaccum.core.memory import PeakMemory
 
 torch.manual_seed(0)
 n_cls,width = 7,5
@@ -244,3 +245,99 @@ def test_soft_targets(loss_func, head, x, n_parts):
     y = torch.rand_like((h := head())(x))
     check(loss_func, h, x, y, n=24, tol=2e-6)
     assert len(cut_batch(HeadInput(x, h), (y,), 24, LossInfo(loss_func))) == n_parts
+
+# ---- losses of one's own, whose outputs are so large that they are measured in groups of items
+n_big = 8000
+def losses_of(pred, y): return F.cross_entropy(pred.flatten(0, 1), y.flatten(), reduction='none').view_as(y)
+def unpadded(pred, y): return (losses_of(pred, y)*(y != 0)).sum()/(y != 0).sum()
+def mean_of_texts(pred, y): return ((losses_of(pred, y)*(y != 0)).sum(1)/(y != 0).sum(1).clamp(min=1)).mean()
+def flat_unpadded(pred, y): return unpadded(pred[None], y[None])
+def root(pred, y): return (losses_of(pred, y)*(y != 0)).sum()/(y != 0).sum(1).float().sqrt().sum()
+
+def texts(holes):
+    "16 texts of 20 words, of which some have zeros at the end"
+    torch.manual_seed(1)
+    y = torch.randint(1, n_big, (16, 20))
+    for i,k in holes.items(): y[i,20-k:] = 0
+    return torch.randn(16, 20, 8),y
+
+holes = {'rare': {14: 1}, 'at the end': {i: 15 for i in range(10, 16)}, 'alike in groups': {i: 5*(i//4) for i in range(16)}, 'empty': {**{i: 20 for i in range(4)}, 9: 3}}
+@pytest.mark.parametrize('f', [unpadded, mean_of_texts])
+@pytest.mark.parametrize('name', holes)
+@pytest.mark.parametrize('n', [4, 8, 16])
+def test_all_items_are_measured(f, name, n):
+    "Targets that do not count, wherever they are, and the rules that fit all items are told apart by those that differ"
+    x,y = texts(holes[name])
+    check(f, nn.Linear(8, n_big), x, y, n=n, tol=2e-6)
+
+def test_rare_positions():
+    x,y = texts({11: 3})
+    check(flat_unpadded, nn.Linear(8, n_big), x.flatten(0, 1), y.flatten(), n=8, tol=2e-6)
+
+def test_no_rule_fits_all_groups():
+    "Each group of items by itself could be a mean over items"
+    x,y = texts(holes['alike in groups'])
+    with pytest.raises(ValueError, match='root in chunks does not add up'): ChunkedLoss(root, nn.Linear(8, n_big), 4)(x, y)
+
+@pytest.mark.parametrize('n', [2, 4, 8, 16])
+@pytest.mark.parametrize('f', [unpadded, mean_of_texts])
+def test_memory_of_measuring(f, n):
+    "At most five times the outputs of its items, which are those of a chunk where a chunk has four, and at least two"
+    x,y = texts(holes['rare'])
+    head,outputs = nn.Linear(8, n_big),4*16*20*n_big
+    grads = x.nbytes + sum(p.nbytes for p in head.parameters())
+    loss = ChunkedLoss(f, head, n)
+    with PeakMemory() as memory: torch.autograd.grad(loss(x.clone().requires_grad_(), y), [*head.parameters()])
+    items = max(16//n, min(4, 32//n), 2**18//(20*n_big))
+    assert memory.peak < 5*outputs*items/16 + 4*grads + 2**18
+
+class Blind:
+    "It cannot be called with a part of the items"
+    def __call__(self, pred, y): return F.cross_entropy(pred[torch.arange(13)], y)
+class Counting(nn.Module):
+    "Each call counts less than the one before"
+    def __init__(self): super().__init__(); self.calls = 0
+    def forward(self, pred, y):
+        self.calls += 1
+        return F.cross_entropy(pred, y)/self.calls
+class Decaying:
+    reduction = 'sum'
+    def __init__(self, head): self.head = [head]
+    def __call__(self, pred, y): return F.cross_entropy(pred, y, reduction='sum') + self.head[0].weight.detach().pow(2).sum()
+
+@pytest.mark.parametrize('make,match', {
+    'blind': (lambda head: Blind(), 'What Blind averages over could not be measured .IndexError'), 'counts': (lambda head: Counting(), 'once for each chunk. Counting changes itself'),
+    'decays': (Decaying, 'once for each chunk. Decaying is a sum')}.values(), ids=['blind','counts','decays'])
+def test_what_cannot_be_measured_is_refused(make, match):
+    head = linear()
+    loss = ChunkedLoss(make(head), head, 3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=match): loss(flat_x.clone().requires_grad_(), flat_y)
+
+@pytest.mark.parametrize('always', [True, 'always'])
+def test_a_rule_that_shows_late(always):
+    "It is told, and each look can be had"
+    x,y = texts({})
+    x,y,head = x[:,:4],y[:,:4]%n_cls + 1,nn.Linear(8, n_cls+2)
+    loss = ChunkedLoss(unpadded, head, 4, check_loss=always)
+    late = y.clone()
+    late[2,2:] = 0
+    def off():
+        inp = x.clone().requires_grad_()
+        a,b = (torch.autograd.grad(f(inp), inp)[0] for f in (lambda o: loss(o, late), lambda o: unpadded(head(o), late)))
+        return rel_err(a, b)
+    for _ in range(30): loss(x.clone().requires_grad_(), y)
+    if always == 'always':
+        with warnings.catch_warnings(): warnings.simplefilter('error'); assert off() < 2e-6
+    else:
+        with pytest.warns(UserWarning, match="does not average over .*pass check_loss='always' to ChunkedLoss"):
+            for _ in range(60): last = off()
+        assert last < 2e-6
+
+def test_heads_that_change_at_each_call():
+    "Found in the first batch, before `backward`; not in evaluation, and not with a single chunk"
+    norm = nn.utils.parametrizations.spectral_norm
+    for head,n in ((norm(linear()).eval(), 3), (norm(linear()), 1)): ChunkedLoss(nn.CrossEntropyLoss(), head, n)(flat_x.clone().requires_grad_(), flat_y)
+    loss = ChunkedLoss(nn.CrossEntropyLoss(), norm(linear()), 3)
+    with torch.no_grad(): loss(flat_x, flat_y)
+    with pytest.raises(ValueError, match='The head changes its buffers parametrizations.weight.0._u.* at each call'): loss(flat_x.clone().requires_grad_(), flat_y)

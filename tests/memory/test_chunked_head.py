@@ -3,6 +3,7 @@ import pytest
 from contextlib import nullcontext
 from reference import *
 from fastai.callback.mixup import CutMix, MixUp
+from fastai.metrics import LossMetric
 from fastai.text.all import AWD_LSTM, Perplexity
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.conformance import check_callback
@@ -159,6 +160,50 @@ def test_readers_of_predictions():
         same(chunked, whole)
         assert len(whole.reads.seen) == len(chunked.reads.seen) and all(chunked.returned.train) and not any(chunked.returned.valid)
         for (a,x),(b,y) in zip(chunked.reads.seen, whole.reads.seen): assert a == b and rel_err(x, y) < 1e-5
+
+def test_readers_in_after_pred():
+    "An error that says what to write, and what it says works"
+    class Reads(Callback):
+        def after_pred(self): self.hits = self.pred.argmax(-1) == self.y
+    class Asks(Callback):
+        run_valid = False
+        def after_pred(self): self.shape = self.learn.pred.outputs().shape
+    with pytest.raises(AttributeError, match="'argmax' does not find them.*read `learn.pred` in `after_batch`"): text(ChunkedHead(4), Reads()).fit(1)
+    learn,plain = text(ChunkedHead(4), Asks()),text()
+    for l in (learn, plain): l.fit(1)
+    assert learn.asks.shape[-1] == n_words
+    same(learn, plain)
+
+def test_looks_as_accumulation_does():
+    "Whether a loss of one's own is measured is said there; a rule that shows late is told with its place"
+    for check_loss in (True, False, 'always'):
+        learn = text(ChunkedHead(4), acc(8, check_loss=check_loss), Own())
+        learn.fit(1)
+        assert learn.own.seen == (check_loss is not False, check_loss == 'always', True)
+class Own(Callback):
+    run_valid = False
+    def after_batch(self):
+        chunked = self.learn.loss_func.chunked
+        self.seen = chunked.rule.new_probe is not None,chunked.rule.always,chunked.where == f'epoch {self.epoch}, batch {self.iter}'
+
+class Keeps(nn.Module):
+    "Keeps a part of the loss, and a number that cannot be put together"
+    def forward(self, pred, y):
+        loss = CrossEntropyLossFlat()(pred, y)
+        self.twice,self.most = loss.detach()*2,pred.detach().amax()
+        return loss
+
+@pytest.mark.parametrize('name', ['twice', 'most'])
+def test_values_that_a_loss_keeps(name):
+    "Those of all chunks are put together for fastai's `LossMetrics`, or it is told that they are not"
+    def run(*cbs):
+        learn = text(*cbs, loss_func=Keeps(), metrics=LossMetric(name))
+        learn.recorder.train_metrics = True
+        learn.fit(2)
+        return learn.recorder.values[-1]
+    if name == 'twice': assert list(run(ChunkedHead(4))) == pytest.approx(list(run()), rel=1e-6)
+    else:
+        with pytest.warns(UserWarning, match='reads `most` of the loss after a batch. With ChunkedHead it is the value of the last chunk'): run(ChunkedHead(4))
 
 def test_predictions():
     "Outside of a fit, and in the middle of it, the model is the plain one"
