@@ -11,6 +11,7 @@ from fastcore.docments import DocmentText, docments, empty
 from nbdev import processors
 from nbdev.config import get_config
 from nbdev.doclinks import NbdevLookup
+from menu import folders
 
 lib = get_config(Path(__file__).resolve().parent.parent).lib_path
 
@@ -53,10 +54,10 @@ called_by_modules = {
     'GradientAccumulation': 'so_far opens cancelled auto splits step_values size_at epoch_plan during_fit apart warn_of_loss keeps tell train_batch give_up_batch is_done predict',
     'GradientAccumulationSchedule': 'size_at', 'AdaptiveGradientAccumulation': 'size_at plan', 'GradientNoiseScale': 'rank_sums summed_over_ranks',
     'GradientAccumulator': 'so_far rollback settled counted set_target count_for_all correct reopen',
-    'LossRule': 'is_sum may_be_nan key due begin_epoch adopt sum_message uneven end note', 'DynamicLossScaler': 'may_give_up reset_step',
+    'LossRule': 'is_sum may_be_nan key sure due begin_epoch adopt sum_message uneven end note', 'DynamicLossScaler': 'may_give_up reset_step',
     'WandbCallback': 'log_predictions', 'BatchLoop': 'begin_epoch extra_step table lr_finder fire around fit',
     'ActivationOffload': 'mover', 'Compile': 'cuda_graphs during_fit', 'ChunkedHead': 'during_fit in_chunks scale defers only_loss after_backward',
-    'DataParallel': 'errors_told', 'FullyShard': 'exporting sharding', 'MixedPrecision': 'predict opt opt_step undo_step'}
+    'HostGradients': 'follow', 'DataParallel': 'errors_told', 'FullyShard': 'exporting sharding', 'MixedPrecision': 'predict opt opt_step undo_step'}
 
 def own(cls):
     "name -> method or property with a docstring that `cls` itself has, without what is private, and what only modules call"
@@ -172,16 +173,32 @@ def several(mod): return len(public(mod)[0]) + len(patched(mod)) > 1
 
 def is_lead(mod, name): return (lead(mod) or [''])[0] == name
 
+def link(name, sym):
+    "`name` as a link to where `sym` is described; nbdev knows functions and classes, but no namedtuples made by a call"
+    where = NbdevLookup().doc(full_name(getattr(sym, 'fget', sym)))
+    return f'[`{name}`]({where})' if where else f'`{name}`'
+
+def listed(symbols):
+    "Table of `symbols`, name -> symbol"
+    return table(['Name', 'What for'], [[link(n, o), linkify(first_line(o))] for n,o in symbols.items()])
+
 def contents(mod):
-    "Table of the public names of the module `mod`, then what else it has"
-    address = lambda o: NbdevLookup().doc(full_name(getattr(o, 'fget', o)))
-    def link(n, o=None):
-        where = address(o or getattr(mod, n))
-        return f'[`{n}`]({where})' if where else f'`{n}`'     # nbdev knows functions and classes, but no namedtuples made by a call
+    "Table of the names of the module `mod` for users, then what else it has"
     main,rest = public(mod)
-    rows = [[link(n), linkify(first_line(getattr(mod, n)))] for n in main] + [[link(n, o), linkify(first_line(o))] for n,o in patched(mod).items()]
-    parts = f'{"It is made of" if main else "Internals:"} {", ".join(map(link, rest))}.' if rest else ''
-    return '\n\n'.join(filter(None, [table(['Name', 'What for'], rows), parts]))
+    others = f'{"It is made of" if main else "Internals:"} {", ".join(link(n, getattr(mod, n)) for n in rest)}.' if rest else ''
+    return '\n\n'.join(filter(None, [listed({n: getattr(mod, n) for n in main} | patched(mod)), others]))
+
+def overview():
+    "Tables of all that is for users, by what it is: callbacks first"
+    order = {f.removeprefix('api/'): i for i,f in enumerate(folders)}
+    users = {n: getattr(module_of(m), n) for m in sorted(faces(), key=lambda m: order.get(m, len(order))) for n in faces()[m]}
+    users = {n: o for n,o in users.items() if is_described(o)}
+    given = {k: o for m in modules() for k,o in patched(module_of(m)).items() if k.startswith('Learner.')}
+    callbacks = {n: o for n,o in users.items() if inspect.isclass(o) and issubclass(o, Callback) and n != 'LoopCallback'}
+    alone = set(module_of('all').__all__) - callbacks.keys()
+    groups = {'Callbacks': callbacks, 'What a `Learner` gets': given, 'Functions and other classes': {n: o for n,o in users.items() if n in alone},
+              'Imported from a folder or module of the package': {n: o for n,o in users.items() if n not in callbacks and n not in alone}}
+    return '\n\n'.join(f'## {head}\n\n{listed(names)}' for head,names in groups.items())
 
 # -- nbdev's pipeline --------------------------------------------------------------------------------------------
 def calls(cell, name='show_doc'):

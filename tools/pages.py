@@ -5,7 +5,7 @@ from fastcore.nbio import cell_frontmatter, mk_cell, read_nb
 from nbdev.config import nbpath2html
 from nbdev.processors import _default_exp
 from readme import fence, terminal
-from apidoc import calls, contents, described, details, head, is_face, is_public, lead, module_of, public, several, table
+from apidoc import calls, contents, described, details, head, is_face, is_public, lead, module_of, overview, public, several, table
 
 pictures = {'image/svg+xml': 'svg', 'image/png': 'png', 'image/jpeg': 'jpg'}
 
@@ -169,9 +169,9 @@ class Page:
         """The beginning of a page of the API. On those for users: the signature, an example, and the parameters of what the page is about,
         for the first screen; a table of names where it has several"""
         about = [linked(o, self.name, self.cfg) for o in self.about]
-        names = '' if about and not several(self.mod) else linked(contents(self.mod), self.name, self.cfg)
+        names = overview() if self.path == 'api/all.md' else '' if about and not several(self.mod) else contents(self.mod)
         code = any(c.cell_type == 'code' and not calls(c) and is_typed(c) for c in self.nb.cells)
-        return [f'`from {self.mod.__name__} import *`'*bool(self.mod.__all__), *about[:1], self.text(self.example()), *about[1:], names, self.notebook(),
+        return [f'`from {self.mod.__name__} import *`'*bool(self.mod.__all__), *about[:1], self.text(self.example()), *about[1:], linked(names, self.name, self.cfg), self.notebook(),
                 fold('Imports of the examples', fence(self.imports(), 'python'), 'quote') if code else '']
 
     def example(self):
