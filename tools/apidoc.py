@@ -12,6 +12,7 @@ from nbdev import processors
 from nbdev.config import get_config
 from nbdev.doclinks import NbdevLookup
 from menu import folders
+from widths import fitted
 
 lib = get_config(Path(__file__).resolve().parent.parent).lib_path
 
@@ -232,7 +233,7 @@ class exec_show_docs(processors.Processor):
 
     def source(self, call):
         sym = eval(ast.unparse(call.args[0]), self.names)
-        return f'```python\n{textwrap.dedent(inspect.getsource(sym)).strip()}\n```\n\n[source]({source(sym)}){{ .src data-search-exclude }}'
+        return f'```python\n{fitted(textwrap.dedent(inspect.getsource(sym)).strip())}\n```\n\n[source]({source(sym)}){{ .src data-search-exclude }}'
 
 def defined(cell): return [t.name for t in cell.parsed_() or [] if isinstance(t, (ast.FunctionDef,ast.ClassDef))]
 

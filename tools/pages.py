@@ -5,6 +5,7 @@ from fastcore.nbio import cell_frontmatter, mk_cell, read_nb
 from nbdev.config import nbpath2html
 from nbdev.processors import _default_exp
 from readme import fence, terminal
+from widths import fitted
 from apidoc import calls, contents, described, details, head, is_face, is_public, lead, module_of, overview, public, several, table
 
 pictures = {'image/svg+xml': 'svg', 'image/png': 'png', 'image/jpeg': 'jpg'}
@@ -263,12 +264,12 @@ class Page:
         cell.remove_directives()
         src,checks = cell.source.strip('\n'),''
         if not self.mod and 'code-fold' not in d: src,checks = split_checks(src)
-        src = fence(src, cell.metadata.get('language') or 'python')
+        src = fence(fitted(src), cell.metadata.get('language') or 'python')
         if 'code-fold' in d:
             src = fold(d.get('code-summary', 'Code').strip('"'), src, 'quote')
         res = [] if d.get('echo')=='false' else [src]
         if d.get('output')!='false': res += [self.output(o, f'{i}_{j}', d.get('output')=='asis') for j,o in enumerate(streams(cell.get('outputs', [])))]
-        if checks and d.get('echo') != 'false': res.append(fold('Checked', fence(checks, 'python'), 'quote'))
+        if checks and d.get('echo') != 'false': res.append(fold('Checked', fence(fitted(checks), 'python'), 'quote'))
         return res
 
     def output(self, o, name, asis):

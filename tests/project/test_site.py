@@ -10,10 +10,10 @@ pytest.importorskip('zensical', reason='The site needs Zensical, and that Python
 from fastcore.docments import docments
 from fastcore.nbio import read_nb
 from nbdev.config import get_config
-import apidoc, docs, menu, pages, snippets
+import apidoc, docs, menu, pages, snippets, widths
 
 root = Path(__file__).resolve().parents[2]
-quick = 'test_outputs',   # the others need the site
+quick = 'test_outputs', 'test_fitted',   # the others need the site
 
 @pytest.fixture(scope='session')
 def project(tmp_path_factory):
@@ -148,6 +148,24 @@ def test_overview(site):
     assert {*re.findall(r'<code>(\w+)</code></a></td>', tables[0])} == callbacks
     listed = {*re.findall(r'<code>([\w.]+)</code></a></td>', ''.join(tables))}
     assert {n for n,o in found.items() if apidoc.is_described(o)} <= listed and {'Learner.to_fp16', 'Learner.stepped', 'Learner.memory_advice'} <= listed
+
+@pytest.mark.parametrize('src,expected', [
+    ('f(a)', 'f(a)'), ('!ls ' + 'x'*99, '!ls ' + 'x'*99),
+    (f'f({"a"*40}, {"b"*40}, {"c"*40})', f'f({"a"*40}, {"b"*40},\n  {"c"*40})'),
+    (f'x = 1   # {"a"*90}', f'# {"a"*90}\nx = 1'), (f'assert {"a"*60} and {"b"*40}', f'assert ({"a"*60}\n        and {"b"*40})'),
+    (f'for {"a"*50} in b: print({"c"*50})', f'for {"a"*50} in b:\n    print({"c"*50})')])
+def test_fitted(src, expected): assert widths.fitted(src)==expected
+
+@pytest.mark.parametrize('nb', sorted(f.relative_to(root/'nbs').as_posix() for f in (root/'nbs').rglob('*.ipynb')))
+def test_code_fits_its_page(nb):
+    "Lines have at most 95 characters, but for texts that are longer, and one line of a page; it is the same code"
+    long = []
+    for c in read_nb(root/'nbs'/nb).cells:
+        if c.cell_type!='code' or not pages.is_typed(c) or {'hide', 'export', 'exporti'} & set(c.directives): continue
+        c.remove_directives()
+        lines = [l for l in widths.fitted(c.source).split('\n') if len(l) > 95]
+        long += [l for l in lines if not re.search(r'"[^"]{20,}"|\'[^\']{20,}\'', l)]
+    assert len(long) <= 1, long
 
 def test_no_empty_sections(site):
     for p in paths(site):
