@@ -57,8 +57,8 @@ called_by_modules = {
     'GradientAccumulator': 'so_far rollback settled counted set_target count_for_all correct reopen',
     'LossRule': 'is_sum may_be_nan key sure due begin_epoch adopt sum_message uneven end note', 'DynamicLossScaler': 'may_give_up reset_step',
     'WandbCallback': 'log_predictions', 'BatchLoop': 'begin_epoch extra_step table lr_finder fire around fit',
-    'ActivationOffload': 'mover', 'Compile': 'cuda_graphs during_fit', 'ChunkedHead': 'during_fit in_chunks scale defers only_loss after_backward',
-    'HostGradients': 'follow', 'DataParallel': 'errors_told', 'FullyShard': 'exporting sharding', 'MixedPrecision': 'predict opt opt_step undo_step'}
+    'ActivationCheckpointing': 'recomputed', 'ActivationOffload': 'mover', 'Compile': 'cuda_graphs during_fit', 'ChunkedHead': 'during_fit in_chunks scale defers only_loss after_backward',
+    'HostGradients': 'follow', 'MemoryAdvice': 'cost', 'DataParallel': 'many errors_told', 'FullyShard': 'exporting sharding', 'MixedPrecision': 'predict opt opt_step undo_step'}
 
 def own(cls):
     "name -> method or property with a docstring that `cls` itself has, without what is private, and what only modules call"
