@@ -163,13 +163,17 @@ def table(rows, name) -> pd.DataFrame: # Indexed by way; `score` and its standar
     return runs.groupby('way', sort=False).agg(steps=('steps','mean'), items=('items','mean'), seconds=('seconds','mean'), score=('score','mean'), std=('score','std'))
 
 def plot(rows):
-    "Score against steps, a panel for each task; bars are a standard deviation over the seeds to each side"
-    fig,axs = plt.subplots(1, len(TASKS), figsize=(10, 3.6), layout='constrained')
+    "The score of each way and its steps, a panel for each task; bars are a standard deviation over the seeds to each side"
+    fig,axs = plt.subplots(1, len(TASKS), figsize=(10, 3.8), layout='constrained', sharey=True)
     for ax,(name,task) in zip(axs, TASKS.items()):
-        for way,r in table(rows, name).iterrows():
-            if way in WAYS: ax.errorbar(r.steps, r.score, r['std'], marker='o', capsize=3, label=way)
-        ax.set(xscale='log', xlabel='optimizer steps', title=f'{name}: {"accuracy, %" if task.score == "accuracy" else "validation loss"}')
-    fig.legend(*axs[0].get_legend_handles_labels(), loc='outside right center')
+        t = table(rows, name).loc[list(WAYS)]
+        ax.errorbar(t.score, range(len(t)), xerr=t['std'], fmt='o', capsize=3)
+        for i,(score,steps) in enumerate(zip(t.score, t.steps)):
+            ax.annotate(f'{steps:.0f} steps', (score, i), (0, 4), textcoords='offset points', ha='center', fontsize='x-small')
+        ax.set(xlabel=f'{name}: {"accuracy, %" if task.score == "accuracy" else "validation loss"}')
+        ax.grid(axis='y', alpha=.3)
+    axs[0].set_yticks(range(len(WAYS)), list(WAYS))
+    axs[0].set_ylim(len(WAYS)-.4, -.8)
     return fig
 
 if __name__ == '__main__':

@@ -103,7 +103,7 @@ def table(rows) -> pd.DataFrame: # Indexed by way; the score, and its standard d
 
 def plot(rows):
     "Accuracy against the items that are in memory at a time; bars are a standard deviation over the seeds to each side"
-    fig,ax = plt.subplots(figsize=(6.5, 3.4), layout='constrained')
+    fig,ax = plt.subplots(figsize=(6.5, 3.7), layout='constrained')
     t = table(rows)
     for label,coupled,style in (('split: each item is compared with its micro-batch', False, dict(marker='o')), ('coupled: with all 1,024', True, dict(marker='s', ls=''))):
         names = [k for k,w in WAYS.items() if w.coupled == coupled]
@@ -112,7 +112,7 @@ def plot(rows):
     ax.set(xscale='log', xlabel='items of a micro-batch, of 1,024', ylabel='accuracy of a linear probe, %')
     ax.set_xticks(sizes := sorted({w.size for w in WAYS.values()}), sizes, minor=False)
     ax.minorticks_off()
-    ax.legend()
+    fig.legend(loc='outside upper center', ncols=2)
     return fig
 
 if __name__ == '__main__':

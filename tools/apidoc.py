@@ -11,6 +11,8 @@ from fastcore.docments import DocmentText, docments, empty
 from nbdev import processors
 from nbdev.config import get_config
 from nbdev.doclinks import NbdevLookup
+from menu import folders
+from widths import fitted
 
 lib = get_config(Path(__file__).resolve().parent.parent).lib_path
 
@@ -48,20 +50,33 @@ def linkify(md, names=()):
 # -- Symbols -----------------------------------------------------------------------------------------------------
 def first_line(sym): return (inspect.getdoc(sym) or '').partition('\n')[0]
 
+# Methods and properties of public classes that only other modules call: the source explains them, no page does
+called_by_modules = {
+    'GradientAccumulation': 'so_far opens cancelled auto splits step_values size_at epoch_plan during_fit apart warn_of_loss keeps tell train_batch give_up_batch is_done predict',
+    'GradientAccumulationSchedule': 'size_at', 'AdaptiveGradientAccumulation': 'size_at plan', 'GradientNoiseScale': 'rank_sums summed_over_ranks',
+    'GradientAccumulator': 'so_far rollback settled counted set_target count_for_all correct reopen',
+    'LossRule': 'is_sum may_be_nan key sure due begin_epoch adopt sum_message uneven end note', 'DynamicLossScaler': 'may_give_up reset_step',
+    'WandbCallback': 'log_predictions', 'BatchLoop': 'begin_epoch extra_step table lr_finder fire around fit',
+    'ActivationCheckpointing': 'recomputed', 'ActivationOffload': 'mover', 'Compile': 'cuda_graphs during_fit', 'ChunkedHead': 'during_fit in_chunks scale defers only_loss after_backward',
+    'HostGradients': 'follow', 'MemoryAdvice': 'cost', 'DataParallel': 'many errors_told', 'FullyShard': 'exporting sharding', 'MixedPrecision': 'predict opt opt_step undo_step'}
+
 def own(cls):
-    "name -> method or property with a docstring that `cls` itself has, without what is private"
+    "name -> method or property with a docstring that `cls` itself has, without what is private, and what only modules call"
     get = lambda v: v.__func__ if isinstance(v, (classmethod,staticmethod)) else v
-    members = {k: get(v) for k,v in vars(cls).items() if not k.startswith('_')}
+    inner = called_by_modules.get(cls.__name__, '').split()
+    members = {k: get(v) for k,v in vars(cls).items() if not k.startswith('_') and k not in inner}
     return {k: v for k,v in members.items() if (inspect.isfunction(v) or isinstance(v, property)) and v.__doc__}
 
 def signature(sym, name):
-    "`name(...)` as it would be called, in one line if it fits"
+    "`name(...)` as it would be called: in one line if it fits, else a line for each parameter, unless these are many"
     if inspect.isclass(sym) and sym.__init__ is Callback.__init__: return f'{name}()'  # whose arguments stand for its methods
     named = re.compile(r':(NoneType|function|builtin_function_or_method)\b|:[\w.]+(?==<)')
     params = [_address.sub(r'\1()', named.sub('', o)) for o,_ in DocmentText(sym, docstring=False).params]
     if not inspect.isclass(sym) and params[:1]==['self']: params = params[1:]
     one = f'{name}({", ".join(params)})'
-    return one if len(one)<=88 else f'{name}(\n    ' + ',\n    '.join(params) + '\n)'
+    if len(one) <= 88: return one
+    lines = params if len(params) <= 8 else textwrap.wrap(', '.join(p.replace(' ', '\0') for p in params), 84, break_long_words=False, break_on_hyphens=False)
+    return f'{name}(\n    ' + ',\n    '.join(l.replace('\0', ' ').removesuffix(',') for l in lines) + '\n)'
 
 def parameters(sym):
     "Table of what `sym` takes and returns, if that is documented"
@@ -118,17 +133,29 @@ def helpers():
     "Module -> names that have a place on its page, and are not for users"
     return {m: public(module_of(m))[1] for m in modules()}
 
-def describe(sym, name, level=3, methods=True, skip=()):
-    "All about `sym`, with its methods but those in `skip`, which have a place of their own"
+def head(sym, name, level):
+    "The beginning of a description: heading, link to the source, signature (of a property its name), what it is for"
     called = signature
     if isinstance(sym, property): sym,called = sym.fget,lambda _, name: name
     kind = 'class' if inspect.isclass(sym) else 'method' if '.' in name else 'function'
     parts = [f'{"#"*level} {name} {{ {anchor(sym, name)} .api .{kind} }}', f'[source]({source(sym)}){{ .src data-search-exclude }}']
     if callable(sym) and not isinstance(sym, EnumMeta): parts.append(f'```python\n{called(sym, name)}\n```')
-    parts += [linkify(inspect.getdoc(sym)), '' if isinstance(sym, EnumMeta) else parameters(sym)]
-    if inspect.isclass(sym) and methods:
-        parts.append(attributes(sym, name))
-        parts += [describe(m, f'{name}.{k}', level+1) for k,m in own(sym).items() if inspect.isfunction(m) and f'{name}.{k}' not in skip]
+    return '\n\n'.join([*parts, linkify(inspect.getdoc(sym).partition('\n\n')[0])])
+
+def details(sym, name, methods=True):
+    "What else is said of it, its parameters, and the attributes of a class"
+    sym = getattr(sym, 'fget', sym)
+    parts = [linkify(inspect.getdoc(sym).partition('\n\n')[2]), '' if isinstance(sym, EnumMeta) else parameters(sym), attributes(sym, name) if inspect.isclass(sym) and methods else '']
+    return '\n\n'.join(filter(None, parts))
+
+def methods_of(sym, name, level, skip=()):
+    "The methods of a class but those in `skip`, which have a place of their own"
+    if not inspect.isclass(sym): return ''
+    return '\n\n'.join(describe(m, f'{name}.{k}', level) for k,m in own(sym).items() if inspect.isfunction(m) and f'{name}.{k}' not in skip)
+
+def describe(sym, name, level=3, methods=True, skip=()):
+    "All about `sym`, with its methods but those in `skip`"
+    parts = [head(sym, name, level), details(sym, name, methods), methods_of(sym, name, level+1, skip) if methods else '']
     return '\n\n'.join(filter(None, parts))
 
 def patched(mod):
@@ -137,16 +164,42 @@ def patched(mod):
     split = [n.split('.') for n in names if '.' in n and '._' not in n and n.split('.')[0] not in names]
     return {f'{cls}.{m}': inspect.getattr_static(getattr(mod, cls), m) for cls,m in split}
 
+def lead(mod):
+    "Name and symbol with which the page of `mod` begins: the first in the source of those for users; nothing where these stand elsewhere"
+    users = {n: getattr(mod, n) for n in public(mod)[0] if getattr(mod, n).__module__ == mod.__name__} | patched(mod)
+    line = lambda n: inspect.getsourcelines(getattr(users[n], 'fget', users[n]))[1]
+    return min(((n, users[n]) for n in users), key=lambda o: line(o[0]), default=None)
+
+def several(mod): return len(public(mod)[0]) + len(patched(mod)) > 1
+
+def is_lead(mod, name): return (lead(mod) or [''])[0] == name
+
+def link(name, sym):
+    "`name` as a link to where `sym` is described; nbdev knows functions and classes, but no namedtuples made by a call"
+    where = NbdevLookup().doc(full_name(getattr(sym, 'fget', sym)))
+    return f'[`{name}`]({where})' if where else f'`{name}`'
+
+def listed(symbols):
+    "Table of `symbols`, name -> symbol"
+    return table(['Name', 'What for'], [[link(n, o), linkify(first_line(o))] for n,o in symbols.items()])
+
 def contents(mod):
-    "Table of the public names of the module `mod`, then what else it has"
-    address = lambda o: NbdevLookup().doc(full_name(getattr(o, 'fget', o)))
-    def link(n, o=None):
-        where = address(o or getattr(mod, n))
-        return f'[`{n}`]({where})' if where else f'`{n}`'     # nbdev knows functions and classes, but no namedtuples made by a call
+    "Table of the names of the module `mod` for users, then what else it has"
     main,rest = public(mod)
-    rows = [[link(n), linkify(first_line(getattr(mod, n)))] for n in main] + [[link(n, o), linkify(first_line(o))] for n,o in patched(mod).items()]
-    parts = f'{"It is made of" if main else "Internals:"} {", ".join(map(link, rest))}.' if rest else ''
-    return '\n\n'.join(filter(None, [table(['Name', 'What for'], rows), parts]))
+    others = f'{"It is made of" if main else "Internals:"} {", ".join(link(n, getattr(mod, n)) for n in rest)}.' if rest else ''
+    return '\n\n'.join(filter(None, [listed({n: getattr(mod, n) for n in main} | patched(mod)), others]))
+
+def overview():
+    "Tables of all that is for users, by what it is: callbacks first"
+    order = {f.removeprefix('api/'): i for i,f in enumerate(folders)}
+    users = {n: getattr(module_of(m), n) for m in sorted(faces(), key=lambda m: order.get(m, len(order))) for n in faces()[m]}
+    users = {n: o for n,o in users.items() if is_described(o)}
+    given = {k: o for m in modules() for k,o in patched(module_of(m)).items() if k.startswith('Learner.')}
+    callbacks = {n: o for n,o in users.items() if inspect.isclass(o) and issubclass(o, Callback) and n != 'LoopCallback'}
+    alone = set(module_of('all').__all__) - callbacks.keys()
+    groups = {'Callbacks': callbacks, 'What a `Learner` gets': given, 'Functions and other classes': {n: o for n,o in users.items() if n in alone},
+              'Imported from a folder or module of the package': {n: o for n,o in users.items() if n not in callbacks and n not in alone}}
+    return '\n\n'.join(f'## {head}\n\n{listed(names)}' for head,names in groups.items())
 
 # -- nbdev's pipeline --------------------------------------------------------------------------------------------
 def calls(cell, name='show_doc'):
@@ -172,12 +225,15 @@ class exec_show_docs(processors.Processor):
 
     def doc(self, call):
         name = ast.unparse(call.args[0])
+        if is_lead(self.mod, name):
+            text = methods_of(eval(name, self.names), name, 4, self.described)
+            return f'### Methods of {name}\n\n{text}' if text else ''
         level = next((ast.literal_eval(k.value) for k in call.keywords if k.arg=='title_level'), 4 if '.' in name and name.split('.')[0] in self.described else 3)
         return describe(eval(name, self.names), name, level, name in public(self.mod)[0], self.described)
 
     def source(self, call):
         sym = eval(ast.unparse(call.args[0]), self.names)
-        return f'```python\n{textwrap.dedent(inspect.getsource(sym)).strip()}\n```\n\n[source]({source(sym)}){{ .src data-search-exclude }}'
+        return f'```python\n{fitted(textwrap.dedent(inspect.getsource(sym)).strip())}\n```\n\n[source]({source(sym)}){{ .src data-search-exclude }}'
 
 def defined(cell): return [t.name for t in cell.parsed_() or [] if isinstance(t, (ast.FunctionDef,ast.ClassDef))]
 

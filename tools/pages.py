@@ -5,7 +5,8 @@ from fastcore.nbio import cell_frontmatter, mk_cell, read_nb
 from nbdev.config import nbpath2html
 from nbdev.processors import _default_exp
 from readme import fence, terminal
-from apidoc import calls, contents, described, is_face, is_public, module_of, public, table
+from widths import fitted
+from apidoc import calls, contents, described, details, head, is_face, is_public, lead, module_of, overview, public, several, table
 
 pictures = {'image/svg+xml': 'svg', 'image/png': 'png', 'image/jpeg': 'jpg'}
 
@@ -126,6 +127,21 @@ class Page:
         exp = _default_exp(self.source)
         self.mod = module_of(exp) if exp else None
         self.internal = self.mod is not None and not is_public(self.mod)
+        self.n_front = self.split_front() if self.mod and not self.internal else 0
+        first = lead(self.mod) if self.mod else None
+        self.about = (head(first[1], first[0], 2), details(first[1], first[0])) if first else ()    # all pages may link to it
+
+    def split_front(self):
+        "How many cells end with the first example; the words after an example in words become a cell of their own"
+        for i,cell in enumerate(self.nb.cells):
+            if cell.cell_type == 'code' and not calls(cell) and is_typed(cell): return i+1
+            shown = cell.cell_type == 'markdown' and re.search(r'(?ms)^```(?:python|sh)\n.*?^```$', cell.source)
+            if not shown: continue
+            rest = cell.source[shown.end():].strip()
+            cell.source = cell.source[:shown.end()]
+            if rest: self.nb.cells.insert(i+1, mk_cell(rest, 'markdown'))
+            return i+1
+        return 0
 
     def write(self):
         dst = self.out/self.path
@@ -133,19 +149,34 @@ class Page:
         dst.write_text(self.markdown(), encoding='utf-8')
 
     def markdown(self):
-        head = dict(title=self.title, description=self.description or self.title)
-        if self.path == 'index.md': head['hide'] = ['toc']    # room for a picture and a table
-        parts = ['---\n' + yaml.safe_dump(head) + '---', f'# {self.title}']
+        meta = dict(title=self.title, description=self.description or self.title)
+        if self.path == 'index.md': meta['hide'] = ['toc']    # room for a picture and a table
+        parts = ['---\n' + yaml.safe_dump(meta) + '---', f'# {self.title}']
         if self.description: parts.append(f'{self.description}\n{{ .subtitle }}')
-        if self.mod: parts += [f'`from {self.mod.__name__} import *`']*bool(self.mod.__all__) + [linked(contents(self.mod), self.name, self.cfg)]
-        parts.append(self.notebook())
-        if self.mod and any(c.cell_type == 'code' and not calls(c) and is_typed(c) for c in self.nb.cells):
-            parts.append(fold('Imports of the examples', fence(self.imports(), 'python'), 'quote'))
+        if self.mod: parts += self.beginning()
+        else: parts.append(self.notebook())
         for summary,cells in self.blocks():
-            text = '\n\n'.join(filter(None, (linked(p, self.name, self.cfg) for cell,i in cells for p in self.cell(cell, i))))
+            text = self.text(cells)
             parts.append(fold(summary, text) if summary and text else text)
         if self.mod and is_face(self.mod): parts.append(self.rooms())
         return '\n\n'.join(filter(None, parts)) + '\n'
+
+    def text(self, cells):
+        "Markdown of numbered cells"
+        return '\n\n'.join(filter(None, (linked(p, self.name, self.cfg) for cell,i in cells for p in self.cell(cell, i))))
+
+    def beginning(self):
+        """The beginning of a page of the API. On those for users: the signature, an example, and the parameters of what the page is about,
+        for the first screen; a table of names where it has several"""
+        about = [linked(o, self.name, self.cfg) for o in self.about]
+        names = overview() if self.path == 'api/all.md' else '' if about and not several(self.mod) else contents(self.mod)
+        code = any(c.cell_type == 'code' and not calls(c) and is_typed(c) for c in self.nb.cells)
+        return [f'`from {self.mod.__name__} import *`'*bool(self.mod.__all__), *about[:1], self.text(self.example()), *about[1:], linked(names, self.name, self.cfg), self.notebook(),
+                fold('Imports of the examples', fence(self.imports(), 'python'), 'quote') if code else '']
+
+    def example(self):
+        "The numbered cells with which a page for users begins: all to its first example"
+        return list(zip(self.nb.cells[:self.n_front], range(self.n_front)))
 
     def rooms(self):
         "The pages of a face's folder: those for users, and what these are made of"
@@ -174,7 +205,7 @@ class Page:
         """The cells with their numbers, in the order of the page, as (summary, cells). What has a summary is folded: a helper with the code
         that shows it; a section of helpers only, below *Internals* at the end, where sections go that have this name in the notebook"""
         sections = [[]]
-        for o in zip(self.nb.cells, range(len(self.nb.cells))):
+        for o in [*zip(self.nb.cells, range(len(self.nb.cells)))][self.n_front:]:
             if o[0].cell_type == 'markdown' and re.match(r'## ', o[0].source): sections.append([])
             sections[-1].append(o)
         head = lambda cells: re.match(r'## *(.*)', cells[0][0].source)[1] if cells else ''
@@ -213,7 +244,7 @@ class Page:
 
     def snippets(self):
         "What a reader types, from the top of the page to its end: the code that is shown, also as the output of a cell that is not"
-        code = [c for _,cells in self.blocks() for c,_ in cells if c.cell_type == 'code' and not calls(c)]
+        code = [c for _,cells in [('', self.example()), *self.blocks()] for c,_ in cells if c.cell_type == 'code' and not calls(c)]
         cells = [src for c in code for src in ([c.source] if is_typed(c) else shown_code(c))]
         return [self.imports(), *cells] if self.mod and cells else cells
 
@@ -232,12 +263,12 @@ class Page:
         cell.remove_directives()
         src,checks = cell.source.strip('\n'),''
         if not self.mod and 'code-fold' not in d: src,checks = split_checks(src)
-        src = fence(src, cell.metadata.get('language') or 'python')
+        src = fence(fitted(src), cell.metadata.get('language') or 'python')
         if 'code-fold' in d:
             src = fold(d.get('code-summary', 'Code').strip('"'), src, 'quote')
         res = [] if d.get('echo')=='false' else [src]
         if d.get('output')!='false': res += [self.output(o, f'{i}_{j}', d.get('output')=='asis') for j,o in enumerate(streams(cell.get('outputs', [])))]
-        if checks and d.get('echo') != 'false': res.append(fold('Checked', fence(checks, 'python'), 'quote'))
+        if checks and d.get('echo') != 'false': res.append(fold('Checked', fence(fitted(checks), 'python'), 'quote'))
         return res
 
     def output(self, o, name, asis):

@@ -10,10 +10,10 @@ pytest.importorskip('zensical', reason='The site needs Zensical, and that Python
 from fastcore.docments import docments
 from fastcore.nbio import mk_cell, new_nb, read_nb
 from nbdev.config import get_config
-import apidoc, docs, menu, pages, snippets
+import apidoc, docs, menu, pages, snippets, widths
 
 root = Path(__file__).resolve().parents[2]
-quick = 'test_outputs',   # the others need the site
+quick = 'test_outputs', 'test_fitted',   # the others need the site
 
 @pytest.fixture(scope='session')
 def project(tmp_path_factory):
@@ -87,7 +87,7 @@ def test_symbols(site, name):
     cells = [c for f in (root/'nbs').rglob('*.ipynb') for c in read_nb(f).cells if c.cell_type=='code' and not {'export', 'exporti', 'hide'} & set(c.directives)]
     found,users = symbols(mod)
     for n,sym in found.items():
-        about = re.search(rf'(?s)<(?:h[34] class="api[^>]*|code) id="{n.lower()}".*?(?=<h[234]|$)', text)
+        about = re.search(rf'(?s)<(?:h[234] class="api[^>]*|code) id="{n.lower()}".*?(?=<h[234]|$)', text)
         assert about, n
         if isinstance(sym, property) and n not in users: continue            # a row of a table
         assert re.search(r'href="https://github.com/[^"]*/fastaccum/[\w/]+\.py#L\d+"', about[0]), n
@@ -104,6 +104,73 @@ untold = {'LoopCallback', 'BatchLoop.forward', 'GradientAccumulation.predict', '
           'AMPMode', 'NoiseEstimate', 'Result', 'CallbackResult'}
 # Shown only through what uses it
 unshown = {'start_group', 'stop_group', 'NoiseEstimate', 'MemoryAdvice', 'CallbackResult'}
+
+api_pages = [m for m in modules if apidoc.lead(importlib.import_module(f'fastaccum.{m}')) and apidoc.is_public(importlib.import_module(f'fastaccum.{m}'))]
+
+@pytest.mark.parametrize('name', api_pages)
+def test_beginning(site, name):
+    "A page for users begins with a sentence, a signature, and an example of it; no internal name stands before these, or in the right column"
+    mod = importlib.import_module(f'fastaccum.{name}')
+    about,text = apidoc.lead(mod)[0],(site/f"api/{name.replace('.', '/')}.html.md").read_text()
+    front,last = text[text.index('# '):text.index('[notebook at GitHub]')],about.rpartition('.')[2]
+    signature,example = [*re.finditer(r'(?ms)^```python\n(.*?)^```', front)][:2]
+    assert re.match(rf'{re.escape(about)}\b', signature[1])
+    assert re.search(rf'\b({last}|{re.sub("(?<!^)(?=[A-Z])", "_", last).lower()})\b', example[1]), example[1]
+    words = re.sub(r'(?s)```.*?```', '', front[:example.start()])
+    assert '{ .subtitle }' in words and len(words.split()) < 180, len(words.split())
+    names = {n.removeprefix(f'fastaccum.{name}.') for n in importlib.import_module('fastaccum._modidx').d['syms'][f'fastaccum.{name}']}
+    inner = {n for n in names if '.' not in n} - {*apidoc.public(mod)[0]}
+    right = api_page(site, name).partition('md-sidebar--secondary')[2]
+    headings = {html.unescape(re.sub('<.*?>', '', o)).strip() for o in re.findall(r'(?s)<a [^>]*class="md-nav__link"[^>]*>(.*?)</a>', right)}
+    assert about in headings and not {n for n in inner if f'`{n}`' in words or n in headings}
+
+def test_methods_that_only_modules_call(site):
+    "No page describes them. The others stand in an example or a text of some page"
+    classes = {n: getattr(importlib.import_module(f'fastaccum.{m}'), n) for m in modules for n in apidoc.public(importlib.import_module(f'fastaccum.{m}'))[0]}
+    pages = {p: (site/p).read_text() for p in paths(site) if p.startswith('api/')}
+    for cls,names in apidoc.called_by_modules.items():
+        for n in names.split():
+            assert n in vars(classes[cls]), f'{cls}.{n} does not exist'
+            assert not [p for p,text in pages.items() if f'id="{cls.lower()}.{n}"' in text], f'{cls}.{n}'
+    shown = '\n'.join(c.source for f in (root/'nbs').rglob('*.ipynb') for c in read_nb(f).cells if not {'export', 'exporti', 'hide'} & set(c.directives))
+    for name,cls in classes.items():
+        if not inspect.isclass(cls): continue
+        unused = [k for k in apidoc.own(cls) if not re.search(rf'\.{k}\b|`{k}\b|def {k}\b', shown)]
+        assert not unused, f'{name}: {unused} are on no page: do only modules call them?'
+
+def test_overview(site):
+    "It lists all callbacks, before all else"
+    text = (site/'api/all.html').read_text()
+    tables = re.findall(r'(?s)<table>.*?</table>', text)
+    found = {n: getattr(apidoc.module_of(m), n) for m,names in apidoc.faces().items() for n in names}
+    callbacks = {n for n,o in found.items() if inspect.isclass(o) and issubclass(o, apidoc.Callback)} - {'LoopCallback'}
+    assert {'GradientAccumulation', 'WandbCallback', 'TrainingCheckpoint', 'ChunkedHead', 'DataParallel'} <= callbacks
+    assert {*re.findall(r'<code>(\w+)</code></a></td>', tables[0])} == callbacks
+    listed = {*re.findall(r'<code>([\w.]+)</code></a></td>', ''.join(tables))}
+    assert {n for n,o in found.items() if apidoc.is_described(o)} <= listed and {'Learner.to_fp16', 'Learner.stepped', 'Learner.memory_advice'} <= listed
+
+@pytest.mark.parametrize('src,expected', [
+    ('f(a)', 'f(a)'), ('!ls ' + 'x'*99, '!ls ' + 'x'*99),
+    (f'f({"a"*40}, {"b"*40}, {"c"*40})', f'f({"a"*40}, {"b"*40},\n  {"c"*40})'),
+    (f'x = 1   # {"a"*90}', f'# {"a"*90}\nx = 1'), (f'assert {"a"*60} and {"b"*40}', f'assert ({"a"*60}\n        and {"b"*40})'),
+    (f'for {"a"*50} in b: print({"c"*50})', f'for {"a"*50} in b:\n    print({"c"*50})')])
+def test_fitted(src, expected): assert widths.fitted(src)==expected
+
+@pytest.mark.parametrize('nb', sorted(f.relative_to(root/'nbs').as_posix() for f in (root/'nbs').rglob('*.ipynb')))
+def test_code_fits_its_page(nb):
+    "Lines have at most 95 characters, but for texts that are longer, and one line of a page; it is the same code"
+    long = []
+    for c in read_nb(root/'nbs'/nb).cells:
+        if c.cell_type!='code' or not pages.is_typed(c) or {'hide', 'export', 'exporti'} & set(c.directives): continue
+        c.remove_directives()
+        lines = [l for l in widths.fitted(c.source).split('\n') if len(l) > 95]
+        long += [l for l in lines if not re.search(r'"[^"]{20,}"|\'[^\']{20,}\'', l)]
+    assert len(long) <= 1, long
+
+def test_no_empty_sections(site):
+    for p in paths(site):
+        article = re.search(r'(?s)<article.*?</article>', (site/p).read_text())[0]
+        assert not re.findall(r'(?s)<h2[^>]*>[^\n]*</h2>\s*(?=<h2|</article)', article), p
 
 def test_all_has_a_place(site):
     "What faces hand on is listed there, with a link to where it is described"
@@ -405,6 +472,23 @@ def test_first_screen(browser, site):
         assert max(ends) <= 900, ends
         assert browser.execute_script('return document.querySelectorAll("article table")[0].rows.length')==6
     finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
+
+first_screen = """const bottom = e => e ? Math.round(e.getBoundingClientRect().bottom + scrollY) : null
+    const code = [...document.querySelectorAll('article .highlight')].filter(e => e.offsetParent && !e.closest('details') && !e.matches('.out'))
+    const sig = document.querySelector('article h2.api') ? 1 : 0
+    return [sig ? bottom(code[0]) : 0, bottom(code[sig])]"""
+
+def test_first_screen_of_api_pages(browser, site):
+    "At 1300 px the signature and an example stand above 900 px, on every page for users"
+    below = {}
+    try:
+        for name in [*api_pages, 'all', 'wandb', *(f'{f}.index' for f in apidoc.faces() if (site/'api'/f).is_dir())]:
+            browser.get(f'{site.as_uri()}/api/{name.replace(".", "/")}.html')
+            at_width(browser, 1300)
+            signature,example = browser.execute_script(first_screen)
+            if not example or not signature < example <= 900: below[name] = signature,example
+    finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
+    assert not below
 
 def test_parameters(browser, base):
     browser.get(f'{base}/api/accumulation/callback.html#gradientaccumulationschedule')

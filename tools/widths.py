@@ -1,0 +1,101 @@
+"Code of a page in lines that fit it: the same code, with more line breaks"
+import ast, io, re, textwrap, tokenize
+
+words = 'for','if','and','or','else'     # before which a line may be broken
+limit = 95     # characters; a browser would break longer lines anywhere, and go on at the left edge
+
+def tokens(src): return list(tokenize.generate_tokens(io.StringIO(src).readline))
+
+def own_lines(src):
+    "`src` with each long comment before its line, and each long `if a: b` in two lines"
+    lines = src.split('\n')
+    for t in reversed(tokens(src)):
+        row,col = t.start[0]-1,t.start[1]
+        if t.type == tokenize.COMMENT and len(lines[row]) > limit and lines[row][:col].strip():
+            indent = re.match(' *', lines[row])[0]
+            lines[row:row+1] = [indent+t.string, lines[row][:col].rstrip()]
+    return '\n'.join(lines)
+
+def comments(src):
+    "`src` with long comments in several lines"
+    lines = src.split('\n')
+    for t in reversed(tokens(src)):
+        row,col = t.start[0]-1,t.start[1]
+        if t.type != tokenize.COMMENT or len(lines[row]) <= limit or lines[row][:col].strip(): continue
+        indent = ' '*col + '# '
+        lines[row:row+1] = textwrap.wrap(t.string[1:].strip(), limit, initial_indent=indent, subsequent_indent=indent)
+    return '\n'.join(lines)
+
+def bodies(src):
+    "`src` with the body of a compound statement, or the next of several statements, on a line of its own where the line is long"
+    lines,found = src.split('\n'),[]
+    for node in ast.walk(ast.parse(src)):
+        for name in ('body','orelse','finalbody'):
+            group = getattr(node, name, None)
+            if not isinstance(group, list) or isinstance(node, ast.Module): continue
+            for o in group[:1]:
+                if getattr(node, 'lineno', 0) and o.lineno > node.lineno and lines[o.lineno-1][:o.col_offset].strip() == '': continue
+                found.append((o.lineno-1, o.col_offset))
+    for row,col in sorted(found, reverse=True):
+        before,after = lines[row][:col].rstrip(),lines[row][col:]
+        if len(lines[row]) <= limit or not before.endswith(':'): continue
+        indent = re.match(' *', before)[0]
+        lines[row:row+1] = [before, f'{indent}    {after}']
+    return '\n'.join(lines)
+
+def statements(src):
+    "`src` with each of several statements of a long line on a line of its own"
+    lines = src.split('\n')
+    for t in reversed(tokens(src)):
+        row,col = t.start[0]-1,t.start[1]
+        if t.string != ';' or t.type != tokenize.OP or len(lines[row]) <= limit or not lines[row][col+1:].strip(): continue
+        lines[row:row+1] = [lines[row][:col].rstrip(), re.match(' *', lines[row])[0] + lines[row][col+1:].strip()]
+    return '\n'.join(lines)
+
+def bracketed(src):
+    "`src` with the value of a long statement in brackets, where it has none of its own in which it can be broken"
+    lines = src.split('\n')
+    for node in ast.walk(ast.parse(src)):
+        value = getattr(node, 'test' if isinstance(node, ast.Assert) else 'value', None)
+        if not isinstance(node, (ast.Assert, ast.Assign, ast.Return, ast.Expr)) or value is None or value.lineno != value.end_lineno: continue
+        line = lines[value.lineno-1]
+        chain = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Call)
+        if len(line) <= limit or not line.isascii() or not (chain or isinstance(value, (ast.Tuple, ast.BoolOp, ast.BinOp, ast.Compare, ast.IfExp))): continue
+        a,b = value.col_offset,value.end_col_offset
+        if isinstance(value, ast.Tuple) and line[a] == '(' and line[b-1] == ')': continue
+        lines[value.lineno-1] = f'{line[:a]}({line[a:b]}){line[b:]}'
+    return '\n'.join(lines)
+
+def breaks(src):
+    "`src` with its first long line broken within brackets, after a comma or before an operator; None if nothing can be broken"
+    lines,stack,best,targets = src.split('\n'),[],{},False
+    for t in tokens(src):
+        targets = t.string == 'for' or targets and t.string != 'in'        # `for a,b in` stays together
+        (row,col),(_,end) = t.start,t.end
+        if t.type != tokenize.OP and t.string not in words: continue
+        place = None
+        if t.string in tuple('([{'): stack.append((row, end)); continue
+        if t.string in tuple(')]}'): stack.pop(); continue
+        if not stack or len(lines[row-1]) <= limit: continue
+        if t.string == ',' and not targets: place = end
+        elif t.type != tokenize.OP or t.string in ('+', '.', '==') and lines[row-1][:col].endswith((')', ' ')): place = col
+        if place is None or place > limit or not lines[row-1][:place].strip() or not lines[row-1][place:].strip(): continue
+        indent = len(re.match(' *', lines[row-1])[0])
+        opened = indent if stack[-1][0] != row else stack[-1][1] if stack[-1][1] <= 55 else indent+4
+        if place > opened and opened < limit-25: best.setdefault(row, []).append((len(stack), -place, opened))
+    for row in sorted(best):
+        _,place,opened = min(best[row])
+        line = lines[row-1]
+        lines[row-1:row] = [line[:-place].rstrip(), ' '*opened + line[-place:].lstrip()]
+        return '\n'.join(lines)
+
+def fitted(src):
+    "The same code in lines of at most `limit` characters, where it has places to break them"
+    if max(map(len, src.split('\n'))) <= limit: return src
+    if src.startswith('%%'): return '\n'.join([src.partition('\n')[0], fitted(src.partition('\n')[2])])     # a file that is written
+    try: tree = ast.dump(ast.parse(src))
+    except SyntaxError: return src                        # a shell command, a magic
+    src = bracketed(statements(bodies(comments(own_lines(src)))))
+    while (more := breaks(src)) is not None: src = more
+    assert ast.dump(ast.parse(src)) == tree, src
+    return src
