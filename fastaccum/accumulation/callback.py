@@ -33,7 +33,7 @@ from ..loop.sizes import batch_sizes, loader_bs
 from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
 from .checks import check_args, check_learner, refuse_others, uses_batch
 from .lengths import FittingTokens, padding_message
-from .plan import accum_batches, epoch_plan, epochs_for
+from .plan import EpochCounts, accum_batches, epoch_plan, epochs_for
 from .text import left_out_message, lossy_encoder
 from .tokens import BatchCounter
 from .watch import Watch, reader_of, value_message
@@ -79,6 +79,7 @@ class GradientAccumulation(LoopCallback):
         self.of_modules = Keeps()                        # what the modules keep from one layer to another
         self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
+        self.epoch_counts = EpochCounts()
         self.n_before,self.last_rule = 0,str(self.rule)  # accumulated batches of the fit before this epoch; what the last fit found
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
@@ -167,17 +168,16 @@ class GradientAccumulation(LoopCallback):
     def plan(self,
         n_epoch:int=1, # Number of epochs
         dl=None        # Training loader, default the Learner's
-    ) -> list: # Items of each accumulated batch
-        "The sizes of the optimizer steps of a fit of `n_epoch` epochs, computed without training"
+    ) -> list: # Items of each accumulated batch; with another `unit`, what it counts
+        "The sizes of the optimizer steps of a fit, computed without training. Another `unit` than items is counted by loading an epoch"
         return accum_batches(self._sizes(dl), n_epoch, self.size_at, self.remainder)
 
     def _sizes(self, dl):
-        if self.unit != 'items':
-            raise ValueError(f"accum_bs counts {self.unit}, and how many a loader batch has is not known before it is loaded: there is no "
-                             "plan. After training, `StepLogger` shows the steps.")
-        if dl is None and self.learn is None:
-            raise ValueError("There is no loader to plan for: add the callback to a Learner, or pass `dl`.")
-        return batch_sizes(ifnone(dl, self.learn.dls.train) if self.learn is not None else dl)
+        if self.learn is None and (dl is None or self.unit != 'items'):
+            raise ValueError("There is no loader to plan for: add the callback to a Learner" +
+                             (", or pass `dl`." if self.unit == 'items' else f", which loads the batches whose {self.unit} count."))
+        if dl is None: dl = self.learn.dls.train
+        return batch_sizes(dl) if self.unit == 'items' else self.epoch_counts.of(self, dl)
 
     def epoch_plan(self):
         "How the position in training moves in this epoch; None if the steps are not known, or if their size changes"
@@ -195,8 +195,9 @@ class GradientAccumulation(LoopCallback):
         with ExitStack() as stack:
             stack.enter_context(summed_for(self.learn.model.parameters(), self.grad_dtype, self.learn.opt))
             if self.grad_device is not None: self.on_host = stack.enter_context(HostGradients(self.params, self.learn.opt))
+            self.epoch_counts.in_fit = True
             try: yield
-            finally: self.on_host = None
+            finally: self.on_host,self.epoch_counts.in_fit = None,False
 
     def before_fit(self):
         learn = self.learn
@@ -461,14 +462,14 @@ def plot(self:GradientAccumulation,
     dl=None,       # Training loader, default the Learner's
     ax=None        # Matplotlib axes, default new ones
 ): # Matplotlib axes
-    "Draw the items of each optimizer step over training"
+    "Draw the size of each optimizer step over training"
     sizes,items = self._sizes(dl),self.plan(n_epoch, dl)
     ax = ax or plt.subplots(figsize=(7, 2.6), layout='constrained')[1]
     epochs = np.cumsum([0]+items)/sum(sizes)
-    ax.step(epochs, [*items, *items[-1:]] or [0], where='post', label='items in a step')
+    ax.step(epochs, [*items, *items[-1:]] or [0], where='post', label=f'{self.unit} in a step')
     n_iter,batches = len(sizes),range(n_epoch*len(sizes))
     ax.plot([i/n_iter for i in batches], [self.size_at(i, n_iter, n_epoch) for i in batches], ':', label='accum_bs')
-    ax.set(xlabel='epoch', ylabel='items', ylim=(0, 1.08*ax.get_ylim()[1]), title=f'{len(items)} optimizer steps')
+    ax.set(xlabel='epoch', ylabel=self.unit, ylim=(0, 1.08*ax.get_ylim()[1]), title=f'{len(items)} optimizer steps')
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax

@@ -6,10 +6,16 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/plan.html.md"""
 
 # %% ../../nbs/api/accumulation/04_plan.ipynb #b6c67541
 from __future__ import annotations
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 from fastai.basics import *
-from ..loop.sizes import batch_sizes
+from torch.utils.data import BatchSampler, SequentialSampler
+from ..core.memory import device_of
+from ..core.random import RandomState, generator_types
+from ..loop.events import is_a
+from ..loop.ranks import OneRank
+from ..loop.sizes import batch_sizes, loader_bs
 
 # %% auto #0
 __all__ = []
@@ -30,6 +36,66 @@ def planned_steps(sizes, n_epoch, size_at, remainder='step'):
 
 # Items of each of these steps
 def accum_batches(*args): return [n for _,n in planned_steps(*args)]
+
+# %% ../../nbs/api/accumulation/04_plan.ipynb #9d27ca02
+# What each loader batch of an epoch counts, if `accum_bs` does not count items. What was loaded is remembered
+class EpochCounts:
+    def __init__(self): self.found,self.in_fit = {},False
+
+    # `acc`: a `GradientAccumulation` that is attached to a `Learner`
+    def of(self, acc, dl):
+        if self.in_fit:
+            raise ValueError(f"accum_bs counts {acc.unit}, and a plan loads an epoch to count them, which would disturb the one that is "
+                             "being trained on: ask for the plan before or after the fit.")
+        key = id(dl),id(getattr(dl, 'dataset', None)),loader_bs(dl),id(acc.learn.loss_func)
+        if key not in self.found: self.found = {key: counts_of_epoch(acc, dl)}
+        return self.found[key]
+
+def counts_of_epoch(acc, dl):
+    learn,unit = acc.learn,acc.unit
+    if hasattr(getattr(dl, 'dataset', None), '__next__'):
+        raise ValueError(f"accum_bs counts {unit}, and a plan would take the items of an epoch from the {type(dl.dataset).__name__} that the "
+                         "loader reads, so they would be missing in training. After training, `StepLogger` shows the steps.")
+    def count(b):
+        learn._split(learn._set_device(b))
+        return acc.counter(learn, acc._count_items(), OneRank()).total
+    with untouched(learn, dl): counts = known_counts(acc, dl, count)
+    if counts is None:
+        with untouched(learn, dl): counts = [count(b) for b in (progress_bar(dl, leave=False) if hasattr(learn, 'progress') else dl)]
+        print(f"GradientAccumulation: {len(counts)} loader batches were loaded to count their {unit}.")
+    if shuffles(dl): print(f"GradientAccumulation: the loader shuffles, so the plan is an estimate: epochs have other batches of {unit}.")
+    return counts
+
+# What the loader knows without loading; None if it does not. `count(b)`: of the batch `b`
+def known_counts(acc, dl, count):
+    if acc.count is not None or not isinstance(dl, DataLoader): return None
+    if is_a(type(dl), 'LMDataLoader'): order,counts = range(dl.n),[dl.bs*n for n in [dl.seq_len]*(dl.n_batches-1) + [dl.last_len]]
+    elif is_a(type(dl), 'SortedDL'):
+        order = [*dl.get_idxs()]
+        counts = [sum(dl.res[i] for i in order[a:a+dl.bs]) for a in range(0, len(order), dl.bs)][:len(dl)]
+    else: return None
+    dl.before_iter()
+    items = [o for i in order[:dl.bs] if (o := dl.do_item(i)) is not None]
+    return counts if items and counts and count(dl.after_batch(dl.do_batch(items))) == counts[0] else None
+
+def shuffles(dl):
+    if isinstance(dl, DataLoader): return dl.shuffle
+    sampler,batches = (getattr(dl, k, None) for k in ('sampler','batch_sampler'))
+    return not (isinstance(sampler, (SequentialSampler,type(None))) and type(batches) in (BatchSampler,type(None)))
+
+# Context in which batches of `dl` may be loaded: random numbers and the Learner's batch are afterwards as before
+@contextmanager
+def untouched(learn, dl):
+    holders = [o for o in (dl, *(getattr(dl, k, None) for k in ('sampler','batch_sampler','dataset'))) if hasattr(o, '__dict__')]
+    places = [(o,k) for o in holders for k,v in vars(o).items() if type(v) in generator_types]
+    state = RandomState(device_of(learn.model), [getattr(o, k) for o,k in places])
+    batch = {k: vars(learn)[k] for k in ('xb','yb') if k in vars(learn)}
+    try: yield
+    finally:
+        state.restore([getattr(o, k) for o,k in places])             # fastai's loader puts a new one there
+        for k in ('xb','yb'): vars(learn).pop(k, None)
+        vars(learn).update(batch)
+
 
 # %% ../../nbs/api/accumulation/04_plan.ipynb #9d27ce02
 ENDS,MOVES = 1,2
@@ -59,7 +125,9 @@ def marks_of(sizes, n_epoch, accum_bs, remainder):
 # %% ../../nbs/api/accumulation/04_plan.ipynb #ffc7f8fd
 # Number of epochs that have at least `n_steps` optimizer steps. `acc`: a `GradientAccumulation` that is attached to a `Learner`
 def epochs_for(acc, n_steps):
-    try: sizes,n = acc._sizes(None),1
-    except ValueError: return n_steps*acc.size_at(0, 1, 1)  # enough even with one item per loader batch; LRFinder ends the fit itself
+    enough,n = n_steps*acc.size_at(0, 1, 1),1                   # even with one item per loader batch; LRFinder ends the fit itself
+    if acc.unit != 'items': return enough
+    try: sizes = acc._sizes(None)
+    except ValueError: return enough
     while len(accum_batches(sizes, n, acc.size_at, acc.remainder)) < n_steps: n *= 2
     return next(i for i in range(n//2, n+1) if len(accum_batches(sizes, i, acc.size_at, acc.remainder)) >= n_steps)

@@ -160,10 +160,97 @@ def test_cancelled_batches():
     assert df.tokens.tolist() == [sum(lengths[j] for _,i in s for j in dl.ids(i)) for s in expected]
     assert df['items'].tolist() == [sum(len(dl.ids(i)) for _,i in s) for s in expected]
 
+class Loads:
+    "A dataset that counts how often an item is read"
+    def __init__(self, items): self.items,self.n = items,0
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): self.n += 1; return self.items[i]
+
+@pytest.mark.parametrize('remainder', ['step','drop','carry'])
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_plan(shuffle, remainder):
+    "It is what training does in its first epoch, and in all if nothing shuffles. Computing it changes neither this nor the Learner"
+    def make(acc): return text_learner('classes', acc, StepLogger(), pairs=data, shuffle=shuffle)
+    def fit(learn, n): learn.fit(n, .1); return learn.step_logger.to_df().tokens.tolist()
+    data,n = Loads(classes),1 if shuffle else 2
+    acc = GradientAccumulation(60, unit='tokens', remainder=remainder)
+    reference = fit(make(GradientAccumulation(60, unit='tokens', remainder=remainder)), n)
+    learn,data.n = make(acc),0
+    state,before = torch.get_rng_state(),vars(learn).copy()
+    with redirect_stdout(out := io.StringIO()): plan = acc.plan(n)
+    assert plan == reference and data.n == len(texts) and len(plan) > 1
+    assert torch.equal(torch.get_rng_state(), state) and vars(learn) == before
+    said = out.getvalue()
+    assert '12 loader batches were loaded to count their tokens' in said and ('estimate' in said) == shuffle
+    assert acc.plan(n) == plan and data.n == len(texts)                  # an epoch is loaded once
+    assert fit(learn, n) == reference
+
+def test_plan_of_a_schedule():
+    acc = GradientAccumulationSchedule(20, 100, unit='tokens', finish=1.)
+    learn = text_learner('language', acc, StepLogger())
+    plan,saved,ax = acc.plan(3),acc.saved_steps(3),acc.plot(3)
+    assert ax.get_ylabel() == 'tokens' and ax.get_legend_handles_labels()[1] == ['tokens in a step', 'accum_bs']
+    learn.fit(3, .1)
+    assert learn.step_logger.to_df().tokens.tolist() == plan
+    assert saved == len(accumulated(in_batches(lengths), 20, n_epoch=3)) - len(plan) > 0
+
+def test_plan_of_an_own_count():
+    acc = GradientAccumulation(15000, unit='millis', count=lambda learn: 500*(learn.x != pad).sum())
+    learn = text_learner('classes', acc, StepLogger())
+    plan = acc.plan()
+    learn.fit(1, .1)
+    assert learn.step_logger.to_df().millis.tolist() == plan
+
+def test_plan_with_loaders_of_pytorch():
+    "Also with a batch sampler, whose loader does not tell sizes"
+    def collate(b): return padded([x for x,_ in b]),torch.stack([y for _,y in b])
+    batches,acc = [range(0, 30), range(30, 33), range(33, 46)],GradientAccumulation(60, unit='tokens')
+    dl = torch.utils.data.DataLoader(classes, batch_sampler=batches, collate_fn=collate)
+    learn = text_learner('classes', acc, StepLogger())
+    learn.dls.loaders[0] = dl
+    with redirect_stdout(out := io.StringIO()): plan = acc.plan()
+    learn.fit(1, .1)
+    assert learn.step_logger.to_df().tokens.tolist() == plan and 'an estimate' in out.getvalue()
+
+@pytest.mark.parametrize('shuffle', [False, True])
+@pytest.mark.parametrize('kind', ['LMDataLoader','SortedDL'])
+def test_plan_without_loading(kind, shuffle):
+    "fastai's loaders of texts know their lengths"
+    from fastai.text.data import LMDataLoader, SortedDL, pad_input
+    items = [(TensorText(t), y) for t,y in classes]
+    if kind == 'SortedDL': dl = SortedDL(data := Loads(items), bs=4, shuffle=shuffle, before_batch=partial(pad_input, pad_idx=pad))
+    else: dl = LMDataLoader(data := Loads([(t,) for t,_ in items]), lens=lengths, bs=3, seq_len=7, shuffle=shuffle, cache=1000)
+    def make(acc):
+        learn = text_learner('language' if kind == 'LMDataLoader' else 'classes', acc, StepLogger())
+        learn.dls.loaders[0] = dl
+        return learn
+    learn = make(acc := GradientAccumulation(40, unit='tokens'))
+    data.n = 0
+    state = np.random.get_state()[1].copy()
+    with redirect_stdout(out := io.StringIO()): plan = acc.plan()
+    assert data.n < 20 and (state == np.random.get_state()[1]).all()
+    assert out.getvalue() == ('GradientAccumulation: the loader shuffles, so the plan is an estimate: epochs have other batches of tokens.\n' if shuffle else '')
+    learn.fit(1, .1)
+    assert learn.step_logger.to_df().tokens.tolist() == plan
+
+def test_plan_loads_what_the_loader_does_not_know():
+    "Texts that a transform cuts"
+    from fastai.text.data import SortedDL, pad_input
+    def cut(b): return pad_input([(t[:5], y) for t,y in b], pad_idx=pad)
+    dl = SortedDL([(TensorText(t), y) for t,y in classes], bs=4, before_batch=cut)
+    learn = text_learner('classes', acc := GradientAccumulation(40, unit='tokens'), StepLogger())
+    learn.dls.loaders[0] = dl
+    plan = acc.plan()
+    learn.fit(1, .1)
+    assert learn.step_logger.to_df().tokens.tolist() == plan
+
 def test_no_plan():
-    learn = text_learner('classes', GradientAccumulation(60, unit='tokens'))
-    for what in (learn.gradient_accumulation.plan, learn.gradient_accumulation.plot):
-        with pytest.raises(ValueError, match='accum_bs counts tokens, and how many a loader batch has is not known'): what()
+    learn = text_learner('classes', acc := GradientAccumulation(60, unit='tokens'))
+    learn.add_cb(On('before_batch', lambda learn: acc.plan(), order=7))
+    with pytest.raises(ValueError, match='ask for the plan before or after the fit'): learn.fit(1)
+    learn.dls.loaders[0] = DataLoader(iter(classes), bs=4)
+    with pytest.raises(ValueError, match='take the items of an epoch from the list_iterator'): acc.plan()
+    with pytest.raises(ValueError, match='add the callback to a Learner, which loads'): GradientAccumulation(60, unit='tokens').plan(dl=learn.dls.valid)
 
 def test_lr_find():
     learn = text_learner('classes', GradientAccumulation(60, unit='tokens'))
