@@ -56,7 +56,9 @@ class BatchPass:
         kept = [(vars(o), k) for o in table['mixers'] if o.run and 'yb1' in vars(o) for k in ('yb1','lam')]
         if values.holder is not None: kept += [(vars(values.holder), k) for k in values.look(self.n)]
         beside = [o[k] for o,k in kept]
-        if cut is not None: parts,self.sizes = cut.split(*whole, beside),cut.sizes
+        if cut is not None:
+            cut.check_mixed([o[k] for o,k in kept if k == 'yb1'])
+            parts,self.sizes = cut.split(*whole, beside),cut.sizes
         elif split: parts,self.sizes = split_batch(*whole, self.n, size, beside, lists=self.cb.batch_lists),part_sizes(self.n, size)
         else: parts,self.sizes = [(*whole, beside)],[self.n]
         self.counts = self.sizes if self.counted is None else self.counted.in_parts(self.sizes, cut and cut.order)
@@ -86,7 +88,7 @@ class BatchPass:
                 self.coupled = self.yb = self.loop = None                # after an error they would hold its activations
         except cancels: self._join(whole[1], preds); raise
         except Exception as e:
-            if split: tell_part(e, self.i, self.sizes)
+            if split: tell_part(e, self.i, self.sizes, cut)
             raise
         self._join(whole[1], preds)
 
@@ -261,10 +263,12 @@ def _place_of(learn): return learn.__dict__.get('epoch'),learn.__dict__.get('ite
 _replacing = contextmanager(replacing_yield)
 
 # Say in the message of an error in which micro-batch it happened: a loss may need all items of the loader batch
-def tell_part(e, i, sizes):
+def tell_part(e, i, sizes, cut=None):
     if is_out_of_memory(e) or isinstance(e, KeyError) or not e.args or not isinstance(e.args[0], str): return
-    more = f"(In micro-batch {i+1} of {len(sizes)}, with {sizes[i]} of the loader batch's {sum(sizes)} items."
-    if 'In micro-batch' not in e.args[0]: modify_exception(e, f"{more} A loss that compares items needs coupled=True.)")
+    more = f"(In micro-batch {i+1} of {len(sizes)}, with {sizes[i]} of the loader batch's {sum(sizes)} items"
+    if cut is None: more += ". A loss that compares items needs coupled=True.)"
+    else: more += f", in {cut.parts[i].end-cut.parts[i].start} of {cut.width} places, as micro_batch_tokens trims texts.)"
+    if 'In micro-batch' not in e.args[0]: modify_exception(e, more)
 
 # The error for a loader batch that loses its accumulation callback halfway: only some of its gradients are weighted
 def removed_in_batch(acc):

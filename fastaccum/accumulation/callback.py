@@ -32,7 +32,7 @@ from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
 from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
 from .checks import check_args, check_learner, refuse_others, uses_batch
-from .lengths import FittingTokens, padding_message
+from .lengths import FittingTokens, Wide, padding_message
 from .plan import EpochCounts, accum_batches, epoch_plan, epochs_for
 from .text import left_out_message, lossy_encoder
 from .tokens import BatchCounter
@@ -217,7 +217,7 @@ class GradientAccumulation(LoopCallback):
         self.acc = GradientAccumulator(self.params, self._accum_bs, self.normalize, self.ranks.reduce)
         self.clear()
         self.rule,self.batch,self.n_opened = LossRule(LossProbe, self.check_loss == 'always'),None,0
-        self.batch_lists,self.loss_values,self.replaced,self.padding_tried = Lists(),LossValues(),None,False
+        self.batch_lists,self.loss_values,self.replaced,self.wide,self.padding_tried = Lists(),LossValues(),None,Wide(),False
         self.of_modules = Keeps()                        # what the modules keep from one layer to another
         self.lossy_encoder = lossy_encoder(self.learn.model)
         rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2
@@ -318,7 +318,7 @@ class GradientAccumulation(LoopCallback):
         xb,yb = batch.tensors
         if learn.xb is not xb or learn.yb is not yb or not type(xb) is tuple is type(yb):   # changed since `before_batch`? A list may be
             n = self._count_items()
-            counted = batch.counted and self.counter.again(learn, n, batch.counted)
+            counted = batch.counted and self.counter.again(learn, n, batch.counted, batch.tensors)
             if n != batch.n or counted is not None: batch = self.__dict__['batch'] = BatchPass(self, n, batch.last, counted)
         with_items = self.ranks.begin(batch)
         if batch.opens:
@@ -353,14 +353,17 @@ class GradientAccumulation(LoopCallback):
         message = left_out_message(self.lossy_encoder, self.learn.xb[0], batch.size)
         if message: self.warn_once(message); self.lossy_encoder = None
 
-    # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one is
-    # tried: is padding masked?
+    # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one of an
+    # epoch is tried: is padding masked?
     def cut(self, spans, most):
-        cut = spans.cut(most)
-        if cut is None or self.padding_tried: return cut
-        learn = self.learn
-        self.padding_tried = cut.trims
-        self.tell(padding_message(self.loop.precision.predict, learn.model, learn.xb, cut, self.terms.tol))
+        learn,cut = self.learn,spans.cut(most)
+        unsure = self.wide.look(learn.xb, spans.width, self.counter.text(learn.xb, len(spans.starts)))
+        if cut is None: return None
+        cut.features = self.wide.features
+        if not self.padding_tried:
+            self.padding_tried = cut.trims
+            message = padding_message(self.loop.precision.predict, learn.model, learn.xb, cut, self.terms.tol, unsure)
+            if message: self.warn_once(message, about='padding')
         return cut
 
     def give_up_batch(self) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
@@ -415,6 +418,7 @@ class GradientAccumulation(LoopCallback):
         self.n_before = self.n_opened
         self.rule.begin_epoch()
         self.look_at_loss()
+        self.padding_tried = False
         # several losses in a step: do terms of the model in them add up? With `weight` it is not known what halves would weigh
         self.terms.begin_epoch(self.check_loss and self.weight is None and not self.coupled)
         if self.params is not None: self.params.look_up()

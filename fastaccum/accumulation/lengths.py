@@ -6,9 +6,10 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/lengths.html.md"""
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b003
 from __future__ import annotations
+import itertools
 from typing import NamedTuple
 from fastai.basics import *
-from ..core.memory import device_of
+from ..core.memory import device_of, is_out_of_memory
 from ..core.microbatch import map_tensors, tensors_in
 from ..core.watch import generators_of, no_trace
 from .batch import FittingSize
@@ -46,27 +47,36 @@ class Part(NamedTuple):
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b010
 # Micro-batches of a loader batch: cuts its tensors, and puts predictions together again
 class Cut:
-    def __init__(self, parts, width, of_targets): self.parts,self.width,self.of_targets = parts,width,of_targets
+    # of_targets: are the targets of tokens? features: places of inputs that are not of tokens, though they may be as wide
+    def __init__(self, parts, width, of_targets): self.parts,self.width,self.of_targets,self.features = parts,width,of_targets,set()
 
     sizes = property(lambda self: [len(p.rows) for p in self.parts])
     order = property(lambda self: [i for p in self.parts for i in p.rows])
     trims = property(lambda self: self.parts[-1].end - self.parts[-1].start < self.width)
 
+    # Error for the targets `yb1` of other texts, by which MixUp mixes those of each token: they may be longer than what is trimmed
+    def check_mixed(self, yb1):
+        if not self.of_targets or not any(is_wide(t, self.width) for t in tensors_in(yb1)): return
+        raise TypeError("micro_batch_tokens trims each text to its own tokens, and MixUp has targets of another text for them, which may be "
+                        "longer: use micro_batch_size.")
+
     # A micro-batch after the other: inputs, targets, and the values that callbacks keep `beside` them, such as MixUp's `yb1` and `lam`
     def split(self, xb, yb, beside=()):
         for p in self.parts:
-            others = [self._pick(v, p, self.of_targets) if isinstance(v, Tensor) and len(v.shape[:1]) and len(v) == len(self.order) else v
-                      for v in beside]
-            yield self.inputs(xb, p),self.take(yb, p, self.of_targets),others
+            yield self.inputs(xb, p),self.take(yb, p, self.of_targets),map_tensors(partial(self._beside, p=p), list(beside))
+
+    def _beside(self, t, p): return self._pick(t, p, self.of_targets) if t.dim() and len(t) == len(self.order) else t
 
     # The inputs of micro-batch `p`. Numbers as wide as the texts may be something of each token, or features that happen to be as many
-    def inputs(self, xb, p):
-        trims = any(p.end-p.start < self.width for p in self.parts)
-        t = first(t for t in numbers_in(xb) if trims and t.dim() > 1 and t.shape[1] == self.width)
-        if t is None: return self.take(xb, p)
-        raise TypeError(f"micro_batch_tokens trims texts that are {self.width} tokens wide, and an input of {t.dtype} and shape "
-                        f"{tuple(t.shape)} is as wide: is it of tokens, or of features? Pass a mask as integers or bools, or with the key "
-                        "'attention_mask'; features as (n, 1, features), by `x[:,None]`; or use micro_batch_size.")
+    # Those at the places `but` are not trimmed
+    def inputs(self, xb, p, but=()):
+        if any(p.end-p.start < self.width for p in self.parts):
+            masks = [id(d['attention_mask']) for d in xb if isinstance(d, dict) and 'attention_mask' in d]
+            t = first(t for i,t in enumerate(tensors_in(xb)) if is_wide(t, self.width) and (t.is_floating_point() or t.is_complex())
+                      and i not in self.features and id(t) not in masks)
+            if t is not None: raise of_features(t, self.width)
+        places,kept = itertools.count(),{*self.features, *but}
+        return map_tensors(lambda t: self._pick(t, p, next(places) not in kept), check_tensors(xb))
 
     # The tensors of `b` for micro-batch `p`
     def take(self, b, p, trims=True): return map_tensors(partial(self._pick, p=p, trims=trims), check_tensors(b))
@@ -75,7 +85,7 @@ class Cut:
         n = len(self.order)
         if not t.dim(): return t
         if len(t) != n: raise TypeError(f"micro_batch_tokens cannot split a tensor of shape {tuple(t.shape)}: the batch has {n} items.")
-        if trims and t.dim() > 1 and t.shape[1] == self.width: t = t[:,p.start:p.end]
+        if trims and is_wide(t, self.width): t = t[:,p.start:p.end]
         return t.index_select(0, on_device(p.rows, t))
 
     # Targets in the order of the micro-batches, not trimmed
@@ -94,9 +104,10 @@ class Cut:
 
     def _join(self, ts):
         if not ts[0].dim(): return torch.stack(ts)
-        widths = [p.end-p.start for p in self.parts]
-        if all(t.dim() > 1 and t.shape[1] == w for t,w in zip(ts, widths)) and (self.of_targets or len(set(widths)) > 1):
-            ts = [F.pad(t.transpose(1, -1), (p.start, self.width-p.end)).transpose(1, -1) for t,p in zip(ts, self.parts)]
+        varies = len({p.end-p.start for p in self.parts}) > 1
+        for d in range(1, ts[0].dim()):                     # classes may stand before the tokens
+            of_tokens = all(t.shape[d] == p.end-p.start for t,p in zip(ts, self.parts)) and (varies or self.of_targets and d == 1)
+            if of_tokens: ts = [F.pad(t.transpose(d, -1), (p.start, self.width-p.end)).transpose(d, -1) for t,p in zip(ts, self.parts)]
         whole = torch.cat(ts)
         return whole.index_select(0, on_device(np.argsort(self.order), whole))
 
@@ -109,15 +120,31 @@ def check_tensors(b):
         raise TypeError(f"micro_batch_tokens sorts the rows of tensors, and a loader batch has a {others[0]}: use micro_batch_size for it.")
     return b
 
-# The tensors of `b` that are no integers or bools, but for a mask that says it is one
-def numbers_in(b):
-    if isinstance(b, dict): b = [v for k,v in b.items() if k != 'attention_mask']
-    if isinstance(b, (list,tuple,L)): return [t for o in b for t in numbers_in(o)]
-    return [b] if isinstance(b, Tensor) and (b.is_floating_point() or b.is_complex()) else []
-
 def flat_values(b):
     if isinstance(b, dict): b = list(b.values())
     return [v for o in b for v in flat_values(o)] if isinstance(b, (list,tuple,L)) else [b]
+
+def is_wide(t, width): return t.dim() > 1 and t.shape[1] == width
+
+def of_features(t, width):
+    return TypeError(f"micro_batch_tokens trims texts that are {width} tokens wide, and an input of {t.dtype} and shape {tuple(t.shape)} is as "
+                     "wide: is it of tokens, or of features? Pass a mask as integers or bools, or with the key 'attention_mask'; features as "
+                     "(n, 1, features), by `x[:,None]`; or use micro_batch_size.")
+
+# %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b016
+# Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`
+class Wide:
+    def __init__(self): self.features,self.tokens,self.widths = set(),set(),{}
+
+    # Inputs whose tokens, `text`, are `width` wide. Returns the places of those that may still be either
+    def look(self, xb, width, text):
+        unsure = []
+        for i,t in enumerate(tensors_in(xb)):
+            if t.dim() < 2: continue
+            if t.shape[1] != width: self.features.add(i)
+            elif self.widths.setdefault(i, width) != width: self.tokens.add(i)
+            if t is not text and i not in self.features | self.tokens and not (t.is_floating_point() or t.is_complex()): unsure.append(i)
+        return unsure
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b012
 # micro_batch_tokens='auto': the most tokens of a micro-batch that fit memory
@@ -132,21 +159,36 @@ class FittingTokens(FittingSize):
     def halve(self, key): self.now = self.room = -(-self.now//2)
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b013
-# Does padding change what the model says of the shortest rows? A warning, or None. `call(model, *xb)` predicts; tol: what is still rounding
-def padding_message(call, model, xb, cut, tol):
+# Does padding change what the model says of the shortest rows? A warning, or None. `call(model, *xb)` predicts; tol: what is still rounding;
+# unsure: inputs that may be of tokens or features. Those that are right only as they are join `cut.features`
+def padding_message(call, model, xb, cut, tol, unsure=()):
     if not cut.trims: return None
-    p,W = cut.parts[-1],cut.width
+    p,W,off,error = cut.parts[-1],cut.width,None,None
     rows = p.rows[-max(1, len(p.rows)*(p.end-p.start)//W):]
+    def outputs(part, features):
+        return [t.float() for t in tensors_in(call(model, *cut.inputs(xb, part, features))) if t.is_floating_point() and t.dim()]
     with no_trace(model, generators_of(model)):
         for m in model.modules(): m.training = False
-        trimmed,padded = ([t.float() for t in tensors_in(call(model, *cut.inputs(xb, part))) if t.is_floating_point() and t.dim()]
-                          for part in (Part(rows, p.start, p.end), Part(rows, 0, W)))
+        padded = outputs(Part(rows, 0, W), ())
+        for features in ((), *[(i,) for i in unsure], tuple(unsure)):
+            try: apart = most_apart(outputs(Part(rows, p.start, p.end), features), padded, p)
+            except Exception as e:                           # features are fewer than the model expects
+                if not unsure or is_out_of_memory(e): raise
+                error = ifnone(error, e)
+                continue
+            if apart <= tol: cut.features.update(features); return None
+            off = ifnone(off, apart)
+    if off is None: raise of_features(tensors_in(xb)[unsure[0]], W) from error
+    return _message.format(off=off, n=len(rows), most=p.end-p.start, W=W)
+
+# The largest relative difference of outputs for the micro-batch `p`, trimmed and padded
+def most_apart(trimmed, padded, p):
+    res = 0.
     for a,b in zip(trimmed, padded):
-        if a.shape != b.shape: b = b[:,p.start:p.end]
-        if a.shape != b.shape: continue
-        off = float((a-b).norm()/b.norm().clamp(min=1e-30))
-        if off > tol: return _message.format(off=off, n=len(rows), most=p.end-p.start, W=W)
-    return None
+        for d in range(1, a.dim()):
+            if b.dim() == a.dim() and a.shape[d] != b.shape[d]: b = b.narrow(d, p.start, p.end-p.start)
+        if a.shape == b.shape: res = max(res, float((a-b).norm()/b.norm().clamp(min=1e-30)))
+    return res
 
 _message = ("The model does not mask padding: its predictions for the {n} shortest texts of a loader batch, of at most {most} tokens, "
             "change by {off:.1%} when they are padded to {W}. micro_batch_tokens trims padding, so a step is not that of the whole batch. "

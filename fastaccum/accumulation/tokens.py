@@ -8,7 +8,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/tokens.html.md"""
 from __future__ import annotations
 from typing import NamedTuple
 from fastai.basics import *
-from torch.utils._pytree import tree_leaves
+from fastai.text.data import TensorText
+from ..core.microbatch import tensors_in
 from ..core.losses import LossInfo, mixer_of, _valid
 from .lengths import Spans
 
@@ -32,7 +33,7 @@ class Counted(NamedTuple):
 # Counts in loader batches what `unit` says: items, tokens, or what a function of the user's counts. lengths: find the ends of rows, too?
 class BatchCounter:
     def __init__(self, unit, count=None, pad_idx=None, lengths=False):
-        self.unit,self.count,self.pad_idx,self.lengths,self._found = unit,count,pad_idx,lengths,{}
+        self.unit,self.count,self.pad_idx,self.lengths,self._found,self._place = unit,count,pad_idx,lengths,{},None
 
     # Of the Learner's loader batch, of which this rank has `n` items
     def __call__(self, learn, n, ranks):
@@ -42,10 +43,12 @@ class BatchCounter:
         if not total: of_items,total = [int(not ranks.rank), *of_items[1:]],1
         return Counted(of_items, total, spans)
 
-    # The same, after a callback has changed the loader batch, which has `n` items now
-    def again(self, learn, n, counted):
+    # The same, after a callback has put another loader batch in the place of `tensors`, with `n` items now. fastai's `CastToTensor` puts the
+    # same values there, which the device need not be asked for again
+    def again(self, learn, n, counted, tensors):
         of_items = counted.of_items if len(counted.of_items) == n else evenly(sum(counted.of_items), n)
-        return Counted(of_items, counted.total, self.spans(learn, n) if self.lengths else None)
+        if not self.lengths or same_values((learn.xb, learn.yb), tensors): return Counted(of_items, counted.total, counted.spans)
+        return Counted(of_items, counted.total, self.spans(learn, n))
 
     # What its items count, and where its rows begin and end. Reads the device once
     def _read(self, learn, n):
@@ -67,11 +70,20 @@ class BatchCounter:
     def not_padded(self, learn, n):
         x = first(learn.xb)
         if isinstance(x, dict) and 'attention_mask' in x: return x['attention_mask'] != 0
-        ids = first(t for t in tree_leaves(learn.xb) if is_row_of_classes(t, n))
+        ids = self.text(learn.xb, n)
         if ids is None:
             raise ValueError("To count tokens: neither targets nor inputs of this Learner are rows of tokens, which are integers. Pass "
                              "count=, a function of the Learner that counts the tokens of a loader batch; micro_batch_tokens cannot work.")
         return ids != self.padding(learn)
+
+    # The tokens among the inputs: what is named so, fastai's type, which other callbacks do not get to see, or the first rows of integers
+    def text(self, xb, n):
+        named = first(d['input_ids'] for d in xb if isinstance(d, dict) and 'input_ids' in d)
+        if named is not None: return named
+        ts = tensors_in(xb)
+        self._place = ifnone(first(i for i,t in enumerate(ts) if isinstance(t, TensorText)), self._place)
+        known = ts if self._place is None else ts[self._place:self._place+1]
+        return first(t for t in known if is_row_of_classes(t, n) and t.dtype != torch.bool)
 
     def padding(self, learn):
         if self.pad_idx is not None: return self.pad_idx
@@ -121,6 +133,11 @@ def evenly(total, n): return [total*(i+1)//n - total*i//n for i in range(n)]
 
 # Is `t` a tensor of integers with several for each of `n` items?
 def is_row_of_classes(t, n): return isinstance(t, Tensor) and t.dim() > 1 and len(t) == n and not (t.is_floating_point() or t.is_complex())
+
+# Do the tensors of both batches lie at the same places?
+def same_values(a, b):
+    ts,us = tensors_in(a),tensors_in(b)
+    return len(ts) == len(us) and all(t.data_ptr() == u.data_ptr() and t.shape == u.shape and t.stride() == u.stride() for t,u in zip(ts, us))
 
 # What is known of a loss that counts targets of classes; None of another one. MixUp puts another in its place
 def class_loss(loss_func):

@@ -586,16 +586,139 @@ def learner_of_batches(batches, model, *cbs, n_inp=2):
     return learn
 
 def test_features_as_many_as_tokens():
-    "They cannot be told from numbers of tokens: refused before anything is wrong. (n, 1, features) is exact, and so is another number"
+    "In the first batch they cannot be told from numbers of tokens: refused before anything is wrong. (n, 1, features) is exact, and so is another number"
     x,y = padded(texts[:16]),torch.arange(16)%5
     features = torch.randn(16, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     def run(*fs, **kwargs):
         learn = learner_of_batches([(x,f,y) for f in fs], Featured, GradientAccumulation(**kwargs))
         learn.fit(2, .1)
         return weights(learn.model)
-    for fs in ([features], [features[:,1:], features]):                  # a later batch, too
-        with pytest.raises(TypeError, match=r'float64 and shape \(16, \d+\) is as wide.*micro_batch_size'): run(*fs, micro_batch_tokens=48)
-    for f in (features[:,None], features[:,1:]): close(run(f, micro_batch_tokens=48), run(f, micro_batch_size=16), 1e-10)
+    with pytest.raises(TypeError, match=r'float64 and shape \(16, \d+\) is as wide.*use micro_batch_size\.$'): run(features, micro_batch_tokens=48)
+    for fs in ([features[:,None]], [features[:,1:]], [features[:,1:], features]):
+        close(run(*fs, micro_batch_tokens=48), run(*fs, micro_batch_size=16), 1e-10)
+
+class Coded(Attention):
+    "With codes beside the texts: a column has a meaning of its own"
+    def __init__(self): super().__init__(); self.of_codes = nn.Embedding(40, n_words)
+    def forward(self, x, codes, *types):
+        places = torch.arange(codes.shape[1], device=x.device)
+        return super().forward(x + sum(t for t in types)) + self.of_codes((3*codes + places)%40).mean(1)
+
+class Columns(Coded):
+    "Needs all its codes"
+    def __init__(self, n=19): super().__init__(); self.of_codes = nn.Linear(n, n_words)
+    def forward(self, x, codes): return Attention.forward(self, x) + self.of_codes(codes.double()).tanh()
+
+@pytest.mark.parametrize('first_is_wide', [True, False])
+@pytest.mark.parametrize('types', [False, True])
+@pytest.mark.parametrize('model', [Coded, Columns])
+def test_codes_as_many_as_tokens(model, types, first_is_wide):
+    "Integers, which are tokens or features: what trimming them changes says it, and the widths of other batches. Exact, without a word"
+    if types and model is Columns: return
+    groups = [texts[:16], texts[16:32], [t[:7] for t in texts[32:]]]
+    W = max(map(len, groups[0]))
+    batches = []
+    for i,g in enumerate(groups if first_is_wide else groups[::-1]):
+        x = padded(g)
+        codes = torch.randint(5, (len(x), W), generator=torch.Generator().manual_seed(i))
+        batches.append((x, codes, *[torch.zeros_like(x)]*types, torch.arange(len(x))%5))
+    def run(**kwargs):
+        make = partial(Columns, W) if model is Columns else model
+        learn = learner_of_batches(batches, make, GradientAccumulation(**kwargs), n_inp=2+types)
+        learn.fit(2, .1)
+        return weights(learn.model)
+    close(run(micro_batch_tokens=48), run(micro_batch_size=16), 1e-10)
+
+class CodesFirst(Coded):
+    def forward(self, codes, x): return super().forward(x, codes)
+
+def test_codes_before_texts():
+    "fastai's type tells which the texts are"
+    batches = []
+    for i,n in enumerate((16, 14)):
+        x = padded(texts[i*16:i*16+n])
+        codes = torch.randint(5, (n, 9), generator=torch.Generator().manual_seed(i))
+        batches.append((codes, TensorText(x), torch.arange(n)%5))
+    def run(**kwargs):
+        learn = learner_of_batches(batches, CodesFirst, GradientAccumulation(40, **kwargs), StepLogger())
+        learn.fit(2, .1)
+        return weights(learn.model),learn.step_logger.to_df()
+    (a,df),(b,_) = run(unit='tokens', micro_batch_tokens=48),run(unit='tokens')
+    close(a, b, 1e-10)
+    assert df.tokens.sum() == 2*(sum(lengths[:16]) + sum(lengths[16:30]))
+
+def test_wide_inputs_that_do_not_fit():
+    "If neither way is right, it is said"
+    class Both(Coded):
+        def forward(self, x, codes): return super().forward(x, codes) + x.shape[1]/50
+    x,y = padded(texts[:16]),torch.arange(16)%5
+    codes = torch.randint(5, x.shape, generator=torch.Generator().manual_seed(0))
+    def run(model, n_inp=2): return learner_of_batches([(x, codes, y)], model, GradientAccumulation(micro_batch_tokens=48), n_inp=n_inp)
+    with pytest.warns(UserWarning, match='does not mask padding'): run(Both).fit(1, .1)
+    class Strict(Columns):
+        def forward(self, x, codes):
+            if x.shape[1] != self.of_codes.in_features: raise ValueError('another number of words')
+            return super().forward(x, codes)
+    with pytest.raises(TypeError, match=r'int64 and shape \(16, \d+\) is as wide'): run(partial(Strict, x.shape[1])).fit(1, .1)
+
+def test_padding_is_tried_in_each_epoch():
+    "A head of zeros says nothing of padding at first"
+    def run():
+        learn = masked_learner('transformer', GradientAccumulation(32, micro_batch_tokens=48))
+        learn.model.masks = False
+        for p in learn.model.out.parameters(): nn.init.zeros_(p)
+        return learn
+    run().fit(1, .1)
+    with pytest.warns(UserWarning, match='does not mask padding') as told: run().fit(3, .1)
+    assert len([w for w in told if 'mask padding' in str(w.message)]) == 1
+
+def test_error_in_a_micro_batch():
+    "Says where, and nothing of coupled, which does not go with micro_batch_tokens"
+    learn = masked_learner('transformer', GradientAccumulation(micro_batch_tokens=48, check_loss=False))
+    def loss(pred, y): raise RuntimeError('no loss')
+    learn.loss_func = loss
+    with pytest.raises(RuntimeError, match=r"no loss(.|\n)*In micro-batch 1 of \d+, with \d+ of the loader batch's 16 items, in 1\d of 1\d places") as e: learn.fit(1)
+    assert 'coupled' not in str(e.value)
+
+class ClassesFirst(Attention):
+    def forward(self, x): return super().forward(x).transpose(1, 2)
+
+def test_classes_before_tokens():
+    "Predictions (n, classes, tokens) are put together again, in validation and for metrics"
+    def run(**kwargs):
+        learn = masked_learner('every_word', GradientAccumulation(32, **kwargs), metrics=lambda pred, y: accuracy_of_words(pred.transpose(1, 2), y))
+        learn.recorder.train_metrics = True
+        learn.model,learn.loss_func = (set_seed(0), ClassesFirst(per_word=True).double())[1],nn.CrossEntropyLoss()
+        learn.fit(2, .1)
+        return learn
+    whole,ours = run(),run(micro_batch_tokens=48)
+    close(weights(whole.model), weights(ours.model), 1e-10)
+    for a,b in zip(whole.recorder.values, ours.recorder.values): close(list(a), list(b), 1e-6)
+
+class MixLabels(Callback):
+    "Mixes the label of a text with that of another one, as MixUp does"
+    run_valid = False
+    def before_train(self): self.old_lf,self.learn.loss_func = self.learn.loss_func,self.lf
+    def after_train(self): self.learn.loss_func = self.old_lf
+    def before_batch(self):
+        order = torch.arange(len(self.y)).flip(0)
+        self.lam = torch.linspace(.5, 1, len(self.y))
+        self.yb1 = tuple(y[order] for y in self.yb)
+    def lf(self, pred, *yb):
+        if not self.training: return self.old_lf(pred, *yb)
+        with NoneReduce(self.old_lf) as lf:
+            a,b = (lf(pred, *ys).view(len(pred), -1).mean(1) for ys in (self.yb1, yb))
+            return torch.lerp(a, b, self.lam).mean()
+
+def test_mixed_labels():
+    "The tuple of other targets follows the rows. Those of each token are refused: another text may be longer"
+    def run(name, **kwargs):
+        learn = masked_learner(name, GradientAccumulation(32, **kwargs), MixLabels())
+        learn.loss_func = CrossEntropyLossFlat()
+        learn.fit(2, .1)
+        return weights(learn.model)
+    close(run('transformer', micro_batch_tokens=48), run('transformer'), 1e-6)
+    with pytest.raises(TypeError, match='targets of another text'): run('every_word', micro_batch_tokens=48)
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.long, torch.bool])
 def test_attention_mask(dtype):
