@@ -58,8 +58,9 @@ class BatchCounter:
         else: v = torch.ones(n, dtype=torch.long)
         if ends is None: return of_each(v.tolist(), n),None
         ends,width,of_targets = ends
-        starts,ends,v = torch.cat([ends.flatten(), v.to(ends.device)]).split([n, n, len(v)])
-        return of_each(v.tolist(), n),Spans([int(o) for o in starts.tolist()], [int(o) for o in ends.tolist()], width, of_targets)
+        read = torch.cat([ends.flatten(), v.to(ends.device)]).tolist()
+        starts,ends = [int(o) for o in read[:n]],[int(o) for o in read[n:2*n]]
+        return of_each(read[2*n:], n),Spans(starts, ends, width, of_targets)
 
     # Which places of targets or inputs have a token that counts
     def tokens(self, learn, n):

@@ -478,6 +478,20 @@ def test_auto_halves_tokens():
     assert re.search(r'going on with micro-batches of \d+ tokens', out.getvalue()) and max(n*w for n,w in learn.model.shapes[-30:]) > 45
     assert learn.step_logger.to_df().micro_tokens.max() <= 90
 
+@pytest.mark.filterwarnings("ignore:accum_bs=1000000 is more than")
+def test_one_sync_for_each_loader_batch():
+    "However many micro-batches there are, and with fastai's text type, which a callback of fastai's takes away"
+    from bench.measure import SyncCounter
+    def n_syncs(n, most, make):
+        pairs = [(TensorText(t), TensorText(u)) for t,u in (language*3)[:n]] if make else (language*3)[:n]
+        learn = text_learner('language', GradientAccumulation(10**6, unit='tokens', micro_batch_tokens=most), pairs=pairs, bs=8, spy=False)
+        learn.dls.loaders[1] = DataLoader([], bs=8)
+        with SyncCounter() as syncs: learn.fit(1, .1)
+        return sum(v for k,v in syncs.sites.items() if k.startswith('accumulation/'))
+    for typed in (False, True):
+        few = n_syncs(48, 60, typed)
+        assert n_syncs(96, 60, typed) == few+6 and n_syncs(48, 25, typed) == few
+
 @pytest.mark.parametrize('kwargs,says', [
     (dict(micro_batch_size=4), 'micro_batch_size=4'), (dict(n_items=len), 'n_items'), (dict(micro_batch_tokens=0), 'micro_batch_tokens=0'),
     (dict(coupled=True), 'coupled=True')])
