@@ -357,12 +357,14 @@ class GradientAccumulation(LoopCallback):
     # epoch is tried: is padding masked?
     def cut(self, spans, most):
         learn,cut = self.learn,spans.cut(most)
-        unsure = self.wide.look(learn.xb, spans.width, self.counter.text(learn.xb, len(spans.starts)))
+        wide = self.wide
+        unsure = wide.look(learn.xb, spans.width, self.counter.text(learn.xb, len(spans.starts)), spans.of_targets)
         if cut is None: return None
-        cut.features = self.wide.features
+        cut.features,cut.of_targets = wide.features,wide.of_targets
         if not self.padding_tried:
             self.padding_tried = cut.trims
             message = padding_message(self.loop.precision.predict, learn.model, learn.xb, cut, self.terms.tol, unsure)
+            wide.of_targets = cut.of_targets
             if message: self.warn_once(message, about='padding')
         return cut
 
@@ -425,10 +427,18 @@ class GradientAccumulation(LoopCallback):
         if self.on_host is not None: self.on_host.follow()
 
     def after_train(self):
+        left = self.n_items
         self._end_epoch()
         whole = self.batch is not None and self.batch.last                      # nobody cut the epoch short
-        n = self.acc.closed.n_items
-        if whole and self.remainder == 'step' and self.n_opened - self.n_before == 1 and 0 < n < self.accum_bs:
+        n,steps = self.acc.closed.n_items,self.n_opened - self.n_before
+        if whole and self.remainder == 'drop' and steps == 1 and 0 < left < self.accum_bs:
+            self.warn_once(f"remainder='drop' with accum_bs={self.accum_bs} never steps: an epoch has {left} {self.unit}, and all of them are "
+                           "dropped. Use 'step' or 'carry', or a smaller accum_bs.", about='never')
+        if whole and self.unit != 'items' and 1 < steps == self.learn.n_iter and type(self).size_at is GradientAccumulation.size_at:
+            if not self.per_loader_batch and not self.loop.lr_finder:
+                self.warn_once(f"accum_bs={self.accum_bs} {self.unit} is less than a loader batch has: nothing accumulates, every loader batch "
+                               "is a step.")
+        if whole and self.remainder == 'step' and steps == 1 and 0 < n < self.accum_bs:
             self.warn_once(f"accum_bs={self.accum_bs} is more than the {n} {self.unit} of an epoch: each epoch is one step.")
 
     def after_cancel_epoch(self): self._end_epoch()

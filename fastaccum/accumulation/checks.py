@@ -121,7 +121,7 @@ def check_learner(acc):
         raise ValueError("grad_device='cpu' keeps gradients off the device, but several ranks add them up there, all at once: leave it "
                          "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
     if acc.coupled: check_coupled(acc)
-    if acc.micro_batch_tokens is not None: check_ranks_with_tokens(acc); check_encoder(learn)
+    if acc.micro_batch_tokens is not None: check_with_tokens(acc); check_encoder(learn)
     if not acc.per_loader_batch: check_sides(acc)
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
     if hooked and acc.splits:
@@ -130,8 +130,12 @@ def check_learner(acc):
                       "batches smaller.")
     check_sizes(acc)
 
-# Raise an error if ranks need to know how many micro-batches there are
-def check_ranks_with_tokens(acc):
+# Raise an error if ranks need to know how many micro-batches there are, or if a callback takes them for random samples
+def check_with_tokens(acc):
+    noise = who_declares(acc, 'compares_micro_batches')
+    if noise:
+        raise ValueError(f"{noise} takes the micro-batches of a step for random samples, and those of micro_batch_tokens have texts of like "
+                         "lengths: its estimate would be too large. Use micro_batch_size; unit='tokens' works.")
     if not acc.ranks.one_target and not getattr(acc.ranks, 'overlap', False): return
     why = "overlap=True sends gradients in the last backward pass"
     if acc.ranks.one_target: why = "all ranks go through the model equally often"

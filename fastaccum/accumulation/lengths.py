@@ -47,7 +47,7 @@ class Part(NamedTuple):
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b010
 # Micro-batches of a loader batch: cuts its tensors, and puts predictions together again
 class Cut:
-    # of_targets: are the targets of tokens? features: places of inputs that are not of tokens, though they may be as wide
+    # of_targets: are the targets of the tokens? features: places of inputs that are not, though they may be as wide
     def __init__(self, parts, width, of_targets): self.parts,self.width,self.of_targets,self.features = parts,width,of_targets,set()
 
     sizes = property(lambda self: [len(p.rows) for p in self.parts])
@@ -132,13 +132,13 @@ def of_features(t, width):
                      "(n, 1, features), by `x[:,None]`; or use micro_batch_size.")
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b016
-# Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`
+# Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`; and are its targets? They may be those of another text
 class Wide:
-    def __init__(self): self.features,self.tokens,self.widths = set(),set(),{}
+    def __init__(self): self.features,self.tokens,self.widths,self.of_targets = set(),set(),{},True
 
-    # Inputs whose tokens, `text`, are `width` wide. Returns the places of those that may still be either
-    def look(self, xb, width, text):
-        unsure = []
+    # A batch whose tokens, `text`, are `width` wide; of_targets: are its targets? Returns the places of inputs that may still be either
+    def look(self, xb, width, text, of_targets=True):
+        self.of_targets,unsure = self.of_targets and of_targets,[]
         for i,t in enumerate(tensors_in(xb)):
             if t.dim() < 2: continue
             if t.shape[1] != width: self.features.add(i)
@@ -160,7 +160,8 @@ class FittingTokens(FittingSize):
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b013
 # Does padding change what the model says of the shortest rows? A warning, or None. `call(model, *xb)` predicts; tol: what is still rounding;
-# unsure: inputs that may be of tokens or features. Those that are right only as they are join `cut.features`
+# unsure: inputs that may be of tokens or features. Those that are right only as they are join `cut.features`; and targets are not of the
+# tokens if no prediction is then
 def padding_message(call, model, xb, cut, tol, unsure=()):
     if not cut.trims: return None
     p,W,off,error = cut.parts[-1],cut.width,None,None
@@ -171,12 +172,16 @@ def padding_message(call, model, xb, cut, tol, unsure=()):
         for m in model.modules(): m.training = False
         padded = outputs(Part(rows, 0, W), ())
         for features in ((), *[(i,) for i in unsure], tuple(unsure)):
-            try: apart = most_apart(outputs(Part(rows, p.start, p.end), features), padded, p)
+            try: trimmed = outputs(Part(rows, p.start, p.end), features)
             except Exception as e:                           # features are fewer than the model expects
                 if not unsure or is_out_of_memory(e): raise
                 error = ifnone(error, e)
                 continue
-            if apart <= tol: cut.features.update(features); return None
+            apart = most_apart(trimmed, padded, p)
+            if apart <= tol:
+                cut.features.update(features)
+                if features and all(a.shape == b.shape for a,b in zip(trimmed, padded)): cut.of_targets = False
+                return None
             off = ifnone(off, apart)
     if off is None: raise of_features(tensors_in(xb)[unsure[0]], W) from error
     return _message.format(off=off, n=len(rows), most=p.end-p.start, W=W)

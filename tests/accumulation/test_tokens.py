@@ -654,7 +654,7 @@ def test_codes_before_texts():
         codes = torch.randint(5, (n, 9), generator=torch.Generator().manual_seed(i))
         batches.append((codes, TensorText(x), torch.arange(n)%5))
     def run(**kwargs):
-        learn = learner_of_batches(batches, CodesFirst, GradientAccumulation(40, **kwargs), StepLogger())
+        learn = learner_of_batches(batches, CodesFirst, GradientAccumulation(60, **kwargs), StepLogger())
         learn.fit(2, .1)
         return weights(learn.model),learn.step_logger.to_df()
     (a,df),(b,_) = run(unit='tokens', micro_batch_tokens=48),run(unit='tokens')
@@ -708,6 +708,47 @@ def test_classes_before_tokens():
     whole,ours = run(),run(micro_batch_tokens=48)
     close(weights(whole.model), weights(ours.model), 1e-10)
     for a,b in zip(whole.recorder.values, ours.recorder.values): close(list(a), list(b), 1e-6)
+
+class Translates(Attention):
+    "Says something of each word of another text, which it sees as inputs, too"
+    def __init__(self): super().__init__(); self.decoder = nn.TransformerDecoderLayer(8, 2, 16, dropout=0., batch_first=True)
+    def forward(self, x, before):
+        mask = x == pad
+        h = self.layer(self.emb(x), src_key_padding_mask=mask)
+        return self.out(self.decoder(self.emb(before), h, memory_key_padding_mask=mask))
+
+@pytest.mark.parametrize('widths', [(15, 15, 9), (9, 15, 17), (15, 18, 17)])
+def test_translations(widths):
+    "Targets are of another text, which may be as wide"
+    batches = []
+    for i,w in enumerate(widths):
+        others = [(t.repeat(20)[:1 + (7*j + i)%w]) for j,t in enumerate(texts[16*i:16*i+16])]
+        others[0] = others[0].repeat(20)[:w]
+        y = padded(others, value=-100)
+        batches.append((padded(texts[16*i:16*i+16]), y.masked_fill(y == -100, pad).roll(1), y))
+    assert [b[0].shape[1] for b in batches] == [15, 18, 17]
+    def run(**kwargs):
+        learn = learner_of_batches(batches, Translates, GradientAccumulation(**kwargs))
+        learn.loss_func = nn_loss
+        learn.fit(2, .1)
+        return weights(learn.model)
+    close(run(micro_batch_tokens=48), run(micro_batch_size=16), 1e-10)
+
+@pytest.mark.parametrize('kwargs,says', [(dict(accum_bs=5000, remainder='drop'), 'an epoch has 212 tokens, and all of them are dropped'),
+                                         (dict(accum_bs=2), 'nothing accumulates, every loader batch is a step')])
+def test_sizes_that_do_not_fit_are_told(kwargs, says):
+    learn = text_learner('classes', GradientAccumulation(unit='tokens', **kwargs), spy=False)
+    with pytest.warns(UserWarning, match=says) as told: learn.fit(2, .1)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        text_learner('classes', GradientAccumulation(60, unit='tokens', remainder='drop')).fit(2, .1)
+        text_learner('classes', GradientAccumulationSchedule(2, 60, unit='tokens')).fit(2, .1)
+
+def test_noise_scale_by_length_is_refused():
+    "Texts of like lengths are no random samples: where labels depended on lengths, the estimate was six times too large"
+    learn = masked_learner('transformer', GradientAccumulation(60, unit='tokens', micro_batch_tokens=48), GradientNoiseScale())
+    with pytest.raises(ValueError, match='GradientNoiseScale takes the micro-batches of a step for random samples'): learn.fit(1)
 
 class MixLabels(Callback):
     "Mixes the label of a text with that of another one, as MixUp does"
