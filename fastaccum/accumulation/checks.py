@@ -113,8 +113,9 @@ def check_learner(acc):
                          "autocast at every micro-batch, and the weights would stop learning. Use fastaccum's: write `from fastaccum.all "
                          "import *` after fastai's imports, then `learn.to_fp16()` or `learn.to_bf16()`, which replace fastai's.")
     if acc.splits and keeps_state(learn.model, learn.cbs):
-        raise ValueError("micro_batch_size splits loader batches, but this model keeps state from one batch to the next (the Learner has a "
-                         "ModelResetter): some items would get the state of others. Leave micro_batch_size out and give the loader a "
+        name = 'micro_batch_size' if acc.micro_batch_tokens is None else 'micro_batch_tokens'
+        raise ValueError(f"{name} splits loader batches, but this model keeps state from one batch to the next (the Learner has a "
+                         f"ModelResetter): some items would get the state of others. Leave {name} out and give the loader a "
                          "smaller batch size.")
     check_graphs(learn)
     if acc.grad_device is not None and acc.ranks.world > 1 and acc.ranks.joint_gradients:

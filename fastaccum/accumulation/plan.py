@@ -72,7 +72,7 @@ def known_counts(acc, dl, count):
     if is_a(type(dl), 'LMDataLoader'): order,counts = range(dl.n),[dl.bs*n for n in [dl.seq_len]*(dl.n_batches-1) + [dl.last_len]]
     elif is_a(type(dl), 'SortedDL'):
         order = [*dl.get_idxs()]
-        counts = [sum(dl.res[i] for i in order[a:a+dl.bs]) for a in range(0, len(order), dl.bs)][:len(dl)]
+        counts = [int(sum(dl.res[i] for i in order[a:a+dl.bs])) for a in range(0, len(order), dl.bs)][:len(dl)]
     else: return None
     dl.before_iter()
     items = [o for i in order[:dl.bs] if (o := dl.do_item(i)) is not None]
