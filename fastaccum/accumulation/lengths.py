@@ -165,26 +165,37 @@ class FittingTokens(FittingSize):
 def padding_message(call, model, xb, cut, tol, unsure=()):
     if not cut.trims: return None
     p,W,off,error = cut.parts[-1],cut.width,None,None
-    rows = p.rows[-max(1, len(p.rows)*(p.end-p.start)//W):]
+    p = Part(p.rows[-max(1, len(p.rows)*(p.end-p.start)//W):], p.start, p.end)
+    tried = [p, *filter(None, (row_that_loses_most(tensors_in(xb)[i], cut) for i in unsure))]
     def outputs(part, features):
         return [t.float() for t in tensors_in(call(model, *cut.inputs(xb, part, features))) if t.is_floating_point() and t.dim()]
     with no_trace(model, generators_of(model)):
         for m in model.modules(): m.training = False
-        padded = outputs(Part(rows, 0, W), ())
+        padded = [outputs(Part(p.rows, 0, W), ()) for p in tried]
         for features in ((), *[(i,) for i in unsure], tuple(unsure)):
-            try: trimmed = outputs(Part(rows, p.start, p.end), features)
+            try: trimmed = [outputs(p, features) for p in tried]
             except Exception as e:                           # features are fewer than the model expects
                 if not unsure or is_out_of_memory(e): raise
                 error = ifnone(error, e)
                 continue
-            apart = most_apart(trimmed, padded, p)
+            apart = max(map(most_apart, trimmed, padded, tried))
             if apart <= tol:
                 cut.features.update(features)
-                if features and all(a.shape == b.shape for a,b in zip(trimmed, padded)): cut.of_targets = False
+                if features and all(a.shape == b.shape for a,b in zip(trimmed[0], padded[0])): cut.of_targets = False
                 return None
             off = ifnone(off, apart)
     if off is None: raise of_features(tensors_in(xb)[unsure[0]], W) from error
-    return _message.format(off=off, n=len(rows), most=p.end-p.start, W=W)
+    return _message.format(off=off, n=len(p.rows), most=p.end-p.start, W=W)
+
+# The micro-batch of the one row of which most is lost where `t` is trimmed with the tokens; None if only padding is
+def row_that_loses_most(t, cut):
+    most,found = 0,None
+    for p in cut.parts:
+        rows = t.index_select(0, on_device(p.rows, t))
+        lost = torch.cat([rows[:,:p.start], rows[:,p.end:]], 1)
+        n = torch.stack([(lost != rows[:,end]).flatten(1).sum(1) for end in (slice(None, 1), slice(-1, None))]).amin(0)
+        if int(n.max()) > most: most,found = int(n.max()),Part([p.rows[int(n.argmax())]], p.start, p.end)
+    return found
 
 # The largest relative difference of outputs for the micro-batch `p`, trimmed and padded
 def most_apart(trimmed, padded, p):

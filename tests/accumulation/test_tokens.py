@@ -643,6 +643,29 @@ def test_codes_as_many_as_tokens(model, types, first_is_wide):
         return weights(learn.model)
     close(run(micro_batch_tokens=48), run(micro_batch_size=16), 1e-10)
 
+class Pairs(Attention):
+    "Compares two texts"
+    def mean(self, x):
+        keep = (x != pad)[...,None]
+        return (self.emb(x).tanh()*keep).sum(1)/keep.sum(1)
+    def forward(self, a, b): return self.out(self.mean(a)*self.mean(b))
+
+@pytest.mark.parametrize('first', [False, True])
+def test_pairs_of_texts_that_are_always_as_wide(first):
+    "Padded to a fixed width, and the second text is short where the first is shortest: the row that loses most shows that it is no mask"
+    batches = []
+    for i in range(2):
+        a = sorted(texts[16*i:16*i+16], key=len)
+        b = [t[:1] if len(t) < 4 else t.repeat(18)[:18-k%5] for k,t in enumerate(a)]
+        whole = texts[27].repeat(18)[:18]
+        x,z = (padded([*ts, whole], first) for ts in (a, b))
+        batches.append((x, z, torch.arange(17)%5))
+    def run(**kwargs):
+        learn = learner_of_batches(batches, Pairs, GradientAccumulation(**kwargs))
+        learn.fit(2, .1)
+        return weights(learn.model)
+    close(run(micro_batch_tokens=48), run(micro_batch_size=17), 1e-10)
+
 class CodesFirst(Coded):
     def forward(self, codes, x): return super().forward(x, codes)
 
