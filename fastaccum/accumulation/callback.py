@@ -356,15 +356,12 @@ class GradientAccumulation(LoopCallback):
     # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one of an
     # epoch is tried: is padding masked?
     def cut(self, spans, most):
-        learn,cut = self.learn,spans.cut(most)
-        wide = self.wide
-        unsure = wide.look(learn.xb, spans.width, self.counter.text(learn.xb, len(spans.starts)), spans.of_targets)
-        if cut is None: return None
-        cut.features,cut.of_targets = wide.features,wide.of_targets
-        if not self.padding_tried:
+        learn = self.learn
+        unsure = self.wide.look(learn.xb, spans.width, self.counter.text(learn.xb, len(spans.starts)), spans.of_targets)
+        cut = spans.cut(most, self.wide)
+        if cut is not None and not self.padding_tried:
             self.padding_tried = cut.trims
             message = padding_message(self.loop.precision.predict, learn.model, learn.xb, cut, self.terms.tol, unsure)
-            wide.of_targets = cut.of_targets
             if message: self.warn_once(message, about='padding')
         return cut
 
@@ -432,12 +429,12 @@ class GradientAccumulation(LoopCallback):
         whole = self.batch is not None and self.batch.last                      # nobody cut the epoch short
         n,steps = self.acc.closed.n_items,self.n_opened - self.n_before
         if whole and self.remainder == 'drop' and steps == 1 and 0 < left < self.accum_bs:
-            self.warn_once(f"remainder='drop' with accum_bs={self.accum_bs} never steps: an epoch has {left} {self.unit}, and all of them are "
-                           "dropped. Use 'step' or 'carry', or a smaller accum_bs.", about='never')
+            self.warn_once(f"remainder='drop' with accum_bs={self.accum_bs} never steps: an epoch has {left} {self.unit}, and all of them "
+                           "are dropped. Use 'step' or 'carry', or a smaller accum_bs.", about='never')
         if whole and self.unit != 'items' and 1 < steps == self.learn.n_iter and type(self).size_at is GradientAccumulation.size_at:
             if not self.per_loader_batch and not self.loop.lr_finder:
-                self.warn_once(f"accum_bs={self.accum_bs} {self.unit} is less than a loader batch has: nothing accumulates, every loader batch "
-                               "is a step.")
+                self.warn_once(f"accum_bs={self.accum_bs} {self.unit} is less than a loader batch has: nothing accumulates, every loader "
+                               "batch is a step.")
         if whole and self.remainder == 'step' and steps == 1 and 0 < n < self.accum_bs:
             self.warn_once(f"accum_bs={self.accum_bs} is more than the {n} {self.unit} of an epoch: each epoch is one step.")
 

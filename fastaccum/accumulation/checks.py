@@ -135,8 +135,8 @@ def check_learner(acc):
 def check_with_tokens(acc):
     noise = who_declares(acc, 'compares_micro_batches')
     if noise:
-        raise ValueError(f"{noise} takes the micro-batches of a step for random samples, and those of micro_batch_tokens have texts of like "
-                         "lengths: its estimate would be too large. Use micro_batch_size; unit='tokens' works.")
+        raise ValueError(f"{noise} takes the micro-batches of a step for random samples, and those of micro_batch_tokens have texts of "
+                         "like lengths: its estimate would be too large. Use micro_batch_size; unit='tokens' works.")
     if not acc.ranks.one_target and not getattr(acc.ranks, 'overlap', False): return
     why = "overlap=True sends gradients in the last backward pass"
     if acc.ranks.one_target: why = "all ranks go through the model equally often"

@@ -25,8 +25,8 @@ class Spans(NamedTuple):
     width:int
     of_targets:bool=False
 
-    # The rows in micro-batches of at most `most` tokens as padded; None if one is enough
-    def cut(self, most):
+    # The rows in micro-batches of at most `most` tokens as padded; None if one is enough. wide: a `Wide`, what of the batch is of tokens
+    def cut(self, most, wide=None):
         n,W = len(self.starts),self.width
         if n*W <= most: return None
         parts,part = [],Part([], W, 0)
@@ -36,7 +36,7 @@ class Spans(NamedTuple):
                 parts.append(part)
                 part,a,z = Part([], W, 0),self.starts[i],max(self.ends[i], 1)
             part = Part([*part.rows, i], min(a, z-1), z)
-        return Cut([*parts, part], W, self.of_targets)
+        return Cut([*parts, part], W, self.of_targets, wide)
 
 # A micro-batch: its rows, and which of their places it has
 class Part(NamedTuple):
@@ -47,18 +47,20 @@ class Part(NamedTuple):
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b010
 # Micro-batches of a loader batch: cuts its tensors, and puts predictions together again
 class Cut:
-    # of_targets: are the targets of the tokens? features: places of inputs that are not, though they may be as wide
-    def __init__(self, parts, width, of_targets): self.parts,self.width,self.of_targets,self.features = parts,width,of_targets,set()
+    # wide_targets: are there targets as wide as the tokens?
+    def __init__(self, parts, width, wide_targets, wide=None):
+        self.parts,self.width,self.wide_targets,self.wide = parts,width,wide_targets,wide or Wide()
 
     sizes = property(lambda self: [len(p.rows) for p in self.parts])
     order = property(lambda self: [i for p in self.parts for i in p.rows])
+    of_targets = property(lambda self: self.wide_targets and self.wide.of_targets)
     trims = property(lambda self: self.parts[-1].end - self.parts[-1].start < self.width)
 
     # Error for the targets `yb1` of other texts, by which MixUp mixes those of each token: they may be longer than what is trimmed
     def check_mixed(self, yb1):
         if not self.of_targets or not any(is_wide(t, self.width) for t in tensors_in(yb1)): return
-        raise TypeError("micro_batch_tokens trims each text to its own tokens, and MixUp has targets of another text for them, which may be "
-                        "longer: use micro_batch_size.")
+        raise TypeError("micro_batch_tokens trims each text to its own tokens, and MixUp has targets of another text for them, which may "
+                        "be longer: use micro_batch_size.")
 
     # A micro-batch after the other: inputs, targets, and the values that callbacks keep `beside` them, such as MixUp's `yb1` and `lam`
     def split(self, xb, yb, beside=()):
@@ -73,9 +75,9 @@ class Cut:
         if any(p.end-p.start < self.width for p in self.parts):
             masks = [id(d['attention_mask']) for d in xb if isinstance(d, dict) and 'attention_mask' in d]
             t = first(t for i,t in enumerate(tensors_in(xb)) if is_wide(t, self.width) and (t.is_floating_point() or t.is_complex())
-                      and i not in self.features and id(t) not in masks)
+                      and i not in self.wide.features and id(t) not in masks)
             if t is not None: raise of_features(t, self.width)
-        places,kept = itertools.count(),{*self.features, *but}
+        places,kept = itertools.count(),{*self.wide.features, *but}
         return map_tensors(lambda t: self._pick(t, p, next(places) not in kept), check_tensors(xb))
 
     # The tensors of `b` for micro-batch `p`
@@ -127,24 +129,27 @@ def flat_values(b):
 def is_wide(t, width): return t.dim() > 1 and t.shape[1] == width
 
 def of_features(t, width):
-    return TypeError(f"micro_batch_tokens trims texts that are {width} tokens wide, and an input of {t.dtype} and shape {tuple(t.shape)} is as "
-                     "wide: is it of tokens, or of features? Pass a mask as integers or bools, or with the key 'attention_mask'; features as "
-                     "(n, 1, features), by `x[:,None]`; or use micro_batch_size.")
+    return TypeError(f"micro_batch_tokens trims texts that are {width} tokens wide, and an input of {t.dtype} and shape {tuple(t.shape)} "
+                     "is as wide: is it of tokens, or of features? Pass a mask as integers or bools, or with the key 'attention_mask'; "
+                     "features as (n, 1, features), by `x[:,None]`; or use micro_batch_size.")
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b016
-# Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`; and are its targets? They may be those of another text
+# Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`; and are its targets, or are they of another text?
 class Wide:
     def __init__(self): self.features,self.tokens,self.widths,self.of_targets = set(),set(),{},True
 
     # A batch whose tokens, `text`, are `width` wide; of_targets: are its targets? Returns the places of inputs that may still be either
     def look(self, xb, width, text, of_targets=True):
-        self.of_targets,unsure = self.of_targets and of_targets,[]
+        self.settle((), of_targets)
+        unsure = []
         for i,t in enumerate(tensors_in(xb)):
             if t.dim() < 2: continue
             if t.shape[1] != width: self.features.add(i)
             elif self.widths.setdefault(i, width) != width: self.tokens.add(i)
             if t is not text and i not in self.features | self.tokens and not (t.is_floating_point() or t.is_complex()): unsure.append(i)
         return unsure
+
+    def settle(self, features, of_targets): self.features,self.of_targets = self.features.union(features),self.of_targets and of_targets
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b012
 # micro_batch_tokens='auto': the most tokens of a micro-batch that fit memory
@@ -159,9 +164,9 @@ class FittingTokens(FittingSize):
     def halve(self, key): self.now = self.room = -(-self.now//2)
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b013
-# Does padding change what the model says of the shortest rows? A warning, or None. `call(model, *xb)` predicts; tol: what is still rounding;
-# unsure: inputs that may be of tokens or features. Those that are right only as they are join `cut.features`; and targets are not of the
-# tokens if no prediction is then
+# Does padding change what the model says of the shortest rows? A warning, or None. `call(model, *xb)` predicts; tol: what is rounding;
+# unsure: inputs that may be of tokens or features. `cut.wide` learns which are features, with which predictions are right only if they are
+# not trimmed; and whether predictions, and so targets, are of the tokens
 def padding_message(call, model, xb, cut, tol, unsure=()):
     if not cut.trims: return None
     p,W,off,error = cut.parts[-1],cut.width,None,None
@@ -172,7 +177,7 @@ def padding_message(call, model, xb, cut, tol, unsure=()):
     with no_trace(model, generators_of(model)):
         for m in model.modules(): m.training = False
         padded = [outputs(Part(p.rows, 0, W), ()) for p in tried]
-        for features in ((), *[(i,) for i in unsure], tuple(unsure)):
+        for features in ((), *[(i,) for i in unsure], unsure):
             try: trimmed = [outputs(p, features) for p in tried]
             except Exception as e:                           # features are fewer than the model expects
                 if not unsure or is_out_of_memory(e): raise
@@ -180,8 +185,8 @@ def padding_message(call, model, xb, cut, tol, unsure=()):
                 continue
             apart = max(map(most_apart, trimmed, padded, tried))
             if apart <= tol:
-                cut.features.update(features)
-                if features and all(a.shape == b.shape for a,b in zip(trimmed[0], padded[0])): cut.of_targets = False
+                as_wide = all(a.shape == b.shape for a,b in zip(trimmed[0], padded[0]))
+                cut.wide.settle(features, of_targets=not (features and as_wide))
                 return None
             off = ifnone(off, apart)
     if off is None: raise of_features(tensors_in(xb)[unsure[0]], W) from error

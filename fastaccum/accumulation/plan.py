@@ -54,8 +54,8 @@ class EpochCounts:
 def counts_of_epoch(acc, dl):
     learn,unit = acc.learn,acc.unit
     if hasattr(getattr(dl, 'dataset', None), '__next__'):
-        raise ValueError(f"accum_bs counts {unit}, and a plan would take the items of an epoch from the {type(dl.dataset).__name__} that the "
-                         "loader reads, so they would be missing in training. After training, `StepLogger` shows the steps.")
+        raise ValueError(f"accum_bs counts {unit}, and a plan would take the items of an epoch from the {type(dl.dataset).__name__} that "
+                         "the loader reads, so they would be missing in training. After training, `StepLogger` shows the steps.")
     def count(b):
         learn._split(learn._set_device(b))
         return acc.counter(learn, acc._count_items(), OneRank()).total

@@ -43,8 +43,8 @@ class BatchCounter:
         if not total: of_items,total = [int(not ranks.rank), *of_items[1:]],1
         return Counted(of_items, total, spans)
 
-    # The same, after a callback has put another loader batch in the place of `tensors`, with `n` items now. fastai's `CastToTensor` puts the
-    # same values there, which the device need not be asked for again
+    # The same, after a callback has put another loader batch in the place of `tensors`, with `n` items now. fastai's `CastToTensor` puts
+    # the same values there, which the device need not be asked for again
     def again(self, learn, n, counted, tensors):
         of_items = counted.of_items if len(counted.of_items) == n else evenly(sum(counted.of_items), n)
         if not self.lengths or same_values((learn.xb, learn.yb), tensors): return Counted(of_items, counted.total, counted.spans)
@@ -138,7 +138,7 @@ def is_row_of_classes(t, n): return isinstance(t, Tensor) and t.dim() > 1 and le
 # Do the tensors of both batches lie at the same places?
 def same_values(a, b):
     ts,us = tensors_in(a),tensors_in(b)
-    return len(ts) == len(us) and all(t.data_ptr() == u.data_ptr() and t.shape == u.shape and t.stride() == u.stride() for t,u in zip(ts, us))
+    return len(ts) == len(us) and all((t.data_ptr(), t.shape, t.stride()) == (u.data_ptr(), u.shape, u.stride()) for t,u in zip(ts, us))
 
 # What is known of a loss that counts targets of classes; None of another one. MixUp puts another in its place
 def class_loss(loss_func):
