@@ -430,11 +430,11 @@ class GradientAccumulation(LoopCallback):
         if self.on_host is not None: self.on_host.follow()
 
     def after_train(self):
-        left = self.n_items
+        left,resumed = self.n_items,len(self.acc.losses) < self.learn.n_iter and not self.n_before   # in the middle of this epoch
         self._end_epoch()
         whole = self.batch is not None and self.batch.last                      # nobody cut the epoch short
         n,steps = self.acc.closed.n_items,self.n_opened - self.n_before
-        if whole and self.remainder == 'drop' and steps == 1 and 0 < left < self.accum_bs:
+        if whole and not resumed and self.remainder == 'drop' and steps == 1 and 0 < left < self.accum_bs:
             self.warn_once(f"remainder='drop' with accum_bs={self.accum_bs} never steps: an epoch has {left} {self.unit}, and all of them "
                            "are dropped. Use 'step' or 'carry', or a smaller accum_bs.", about='never')
         if whole and self.unit != 'items' and 1 < steps == self.learn.n_iter and type(self).size_at is GradientAccumulation.size_at:

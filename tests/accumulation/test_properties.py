@@ -167,6 +167,7 @@ def test_fit(c):
 
 # --- odd loaders
 
+@pytest.mark.filterwarnings("ignore:remainder='drop' with accum_bs=")
 @cases(60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8).filter(lambda s: sum(s) <= n_max), st.integers(1, 40), remainders, micro_batches, st.sampled_from(list(losses)))
 def test_odd_batches(sizes, accum_bs, remainder, k, loss):
