@@ -65,7 +65,7 @@ class BatchPass:
         self.counts = self.sizes if self.counted is None else self.counted.in_parts(self.sizes, cut and cut.order)
         keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
         watch,probed = table['after_pred'] or table['after_loss'] or table['before_backward'],self.rule.probed
-        look_at = self._late_pass(len(parts)) if self.cb.buffers_due else None
+        look_at = self._late_pass(len(self.sizes)) if self.cb.buffers_due else None
         self._weigh()
         if values.holder is not None and (split or not (self.opens and self.closes)):
             self.values = values

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from ..accumulation.batch import cut_at_head, predict_in_parts
 from ..accumulation.callback import GradientAccumulation
-from ..accumulation.checks import has_batchnorm
+from ..accumulation.checks import batchnorms
 from ..checkpoint.loaders import texts_in_order
 from .activations import ActivationCheckpointing, ActivationOffload, find_blocks
 from .chunks import ChunkedHead
@@ -146,7 +146,7 @@ class MemoryAdvice:
             lines += ['', f'{self.gib:g} GiB, less a tenth, {enough}', *([self.call] if self.call else [])]
             if k and k < self.bs and not self.forecast.can_split:
                 lines += [f'This model keeps state from batch to batch, so its batches cannot be split: load {k} items at a time (bs={k}).']
-            if 'micro_batch_size' in (self.call or '') and not self.now.coupled and has_batchnorm(self.forecast.learn.model):
+            if 'micro_batch_size' in (self.call or '') and not self.now.coupled and batchnorms(self.forecast.learn.model):
                 lines += [f"BatchNorm sees {k} items then. With GradientAccumulation(micro_batch_size={k}, coupled='batchnorm') it "
                           'sees the loader batch, in about 1.3 times the time.']
         return '\n'.join([*lines, *(['', *self.forecast.notes] if self.forecast.notes else [])])
