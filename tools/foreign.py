@@ -119,8 +119,8 @@ def off(a, b) -> float: # Norm of the difference over that of `a`
     a,b = (o[a.isfinite()] for o in (a, b))
     return ((a-b).norm()/a.norm().clamp(min=1e-30)).item()
 
-def until_divergence(a, b): # Losses of two fits, until they are 1.5 times the first: a net that diverges multiplies rounding errors
-    n = next((i for i,loss in enumerate(a) if loss > 1.5*a[0]), len(a)) if a.shape==b.shape else None
+def until_divergence(a, b): # Losses of two fits, until they are 1.1 times the first: a net that diverges multiplies rounding errors
+    n = next((i for i,loss in enumerate(a) if loss > 1.1*a[0]), len(a)) if a.shape==b.shape else None
     return a[:n],b[:n]
 
 def differences(a, b): # Name -> by how much

@@ -656,6 +656,7 @@ class Shifts(nn.Module):
         if self.training: self.mean = .9*self.mean + .1*h.detach().mean(0)
         return h - self.mean
 
+@pytest.mark.filterwarnings('ignore:The model changes its buffers first.mean in each forward pass')
 @pytest.mark.parametrize('where', ['middle', 'back'])
 @pytest.mark.parametrize('limit', ['from the start', 'ever less', 'in the second of a step'])
 def test_auto_unusual_models(limit, where):

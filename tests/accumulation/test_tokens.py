@@ -450,6 +450,7 @@ def test_padding_that_is_not_masked_is_told(name):
     with pytest.warns(UserWarning, match=r'does not mask padding.*change by [\d.]+% when they are padded to') as told: learn.fit(2, .1)
     assert len([w for w in told if 'mask padding' in str(w.message)]) == 1
 
+@pytest.mark.filterwarnings('ignore:The model changes its buffers n in each forward pass')
 def test_trial_leaves_no_trace():
     "Trying whether padding is masked changes neither buffers nor random numbers"
     class Trace(Attention):
