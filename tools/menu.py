@@ -43,6 +43,8 @@ words = {
     'tutorials/find_batch_size': 'best batch size, optimal batch size, linear scaling rule',
     'tutorials/fit_memory': 'how many GB, GiB, VRAM, GPU memory estimate, memory usage, OOM, gradient checkpointing, offload',
     'tutorials/many_devices': 'multi-GPU, multiple GPUs, DDP, DistributedDataParallel, FSDP, torchrun, two GPUs',
+    'tutorials/many_devices#when-your-cards-are-different': 'different GPUs, unequal GPUs, a faster and a slower GPU',
+    'tutorials/token_losses#texts-of-different-lengths': 'batch size in tokens, dynamic batching, bucketing',
     'tutorials/attention': 'flash attention, sdpa, memory-efficient attention',
     'tutorials/quantization': 'quantize int8 8-bit 4-bit QLoRA torchao',
     'tutorials/distillation': 'knowledge distillation, teacher and student',

@@ -306,3 +306,19 @@ def test_no_client_has_a_bug():
     assert len(rows) > 200 and not [r for r in rows if r['result']=='bug']
     assert {r['result'] for r in rows} <= {'exact', 'told', 'refused', 'fails'}
     assert all(r['off'] < clients.EXACT or 'rounding error' in r['said'] for r in rows if r['result']=='exact')
+
+# -- The pages show the results that are in the file -------------------------------------------------------------
+nbs = Path(__file__).resolve().parents[2]/'nbs'
+def tables_of(page):
+    "The cells that end with a table of the results, each with the html that the page shows"
+    for cell in json.loads((nbs/page).read_text())['cells']:
+        call = re.search(r"^report\.(?!plot)\w+\(res\[.*\)$", ''.join(cell['source']), re.M)
+        if call: yield call[0],[''.join(o['data']['text/html']) for o in cell['outputs'] if 'text/html' in o.get('data', {})]
+
+def in_cells(html): return re.findall(r'<t[hd][^>]*>(.*?)</t[hd]>', html)
+
+@pytest.mark.parametrize('page', ['benchmarks.ipynb', 'coming_from.ipynb', 'tutorials/how_exact.ipynb'])
+def test_pages_show_these_results(page):
+    found = list(tables_of(page))
+    assert found
+    for call,shown in found: assert [in_cells(o) for o in shown]==[in_cells(eval(call, dict(report=report, res=results))._repr_html_())], call

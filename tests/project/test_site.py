@@ -328,7 +328,8 @@ searches = {'resume': 'tutorials/stop_and_resume', 'out of memory': 'troubleshoo
             'multi gpu': 'tutorials/many_devices', 'ddp': 'tutorials/many_devices', 'how many GB': 'tutorials/fit_memory', 'memory estimate': 'tutorials/fit_memory',
             'loss nan': 'tutorials/mixed_precision', 'dropout': 'tutorials/bigger_batch', 'batch size': 'tutorials/find_batch_size', 'OOM': 'troubleshooting',
             'gradient checkpointing': 'tutorials/fit_memory', 'cite': 'index', 'glossary': 'glossary', 'flash attention': 'tutorials/attention',
-            'quantization': 'tutorials/quantization', 'distillation': 'tutorials/distillation', 'ActivationCheckpointing': 'api/memory/activations'}
+            'quantization': 'tutorials/quantization', 'distillation': 'tutorials/distillation', 'ActivationCheckpointing': 'api/memory/activations',
+            'different gpus': 'tutorials/many_devices', 'batch size in tokens': 'tutorials/token_losses', 'tokens': 'tutorials/token_losses', 'batchnorm': 'tutorials/batchnorm'}
 
 def test_search_index(site):
     "Guides are told from the API and both from internals, helpers do not stand in titles, other words are there, and the server's index is the disk's"
