@@ -96,7 +96,7 @@ def indented(m):
 
 def labelled(m):
     "A table each of whose cells knows the head of its column, as phones show a row as a block; one of figures stays as it is"
-    heads = [re.sub('<.*?>', '', h).strip() for h in re.findall(r'<th[^>]*>(.*?)</th>', m['head'], re.S)]
+    heads = [html.escape(html.unescape(re.sub('<.*?>', '', h)).strip()) for h in re.findall(r'<th[^>]*>(.*?)</th>', m['head'], re.S)]
     rows = [re.findall(r'<td([^>]*)>(.*?)</td>', r, re.S) for r in re.findall(r'<tr>(.*?)</tr>', m[0].partition('</thead>')[2], re.S)]
     if is_numeric([text for row in rows for _,text in row[1:]]): return m[0]
     def row(cells): return ''.join(f'<td{attrs} data-head="{head}">{text}</td>\n' for head,(attrs,text) in zip(heads, cells))
