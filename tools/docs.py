@@ -86,13 +86,39 @@ def formula(m):
 
 _formula = re.compile(r'<(span|div) class="arithmatex">\\(?:\((?P<inline>.*?)\\\)|\[(?P<block>.*?)\\\])</\1>', re.S)
 
+# As Zensical writes a line of code, and a table of a page; those that cells show are written in another way
+_line = re.compile(r'<span id="line-\d+-\d+">(?=(?:<span[^>]*>)*( *))')
+_table = re.compile(r'<table>\n<thead>\n<tr>\n(?P<head>.*?)</thead>.*?</table>', re.S)
+
+def indented(m):
+    "The beginning of a line of code that knows how far it is indented: where it is too long for the screen, it goes on at the right of that"
+    return f'<span class="line" style="--at: {len(m[1])}ch">'
+
+def labelled(m):
+    "A table each of whose cells knows the head of its column, as phones show a row as a block; one of figures stays as it is"
+    heads = [html.escape(html.unescape(re.sub('<.*?>', '', h)).strip()) for h in re.findall(r'<th[^>]*>(.*?)</th>', m['head'], re.S)]
+    rows = [re.findall(r'<td([^>]*)>(.*?)</td>', r, re.S) for r in re.findall(r'<tr>(.*?)</tr>', m[0].partition('</thead>')[2], re.S)]
+    if is_numeric([text for row in rows for _,text in row[1:]]): return m[0]
+    def row(cells): return ''.join(f'<td{attrs} data-head="{head}">{text}</td>\n' for head,(attrs,text) in zip(heads, cells))
+    body = ''.join(f'<tr>\n{row(r)}</tr>\n' for r in rows)
+    return f'<table data-rows>\n<thead>\n<tr>\n{m["head"]}</thead>\n<tbody>\n{body}</tbody>\n</table>'
+
+def is_numeric(texts):
+    "Are most of these numbers?"
+    filled = [t for t in texts if t.strip()]
+    return 2*sum(bool(re.fullmatch(r'[\d.,%±e \-]+', t)) for t in filled) > len(filled)
+
+def finished(page):
+    "The HTML of a page as it is published"
+    return _table.sub(labelled, _line.sub(indented, _formula.sub(formula, page)))
+
 def build(md):
     "Make the site of the markdown in `md`; returns its folder"
     if sys.version_info < (3,11): sys.exit('The site needs Python 3.11 or newer, as Zensical does, which makes it.')
     zensical = Path(sysconfig.get_path('scripts'))/'zensical'
     subprocess.run([zensical, 'build', '--clean', '--strict'], cwd=md, check=True)
     site = md/'site'
-    for f in site.rglob('*.html'): f.write_text(_formula.sub(formula, f.read_text(encoding='utf-8')), encoding='utf-8')
+    for f in site.rglob('*.html'): f.write_text(finished(f.read_text(encoding='utf-8')), encoding='utf-8')
     rank(site)
     for f in (md/'docs').rglob('*.md'): shutil.copy(f, (site/f.relative_to(md/'docs')).with_suffix('.html.md'))  # `Docs:` in a module's docstring
     return site

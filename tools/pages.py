@@ -61,7 +61,7 @@ def callouts(text):
         return f'!!! {m[1]}{quoted}\n\n' + re.sub(r'(?m)^(?=.)', ' '*4, body.strip('\n'))
     return re.sub(r'(?ms)^:{3,} *\{ *\.callout-(\w+)[^}\n]*\}\n(.*?)^:{3,} *$', admonition, text)
 
-def folded(line, width=108):
+def folded(line, width=92):
     "A line of words that is longer than a page is wide, in several"
     return line if len(line)<=width or re.search(r'\S\s{2,}\S', line) else '\n'.join(textwrap.wrap(line, width, subsequent_indent='    ', break_long_words=False, break_on_hyphens=False))
 

@@ -13,7 +13,7 @@ from nbdev.config import get_config
 import apidoc, docs, menu, pages, snippets, widths
 
 root = Path(__file__).resolve().parents[2]
-quick = 'test_outputs', 'test_fitted',   # the others need the site
+quick = 'test_outputs', 'test_fitted', 'test_lines_know_their_indent', 'test_rows_of_words',   # the others need the site
 
 @pytest.fixture(scope='session')
 def project(tmp_path_factory):
@@ -141,7 +141,7 @@ def test_methods_that_only_modules_call(site):
 def test_overview(site):
     "It lists all callbacks, before all else"
     text = (site/'api/all.html').read_text()
-    tables = re.findall(r'(?s)<table>.*?</table>', text)
+    tables = re.findall(r'(?s)<table.*?</table>', text)
     found = {n: getattr(apidoc.module_of(m), n) for m,names in apidoc.faces().items() for n in names}
     callbacks = {n for n,o in found.items() if inspect.isclass(o) and issubclass(o, apidoc.Callback)} - {'LoopCallback'}
     assert {'GradientAccumulation', 'WandbCallback', 'TrainingCheckpoint', 'ChunkedHead', 'DataParallel'} <= callbacks
@@ -348,6 +348,19 @@ def test_words_for_no_place(tmp_path):
     first, = docs.wrong_words(tmp_path)
     assert [*menu.words][0] in first
 
+def test_lines_know_their_indent():
+    text = '<span id="line-3-1"><span class="k">def</span> f():\n</span><span id="line-3-2">    x\n</span><span id="line-3-3"><span class="w">  </span><span class="n">y</span></span>'
+    done = docs.finished(text)
+    assert re.findall(r'class="line" style="--at: (\d+)ch"', done)==['0', '4', '2'] and 'id=' not in done
+    assert re.sub('<.*?>', '', done)==re.sub('<.*?>', '', text)
+
+def test_rows_of_words():
+    "Cells have the head of their column, but for tables of figures, and those that cells show"
+    def made(*rows): return '<table>\n<thead>\n' + '</thead>\n<tbody>\n'.join('<tr>\n' + '\n'.join(f'<{t}>{c}</{t}>' for c in r) + '\n</tr>\n' for t,r in zip(('th','td'), rows)) + '</tbody>\n</table>'
+    done = docs.finished(made(['', '<code>write</code>'], ['why', '<a href="#x">x</a>']))
+    assert '<table data-rows>' in done and '<td data-head="">why</td>\n<td data-head="write"><a href="#x">x</a></td>' in done and '<th><code>write</code></th>' in done
+    for text in (made(['package', 'exact', 'off'], ['scion', '12', '.5%']), made(['a', 'b'], ['x', 'y']).replace('\n<thead>', '\n  <thead>')): assert docs.finished(text)==text
+
 # -- In a browser ------------------------------------------------------------------------------------------------
 flags = ('--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking '
          '--disable-component-update --disable-sync --window-size=1400,1000 --allow-file-access-from-files=false')
@@ -429,6 +442,42 @@ def test_all_pages(browser, base, site):
     asked = requests(browser)
     assert len(asked) > len(seen)
     assert [u for u in asked if not u.startswith((base, 'data:', 'blob:', 'about:', 'chrome:', 'chrome-untrusted:'))]==[]
+
+phone_pages = ['index', 'tutorials/getting_started', 'tutorials/fit_memory', 'tutorials/bigger_batch', 'works_with', 'api/accumulation/callback']
+
+unreachable = """return [...document.querySelectorAll('article table')].filter(t => t.offsetParent).filter(t => {
+      let box = t
+      while (box.tagName != 'ARTICLE' && !(['auto', 'scroll'].includes(getComputedStyle(box).overflowX) && box.scrollWidth > box.clientWidth)) box = box.parentElement
+      if (box.tagName != 'ARTICLE') box.scrollLeft = 1e6
+      const cells = [...t.rows].map(r => r.cells[r.cells.length-1]).filter(c => c.offsetWidth)
+      const wrong = t.matches('[data-rows]') && box.tagName != 'ARTICLE' || Math.max(...cells.map(c => c.getBoundingClientRect().right)) > innerWidth
+      box.scrollLeft = 0
+      return wrong || !cells.length
+    }).map(t => t.innerText.slice(0, 80))"""
+at_the_left = """return [...document.querySelectorAll('article .highlight:not(.out) .line')].filter(l => l.offsetParent).filter(l => {
+      const range = document.createRange(); range.selectNodeContents(l)
+      const rects = [...range.getClientRects()].filter(r => r.width > 1), top = Math.min(...rects.map(r => r.top))
+      return rects.some(r => r.top > top + 8 && r.left < l.getBoundingClientRect().left + 20)
+    }).map(l => l.innerText)"""
+same_code = """return [...document.querySelectorAll('article .highlight:not(.out) code')].filter(c => c.offsetParent && !c.closest('details'))
+    .filter(c => c.innerText.trimEnd() != c.textContent.trimEnd()).map(c => c.innerText)"""
+wrapped_outputs = r"""return [...document.querySelectorAll('article .highlight.out .line')].filter(l => l.offsetParent && !l.textContent.trim().match(/\S\s{2,}\S/))
+    .filter(l => l.getBoundingClientRect().height > 1.5*parseFloat(getComputedStyle(l).lineHeight)).map(l => l.innerText)"""
+
+@pytest.mark.parametrize('p', phone_pages)
+def test_on_a_phone(browser, site, p):
+    """The last column of every table is reached, that of a table of words without moving it; long code goes on to the right of where its line begins,
+    and is copied as it was written; on a wide screen too, where printed words are broken once, by the page"""
+    browser.get(f'{site.as_uri()}/{p}.html')
+    try:
+        for width in (390, 1300):
+            at_width(browser, width)
+            if width==390: assert browser.execute_script(unreachable)==[]
+            assert browser.execute_script('return document.querySelectorAll("article .highlight .line").length') or p=='works_with'
+            assert browser.execute_script(at_the_left)==[]
+            assert browser.execute_script(same_code)==[]
+        assert browser.execute_script(wrapped_outputs)==[]
+    finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 def test_search(browser, base):
     browser.get(f'{base}/index.html')
