@@ -93,7 +93,7 @@ class Lockstep:
             while self._surprised():             # modules kept something new: the parts have mixed it up
                 before.restore()
                 outs = self._forward(fs)
-            if passes is not None: passes.know([self.keeps.of(i, held_by) for i in (0, len(fs)-1)])
+            if passes is not None: passes.know([self.keeps.of(i, partial(held_by, self.module)) for i in (0, len(fs)-1)])
             self.keeps.end(len(fs)-1)
         except BaseException:
             self.clear()
@@ -247,10 +247,10 @@ class Part(TorchFunctionMode):
         name = getattr(func, '__name__', '').split('.')[0]
         if name == '__get__': return func(*args, **kwargs)
         if func in (Tensor.register_hook, Tensor.retain_grad): return self._hook(func, *args, **kwargs)
-        if func in differentiates: return self._differentiate(func, args, kwargs)
         if name in unseen_norms and trains(args, kwargs): raise ValueError(unseen.format(f'torch.{name}'))
         given = flat_tensors((*args, *kwargs.values()))
         if self.tensors is not None: self.tensors.use(given)
+        if func in differentiates: return self._differentiate(func, args, kwargs)
         if torch.is_grad_enabled():
             for t in given: self._cut(t)
         call = batch_norms[func](*args, **kwargs) if func in batch_norms else None
@@ -580,11 +580,11 @@ class Meeting:
 # What the modules of a model keep from one layer to another, for each part. A box is a dict (of attributes) or a list, known by its name
 class Keeps:
     def __init__(self):
-        self.watched,self.module,self.boxes,self.parts = None,None,{},[]     # watched: names of boxes that passes change; None: look at all
+        self.watched,self.boxes,self.parts = None,{},[]     # watched: names of boxes that passes change; None: look at all
         self.saved = 0                                      # bytes that a part of the last batch has saved for its backward pass
 
     def begin(self, module, n_parts):
-        self.module,self.boxes,self.parts,self.changed = module,boxes_in(module),[{} for _ in range(n_parts)],set()
+        self.boxes,self.parts,self.changed = boxes_in(module),[{} for _ in range(n_parts)],set()
         self.before = {k: copy_of(b) for k,b in self.boxes.items()}
 
     # Before a switch to part `i`
@@ -612,13 +612,13 @@ class Keeps:
     def end(self, last=None):
         for k,b in self.boxes.items(): fill(b, self.before[k])
         if last is not None: self.enter(last)
-        self.module,self.boxes,self.parts,self.before = None,{},[],{}
+        self.boxes,self.parts,self.before = {},[],{}
 
-    # `f(module)` with what part `i` has put there
+    # `f()` with what part `i` has put there
     def of(self, i, f):
         for k,b in self.boxes.items(): fill(b, self.before[k])
         self.enter(i)
-        return f(self.module)
+        return f()
 
 # Name -> box
 def boxes_in(module):

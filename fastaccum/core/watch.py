@@ -105,9 +105,9 @@ class Passes:
         if a and not other: return None
         return f" ({', '.join(map(repr, other[:3]))})" if other else ''
 
-# The nodes of the graph of a tensor, or of several
+# The nodes of the graph of a tensor, or of several tensors and edges
 def nodes_of(tensors):
-    seen,todo = set(),[t.grad_fn for t in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+    seen,todo = set(),[t.grad_fn if isinstance(t, Tensor) else t.node for t in ([tensors] if isinstance(tensors, Tensor) else tensors)]
     while todo:
         f = todo.pop()
         if f is None or f in seen: continue
