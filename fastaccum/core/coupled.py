@@ -37,7 +37,7 @@ class CoupledBatch:
         self.module = model if module is None else module
         self.model,self.gather,self.xb,self.n,self.size,self.lists,self.kept = model,gather,xb,n,size,lists,None
         self.watch = watch if n > size else None
-        turn = 0 if self.watch is None or watch.off is None else next(watch.turns)         # checked are 1, 3, 7, 15, ...
+        turn = 0 if self.watch is None or not watch.read else next(watch.turns)         # checked are 1, 3, 7, 15, ...
         self.passes = watch.begin(self.module) if self.watch is not None and not turn & (turn+1) else None
         self.grads,self.first,self.factor = {},0,1
 

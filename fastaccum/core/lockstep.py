@@ -24,7 +24,7 @@ from .memory import device_of
 from .microbatch import Joined, part_sizes, split_items, tensors_in
 from .offload import Emptied, Mover
 from .random import Snapshot
-from .watch import buffers_of, changed_buffers
+from .watch import buffers_of, changed_buffers, held_by, nodes_of
 
 # %% auto #0
 __all__ = []
@@ -35,15 +35,14 @@ class LockstepBatch(CoupledBatch):
     # `keeps`: a `Keeps`, which knows from batch to batch what the modules keep. `activations`: 'host' or 'device', where they wait for
     # the backward pass; `others`: pools statistics with other ranks, as `JointNorms` does. The rest are those of `CoupledBatch`
     def __init__(self, model, xb, n, size, module=None, gather=None, watch=None, lists=None, keeps=None, activations='host', others=None):
-        super().__init__(model, xb, n, size, module, gather, None, lists)
+        super().__init__(model, xb, n, size, module, gather, watch, lists)
         on_host = activations == 'host' and device_of(self.module).type != 'cpu'
         self.run = Lockstep(self.module, Mover(self.module, 2**16*size//n) if on_host else None, keeps, others)
-        self.watch = watch
 
     def outputs(self) -> Any:
         watch,self.sizes = self.watch,part_sizes(self.n, self.size)
         self.xbs = [*zip(*(split_items(x, self.size, self.n, True, self.lists) for x in self.xb))]
-        outs = self.run.forward([partial(self.model, *xb) for xb in self.xbs])
+        outs = self.run.forward([partial(self.model, *xb) for xb in self.xbs], self.passes)
         self.message = self.run.message
         joined = Joined(self.sizes)
         if watch is not None and self.gather is None:
@@ -77,14 +76,14 @@ class Lockstep:
         self.synced = [m for m in norms if type(m).forward is nn.SyncBatchNorm.forward and 'forward' not in vars(m)]
         self.others,self.names = others,None if others is None else {m: n for n,m in module.named_modules()}
 
-    # What the functions return, one for each part. After an error everything is as before
-    def forward(self, fs):
+    # What the functions return, one for each part. After an error everything is as before. `passes` is told what the modules keep
+    def forward(self, fs, passes=None):
         for m in self.synced: m.forward = partial(nn.modules.batchnorm._BatchNorm.forward, m)    # statistics are pooled here
-        try: return self._run(fs)
+        try: return self._run(fs, passes)
         finally:
             for m in self.synced: del m.forward
 
-    def _run(self, fs):
+    def _run(self, fs, passes):
         before,buffers = Snapshot(self.module, ()),buffers_of(self.module) if self.keeps.watched is None else None
         try:
             outs = self._forward(fs)
@@ -94,6 +93,7 @@ class Lockstep:
             while self._surprised():             # modules kept something new: the parts have mixed it up
                 before.restore()
                 outs = self._forward(fs)
+            if passes is not None: passes.know([self.keeps.of(i, partial(held_by, self.module)) for i in (0, len(fs)-1)])
             self.keeps.end(len(fs)-1)
         except BaseException:
             self.clear()
@@ -182,6 +182,10 @@ other_items = ("coupled='batchnorm': in this model {} calls `F.batch_norm` for {
                "normalization do. Such calls of all micro-batches are taken together, which is another model than the whole batch's, if "
                "what they normalize is not the same part of each item.")
 
+differentiated = ("coupled='batchnorm': the model computes a gradient itself (`torch.autograd.grad` or `backward`) through a BatchNorm in "
+                  "training, and the graph of a micro-batch ends there. Use coupled=True for such a model: its BatchNorm then sees "
+                  "micro-batches.")
+
 hooks_twice = ("coupled='batchnorm': the model sets hooks on the gradients of tensors, and reads a view (as of `chunk` or `x[:,:4]`) "
                "behind a BatchNorm. Hooks before it may be called several times, for parts of the gradient: a hook that is not linear, "
                "such as one that clips, then changes it in another way. Copy the view (`.clone()`).")
@@ -246,6 +250,7 @@ class Part(TorchFunctionMode):
         if name in unseen_norms and trains(args, kwargs): raise ValueError(unseen.format(f'torch.{name}'))
         given = flat_tensors((*args, *kwargs.values()))
         if self.tensors is not None: self.tensors.use(given)
+        if func in differentiates: return self._differentiate(func, args, kwargs)
         if torch.is_grad_enabled():
             for t in given: self._cut(t)
         call = batch_norms[func](*args, **kwargs) if func in batch_norms else None
@@ -262,6 +267,12 @@ class Part(TorchFunctionMode):
         with torch.autograd._unsafe_preserve_version_counter(t):
             t.detach_()
             Cut.apply(self.run.token, t, partial(waiting.add, mover=mover))
+
+    # The model computes gradients itself: an error if the graph is cut in between
+    def _differentiate(self, func, args, kwargs):
+        outputs = args[0] if args else kwargs.get('outputs', kwargs.get('tensors'))
+        if any(isinstance(f, (Cut._backward_cls,Normalized._backward_cls)) for f in nodes_of(outputs)): raise ValueError(differentiated)
+        return func(*args, **kwargs)
 
     # A hook on a tensor's gradient, which is complete in the segment that the tensor comes from, and not where the graph is cut
     def _hook(self, func, t, *args, **kwargs):
@@ -287,6 +298,8 @@ class Part(TorchFunctionMode):
         if meeting is not None: ups += meeting.gradients(self.i)
         if not ups: return
         with NoBatchNorm(): torch.autograd.backward(*map(list, zip(*ups)), retain_graph=True)    # another segment may have passed a part
+
+differentiates = torch.autograd.grad,torch.autograd.backward,Tensor.backward
 
 # `t.grad` after `t.retain_grad()`; `total`: what has come before
 def retain(t, total, g):
@@ -600,6 +613,12 @@ class Keeps:
         for k,b in self.boxes.items(): fill(b, self.before[k])
         if last is not None: self.enter(last)
         self.boxes,self.parts,self.before = {},[],{}
+
+    # `f()` with what part `i` has put there
+    def of(self, i, f):
+        for k,b in self.boxes.items(): fill(b, self.before[k])
+        self.enter(i)
+        return f()
 
 # Name -> box
 def boxes_in(module):

@@ -85,6 +85,9 @@ class Passes:
         if i in (0, last): self.held.append(held_by(self.module))
         if i == last: self.end = _next_node()
 
+    # In place of `first`, if there is but one pass: what modules keep of the first part and of the last
+    def know(self, held): self.held,self.end = held,_next_node()
+
     # How far the outputs of the part `i` in the second pass are from these, on the device
     def second(self, i, out):
         pairs = zip(self.outs[i], [_thin(t) for t in tensors_in(out) if t.is_floating_point()])
@@ -93,14 +96,7 @@ class Passes:
 
     # Does `loss` depend on what was computed in the first pass, except through the outputs?
     def reach(self, loss):
-        seen,todo = set(),[loss.grad_fn]
-        while todo:
-            f = todo.pop()
-            if f is None or f in seen: continue
-            if self.begin < f._sequence_nr() < self.end: return True
-            seen.add(f)
-            todo += [o for o,_ in f.next_functions]
-        return False
+        return any(self.begin < f._sequence_nr() < self.end for f in nodes_of(loss))
 
     # The names of activations that modules keep, for a message; None if all depend on weights alone, and so are the same for all parts
     def kept_names(self):
@@ -108,6 +104,16 @@ class Passes:
         other = [k for k,t in a.items() if k not in b or t.shape != b[k].shape or not torch.allclose(t, b[k])]
         if a and not other: return None
         return f" ({', '.join(map(repr, other[:3]))})" if other else ''
+
+# The nodes of the graph of a tensor, or of several tensors and edges
+def nodes_of(tensors):
+    seen,todo = set(),[t.grad_fn if isinstance(t, Tensor) else t.node for t in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+    while todo:
+        f = todo.pop()
+        if f is None or f in seen: continue
+        yield f
+        seen.add(f)
+        todo += [o for o,_ in f.next_functions]
 
 # Activations that modules keep as attributes: name -> its values
 def held_by(module):

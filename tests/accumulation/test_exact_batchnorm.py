@@ -1,5 +1,6 @@
 "`coupled='batchnorm'`: with micro-batches, a model with BatchNorm trains as with the whole loader batch"
 import pytest
+from contextlib import nullcontext
 pytest.importorskip('greenlet')
 import torchvision.models as tv
 from reference import *
@@ -278,3 +279,67 @@ def test_validation_without_running_statistics():
     (a,va),(b,vb) = fitted(7),fitted(None)
     check_runs(a, b)
     torch.testing.assert_close(tensor(va), tensor(vb), rtol=1e-6, atol=1e-6)
+
+class Kept(nn.Module):
+    "Keeps a number for a term of the loss: of its items before or behind BatchNorm, or of its weights alone"
+    def __init__(self, of):
+        super().__init__()
+        self.of,self.norm,self.side,self.out = of,nn.BatchNorm1d(432),nn.Linear(432, 3),nn.Linear(432, 4)
+    def forward(self, x):
+        x = x.flatten(1)
+        z = self.norm(x)
+        self.kept = dict(before=lambda: self.side(x), behind=lambda: self.side(z), weights=lambda: self.side.weight)[self.of]().pow(2).mean()
+        return self.out(z)
+
+def add_kept(learn): learn.loss_grad = learn.loss_grad + learn.model.kept
+
+@pytest.mark.parametrize('of', ['before', 'behind'])
+def test_a_loss_of_what_the_model_keeps_is_told(of):
+    "It has the value of the last micro-batch alone. Behind BatchNorm the loss frees that one's graph"
+    run = partial(trained, 7, On('after_loss', add_kept), model=Kept(of).double(), fit=lambda l: l.fit(1, .01))
+    error = pytest.raises(RuntimeError, match='second time') if of == 'behind' else nullcontext()
+    with pytest.warns(UserWarning, match="activations that the model keeps .*'kept'.*6 of 20 items") as seen, error: run()
+    assert len(seen) == 1
+
+def test_a_loss_of_kept_weights_is_exact(recwarn):
+    model = Kept('weights').double()
+    check_runs(*(trained(k, On('after_loss', add_kept), model=model, fit=lambda l: l.fit(2, .01)) for k in (7, None)))
+    assert not [w for w in recwarn if 'keeps' in str(w.message)]
+
+class Numbers(nn.Module):
+    "A mean over its items beside the outputs"
+    def __init__(self): super().__init__(); self.net = small()
+    def forward(self, x): out = self.net(x); return out,out.mean()
+
+def test_numbers_of_the_items_are_refused_at_once():
+    "Not at the end of the epoch, after steps with wrong numbers"
+    steps = []
+    with pytest.raises(ValueError, match='not the same for all micro-batches'):
+        trained(7, On('after_step', steps.append), model=Numbers(), loss=OfNumbers())
+    assert not steps
+
+class OfNumbers(nn.Module):
+    def forward(self, pred, y): return (F.cross_entropy(pred[0], y) + pred[1]).float()
+
+class Differentiates(nn.Module):
+    "Predicts with a gradient with respect to its input, or to what comes behind BatchNorm. skip: not only through BatchNorm"
+    def __init__(self, behind=False, skip=False):
+        super().__init__()
+        self.behind,self.skip,self.norm,self.hid,self.out = behind,skip,nn.BatchNorm1d(432),nn.Linear(432, 4),nn.Linear(4, 4)
+    def forward(self, x):
+        x = x.flatten(1).requires_grad_()
+        with torch.enable_grad():
+            z = self.norm(x)
+            start = z.detach().requires_grad_() if self.behind else x
+            energy = self.hid(start if self.behind else z + x if self.skip else z).tanh()
+            g, = torch.autograd.grad(energy.sum(), start, create_graph=self.training)
+        return self.out(energy) + g[:,:4] + z[:,:4]
+
+@pytest.mark.parametrize('skip', [False, True])
+def test_gradients_through_batchnorm_in_the_model_are_refused(skip):
+    "They would end there, silently where another way leads past it"
+    with pytest.raises(ValueError, match='computes a gradient itself'): trained(7, model=Differentiates(skip=skip).double())
+
+def test_gradients_behind_batchnorm_in_the_model():
+    model = Differentiates(behind=True).double()
+    check_runs(trained(7, model=model), trained(model=model))
