@@ -430,18 +430,19 @@ class GradientAccumulation(LoopCallback):
         if self.on_host is not None: self.on_host.follow()
 
     def after_train(self):
-        left,resumed = self.n_items,len(self.acc.losses) < self.learn.n_iter and not self.n_before   # in the middle of this epoch
+        left,seen = self.n_items,len(self.acc.losses)
         self._end_epoch()
-        whole = self.batch is not None and self.batch.last                      # nobody cut the epoch short
-        n,steps = self.acc.closed.n_items,self.n_opened - self.n_before
-        if whole and not resumed and self.remainder == 'drop' and steps == 1 and 0 < left < self.accum_bs:
+        if self.batch is None or not self.batch.last: return                    # the epoch was cut short
+        n,n_iter,steps = self.acc.closed.n_items,self.learn.n_iter,self.n_opened - self.n_before
+        resumed = seen < n_iter and not self.n_before                           # in the middle of this epoch
+        if not resumed and self.remainder == 'drop' and steps == 1 and 0 < left < self.accum_bs:
             self.warn_once(f"remainder='drop' with accum_bs={self.accum_bs} never steps: an epoch has {left} {self.unit}, and all of them "
                            "are dropped. Use 'step' or 'carry', or a smaller accum_bs.", about='never')
-        if whole and self.unit != 'items' and 1 < steps == self.learn.n_iter and type(self).size_at is GradientAccumulation.size_at:
+        if self.unit != 'items' and 1 < steps == n_iter and type(self).size_at is GradientAccumulation.size_at:
             if not self.per_loader_batch and not self.loop.lr_finder:
                 self.warn_once(f"accum_bs={self.accum_bs} {self.unit} is less than a loader batch has: nothing accumulates, every loader "
                                "batch is a step.")
-        if whole and self.remainder == 'step' and steps == 1 and 0 < n < self.accum_bs:
+        if self.remainder == 'step' and steps == 1 and 0 < n < self.accum_bs:
             self.warn_once(f"accum_bs={self.accum_bs} is more than the {n} {self.unit} of an epoch: each epoch is one step.")
 
     def after_cancel_epoch(self): self._end_epoch()
