@@ -6,25 +6,30 @@ limit = 95     # characters; a browser would break longer lines anywhere, and go
 
 def tokens(src): return list(tokenize.generate_tokens(io.StringIO(src).readline))
 
-def own_lines(src):
-    "`src` with each long comment before its line, and each long `if a: b` in two lines"
+def with_long_lines(src, lines_for):
+    "`src` with the long line of each comment and operator, the last first, in the lines that `lines_for(token, line)` gives, if it gives any"
     lines = src.split('\n')
     for t in reversed(tokens(src)):
-        row,col = t.start[0]-1,t.start[1]
-        if t.type == tokenize.COMMENT and len(lines[row]) > limit and lines[row][:col].strip():
-            indent = re.match(' *', lines[row])[0]
-            lines[row:row+1] = [indent+t.string, lines[row][:col].rstrip()]
+        row = t.start[0]-1
+        if t.type in (tokenize.COMMENT, tokenize.OP) and len(lines[row]) > limit: lines[row:row+1] = lines_for(t, lines[row]) or [lines[row]]
     return '\n'.join(lines)
+
+def indent_of(line): return re.match(' *', line)[0]
+
+def own_lines(src):
+    "`src` with each long comment before its line, and each long `if a: b` in two lines"
+    def lines_for(t, line):
+        before = line[:t.start[1]].rstrip()
+        if t.type == tokenize.COMMENT and before: return [indent_of(line) + t.string, before]
+    return with_long_lines(src, lines_for)
 
 def comments(src):
     "`src` with long comments in several lines"
-    lines = src.split('\n')
-    for t in reversed(tokens(src)):
-        row,col = t.start[0]-1,t.start[1]
-        if t.type != tokenize.COMMENT or len(lines[row]) <= limit or lines[row][:col].strip(): continue
-        indent = ' '*col + '# '
-        lines[row:row+1] = textwrap.wrap(t.string[1:].strip(), limit, initial_indent=indent, subsequent_indent=indent)
-    return '\n'.join(lines)
+    def lines_for(t, line):
+        if t.type != tokenize.COMMENT or line[:t.start[1]].strip(): return
+        indent = ' '*t.start[1] + '# '
+        return textwrap.wrap(t.string[1:].strip(), limit, initial_indent=indent, subsequent_indent=indent)
+    return with_long_lines(src, lines_for)
 
 def bodies(src):
     "`src` with the body of a compound statement, or the next of several statements, on a line of its own where the line is long"
@@ -39,18 +44,15 @@ def bodies(src):
     for row,col in sorted(found, reverse=True):
         before,after = lines[row][:col].rstrip(),lines[row][col:]
         if len(lines[row]) <= limit or not before.endswith(':'): continue
-        indent = re.match(' *', before)[0]
-        lines[row:row+1] = [before, f'{indent}    {after}']
+        lines[row:row+1] = [before, f'{indent_of(before)}    {after}']
     return '\n'.join(lines)
 
 def statements(src):
     "`src` with each of several statements of a long line on a line of its own"
-    lines = src.split('\n')
-    for t in reversed(tokens(src)):
-        row,col = t.start[0]-1,t.start[1]
-        if t.string != ';' or t.type != tokenize.OP or len(lines[row]) <= limit or not lines[row][col+1:].strip(): continue
-        lines[row:row+1] = [lines[row][:col].rstrip(), re.match(' *', lines[row])[0] + lines[row][col+1:].strip()]
-    return '\n'.join(lines)
+    def lines_for(t, line):
+        before,after = line[:t.start[1]].rstrip(),line[t.end[1]:].strip()
+        if t.string == ';' and after: return [before, indent_of(line) + after]
+    return with_long_lines(src, lines_for)
 
 def bracketed(src):
     "`src` with the value of a long statement in brackets, where it has none of its own in which it can be broken"
@@ -80,7 +82,7 @@ def breaks(src):
         if t.string == ',' and not targets: place = end
         elif t.type != tokenize.OP or t.string in ('+', '.', '==') and lines[row-1][:col].endswith((')', ' ')): place = col
         if place is None or place > limit or not lines[row-1][:place].strip() or not lines[row-1][place:].strip(): continue
-        indent = len(re.match(' *', lines[row-1])[0])
+        indent = len(indent_of(lines[row-1]))
         opened = indent if stack[-1][0] != row else stack[-1][1] if stack[-1][1] <= 55 else indent+4
         if place > opened and opened < limit-25: best.setdefault(row, []).append((len(stack), -place, opened))
     for row in sorted(best):

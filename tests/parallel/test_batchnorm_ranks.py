@@ -1,5 +1,5 @@
 "`coupled='batchnorm'` over several ranks: BatchNorm sees the loader batch of all ranks, and weights, running statistics and losses are those of one process"
-import os, shutil, signal, time, warnings
+import os, signal, time, warnings
 from functools import partial
 import pytest, torch, torch.distributed as dist, torch.nn.functional as F
 pytest.importorskip('greenlet')
@@ -11,7 +11,7 @@ from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, Gradie
 from fastaccum.checkpoint.folder import CheckpointFolder
 from bench.comm import CommCounter
 from test_joint_validation import Contrast, quiet, started
-from test_shares import PowerCut, Work
+from test_shares import PowerCut, Work, close, with_other_ranks
 
 few = 'ragged',                                    # of `settings`, with QUICK
 quick = ['test_trains_as_one_process[ragged-2]']   # all start processes
@@ -247,7 +247,6 @@ def equal(tmp_path_factory):
 @pytest.fixture(scope='module')
 def others(tmp_path_factory): return start(apart, 1, tmp_path_factory.mktemp('ranks'))()[0]
 
-def close(a, b, eps): torch.testing.assert_close(torch.as_tensor(a).double(), torch.as_tensor(b).double(), rtol=eps, atol=eps)
 def same_state(a, b, eps):
     for k,v in b.items(): close(a[k], v, eps)
 def same_run(one, ranks, eps):
@@ -289,14 +288,10 @@ def test_resumed_bit_for_bit(others):
         assert torch.equal(whole['losses'], again['losses']) and len(again['rows']) < len(whole['rows'])
 
 def test_resumed_with_other_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('two')
-    first = start(stopped, 2, folder)()
-    to = {n: tmp_path_factory.mktemp('other') for n in (1, 3)}
-    for n in to: shutil.copytree(folder/'models', to[n]/'models')
-    for wait in [start(goes_on, n, to[n]) for n in to]:
-        for r in wait():
-            same_state(r['state'], first[0]['state'], 1e-12)
-            assert r['began'][0] > 0
+    first,others = with_other_ranks(start, stopped, goes_on, tmp_path_factory)
+    for r in others:
+        same_state(r['state'], first['state'], 1e-12)
+        assert r['began'][0] > 0
 
 @pytest.mark.parametrize('name,kind', dict(boom='ValueError: boom', late='ValueError: boom', ctrl_c='SignalException', one_part='ValueError: coupled', in_backward='ValueError: boom').items())
 def test_a_rank_that_fails_tells_the_others(others, name, kind):

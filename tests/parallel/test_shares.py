@@ -337,15 +337,19 @@ def test_resumed_with_other_shares(two, name, row):
         for k in ('weights','losses'): close(again[k], first[k], 1e-12)
         assert again['rows'] == row
 
-def test_resumed_with_other_ranks(tmp_path_factory):
+def with_other_ranks(start, stopped, goes_on, tmp_path_factory):
+    "What the first of two ranks gives that are `stopped`, and what all give of the one rank and the three that go on from their checkpoint"
     folder = tmp_path_factory.mktemp('two')
-    first = start(stopped, 2, folder)()
+    first = start(stopped, 2, folder)()[0]
     to = {n: tmp_path_factory.mktemp('other') for n in (1, 3)}
     for n in to: shutil.copytree(folder/'models', to[n]/'models')
-    for wait in [start(goes_on, n, to[n]) for n in to]:
-        for r in wait():
-            close(r['weights'], first[0]['weights'], 1e-12)
-            assert r['began'] == (1, 5)
+    return first,[r for wait in [start(goes_on, n, to[n]) for n in to] for r in wait()]
+
+def test_resumed_with_other_ranks(tmp_path_factory):
+    first,others = with_other_ranks(start, stopped, goes_on, tmp_path_factory)
+    for r in others:
+        close(r['weights'], first['weights'], 1e-12)
+        assert r['began'] == (1, 5)
 
 def test_refused(two):
     says = dict(number='there are 2 ranks', zero='above 0', negative='above 0', nan='above 0', kind='above 0', array='pass a list', local='leave out shares=', sharded='wait for each other',
