@@ -4,7 +4,6 @@
 accumulate* shows. For each size, one seed chooses the learning rate from a grid, and three others give the score. Adam's averages either
 have the same decay in each step, or the same half-life in items, which arXiv:2507.07101 recommends for small batches."""
 import json, os, random, time, warnings
-from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from functools import partial
 from multiprocessing import get_context
@@ -117,6 +116,6 @@ def plot(rows):
 if __name__ == '__main__':
     from .__main__ import machine, versions
     cases = sorted(((name, size, how) for name in SIZES for size in SIZES[name] for how in HOW), key=lambda c: c[1])   # the longest first
-    with ProcessPoolExecutor(os.cpu_count(), get_context('spawn')) as pool: rows = [r for res in pool.map(tuned, cases) for r in res]
+    with get_context('spawn').Pool(os.cpu_count()) as pool: rows = [r for res in pool.map(tuned, cases) for r in res]
     res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), costs=costs(), rows=rows)
     FILE.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
