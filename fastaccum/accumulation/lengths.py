@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 from fastai.basics import *
-from ..core.memory import device_of, is_out_of_memory
+from ..core.memory import is_out_of_memory
 from ..core.microbatch import map_tensors, tensors_in
 from ..core.watch import generators_of, no_trace
 from .batch import FittingSize

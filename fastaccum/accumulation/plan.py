@@ -15,7 +15,7 @@ from ..core.memory import device_of
 from ..core.random import RandomState, generator_types
 from ..loop.events import is_a
 from ..loop.ranks import OneRank
-from ..loop.sizes import batch_sizes, loader_bs
+from ..loop.sizes import loader_bs
 
 # %% auto #0
 __all__ = []
@@ -95,7 +95,6 @@ def untouched(learn, dl):
         state.restore([getattr(o, k) for o,k in places])             # fastai's loader puts a new one there
         for k in ('xb','yb'): vars(learn).pop(k, None)
         vars(learn).update(batch)
-
 
 # %% ../../nbs/api/accumulation/04_plan.ipynb #9d27ce02
 ENDS,MOVES = 1,2

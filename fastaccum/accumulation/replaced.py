@@ -6,7 +6,6 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/replaced.html.md"""
 
 # %% ../../nbs/api/accumulation/06_replaced.ipynb #8da82598
 from __future__ import annotations
-from copy import copy
 from fastai.basics import *
 from ..core.microbatch import map_tensors
 from ..core.terms import read_parts

@@ -19,7 +19,6 @@ from .values import Values, has_state_dict, scalars
 from ..core.functions import closure_of, set_closure
 from ..core.host import stays_on_host, to_host
 from ..core.memory import device_of
-from ..core.random import generator_types
 from ..loop.batch_loop import LoopCallback
 from ..loop.learner import declared
 from ..loop.optimizers import params_of

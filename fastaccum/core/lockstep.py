@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextvars, operator, sys, weakref
 from bisect import bisect_right
 from contextlib import ExitStack, contextmanager, suppress
-from copy import copy
 from functools import partial
 from typing import Any
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType

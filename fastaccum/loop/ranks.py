@@ -6,7 +6,6 @@ Docs: https://fastaccum.github.io/fastaccum/api/loop/ranks.html.md"""
 
 # %% ../../nbs/api/loop/04_ranks.ipynb #cb21d2ec
 from __future__ import annotations
-from fastcore.basics import first
 
 # %% auto #0
 __all__ = []
