@@ -21,7 +21,7 @@ from .losses import LossInfo, LossRule, at_least, ignore_empty, is_known, loss_w
 from .microbatch import map_tensors, part_sizes, tensors_in
 from .probe import LossProbe
 from .values import LossValues
-from .watch import buffers_of, changed_buffers
+from .watch import buffers_of, changed_buffers, nodes_of
 
 # %% auto #0
 __all__ = ['ChunkedLoss']
@@ -264,8 +264,9 @@ class Chunks:
 
     # An error if a gradient would be lost: the loss must depend on nothing else that has one than `known`
     def check(self, loss, known, own):
-        known = {id(t) for t in known}
-        other = next((t for t in leaves_of(loss) if id(t) not in known), None)
+        known,leaves = {id(t) for t in known},[loss]*(loss.is_leaf and loss.requires_grad)
+        leaves += [f.variable for f in nodes_of(loss) if type(f).__name__ == 'AccumulateGrad']
+        other = next((t for t in leaves if id(t) not in known), None)
         if other is None: return
         name,names = getattr(self.f, '__name__', type(self.f).__name__),{**self.names(), **own}
         what = f"{names[other]}, of shape" if other in names else "a tensor that is not the model's and requires a gradient, of shape"
@@ -273,16 +274,6 @@ class Chunks:
                          "no gradient. If the loss computes with it: add this term in a callback's `after_loss`, to `learn.loss_grad`, or "
                          "use `torch.no_grad()` if it needs no gradient. If a hook computes the head's weights of it, as the old "
                          "weight_norm does: use torch.nn.utils.parametrizations. Otherwise train without chunks.")
-
-# The tensors for which the graph of `loss` accumulates gradients
-def leaves_of(loss):
-    todo,seen = [loss.grad_fn] if loss.grad_fn is not None else [loss]*loss.requires_grad,set()
-    while todo:
-        node = todo.pop()
-        if isinstance(node, Tensor): yield node
-        elif node is not None and node not in seen:
-            seen.add(node)
-            todo += [node.variable] if type(node).__name__ == 'AccumulateGrad' else [f for f,_ in node.next_functions]
 
 # Names, as in `_Calls`, and parameters of a head that train
 def trained(head): return [(f'head.{n}', p) for n,p in head.named_parameters() if p.requires_grad]

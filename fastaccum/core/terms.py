@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from torch import Tensor
 from .microbatch import map_tensors, part_sizes, split_items, tensors_in
-from .watch import generators_of, no_trace
+from .watch import generators_of, no_trace, nodes_of
 
 # %% auto #0
 __all__ = []
@@ -50,13 +50,8 @@ other_terms = ("The model's number {name} is a part of the loss, and is not the 
 def terms_in(model, out, loss):
     found = {f'in output {i}': t for i,t in enumerate(tensors_in(out))} | {repr(k): t for k,t in _held(model)}
     found = {k: t for k,t in found.items() if not t.dim() and t.grad_fn is not None}
-    seen,todo,wanted = set(),[loss.grad_fn] if found else [],{t.grad_fn for t in found.values()}
-    while todo and not wanted <= seen:
-        f = todo.pop()
-        if f is None or f in seen: continue
-        seen.add(f)
-        todo += [o for o,_ in f.next_functions]
-    return [k for k,t in found.items() if t.grad_fn in seen]
+    nodes = {*nodes_of(loss)} if found else ()
+    return [k for k,t in found.items() if t.grad_fn in nodes]
 
 # Attributes of the modules that are tensors: (name, tensor)
 def _held(model):

@@ -203,8 +203,8 @@ def no_trace(module, own):
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d018
 # The buffers of a model's modules before a call: (module, name, tensor, version, copy). Those of PyTorch's BatchNorm are left out, and
 # large ones are not copied
-def buffers_of(model, most=2**16):
-    return [(m, k, b, b._version, b.clone() if b.numel() <= most else None) for m in model.modules()
+def buffers_of(model):
+    return [(m, k, b, b._version, b.clone() if b.numel() <= 2**16 else None) for m in model.modules()
             if not isinstance(m, nn.modules.batchnorm._BatchNorm) for k,b in m._buffers.items() if b is not None]
 
 # The names of those that the call has changed, or None
