@@ -33,8 +33,8 @@ class LossProbe:
         self._begin()
 
     def _begin(self):
-        self.open,self.kept,self.error,self.why = not self.known,None,None,None
-        self.tries,self.rules,self.was_sure = 0,_Rules(),False
+        self.open,self.kept,self.why,self.tries,self.rules,self.was_sure = not self.known,None,None,0,_Rules(),False
+        self.no_gradient = False                 # was that why it could not be measured?
         self.moves = None                        # how far a second call of the loss is from the first, as it changes itself
         self.last = None                         # the last batch that was looked at, while several rules fit
         self.not_finite = False                  # has it seen only losses that are not finite?
@@ -68,7 +68,7 @@ class LossProbe:
             return
         except Exception as e:
             self.kept = None
-            if self.open: self.error,self.why = e.with_traceback(None),f'{type(e).__name__}: {e}'
+            if self.open: self.no_gradient,self.why = isinstance(e, NoGradient),f'{type(e).__name__}: {e}'
         if not self.open and self.rules.settled: return
         if self.kept is None: self.tries += 1
         self.open = not self.rules.settled and self.tries < self.most*(4 if self.rules.count_positive else 1)
@@ -167,7 +167,7 @@ class LossProbe:
     # Why nothing could be measured, if it could have been
     @property
     def failed(self):
-        if not (self.known or self.rules.seen or isinstance(self.error, NoGradient)): return self.why
+        if not (self.known or self.rules.seen or self.no_gradient): return self.why
 
     # How far the old rule was off when the loss was found to have changed, once
     def take_change(self):
