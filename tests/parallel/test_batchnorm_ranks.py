@@ -93,7 +93,7 @@ def settings():
         several=dict(accum_bs=40, remainder='drop', cbs=[GradientClip(.05)]),
         shares=dict(shares=fixed[world()]),
         first_without_items=dict(shares={1: None, 2: (.02, 1.5), 3: [.02, 1, 1]}[world()]),
-        measured=dict(shares='auto', fit=lambda l: l.fit(4)),
+        measured=dict(shares='auto', micro_batch_size=8, fit=lambda l: l.fit(4)),
         class_weights=dict(loss=weighted(), accum_bs=40),
         ignored=dict(y=ignored(y), accum_bs=40),
         contrast=dict(loss=Contrast()),

@@ -1,9 +1,10 @@
 """Ranks that take unequal parts of each loader batch train as one process does, also while the parts move to the speeds that they measure"""
 import shutil, warnings
 from functools import partial
-import pytest, torch, torch.distributed as dist, torch.nn.functional as F
+import pytest, torch, torch.distributed as dist
 import fastaccum.parallel.shares as module
 from fastai.basics import Adam, Callback, DataLoaders, Learner, SGD, ifnone, nn, np, set_seed, tensor
+from fastai.callback.training import BnFreeze
 from fastai.losses import LabelSmoothingCrossEntropyFlat
 from fastai.metrics import accuracy
 from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, GradientAccumulationSchedule, LocalSGD, TrainingCheckpoint, launch
@@ -228,6 +229,12 @@ def told_of_few_items():
         learn = learner(x, y, ce, mlp(norm=True), accum=16, shares='auto', work=Work(1., 9.))
         with quiet(learn): learn.fit(8)
     res[16, 'auto'] = [str(o.message) for o in w if 'BatchNorm' in str(o.message)]
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter('always')
+        learn = learner(x, y, ce, mlp(norm=True), shares=[7, 1], cbs=[BnFreeze()])
+        learn.model[1].requires_grad_(False)
+        with quiet(learn): learn.fit(2)
+    res[16, 'frozen'] = [str(o.message) for o in w if 'BatchNorm' in str(o.message)]
     return res
 def lists_differ(): return fit_error(shares=([3, 1], [1, 3])[rank()])
 def kinds_differ(): return fit_error(shares=('auto', None)[rank()])
@@ -360,7 +367,7 @@ def test_refused(two):
 def test_told_of_few_items_for_batchnorm(two):
     "Once, also where a loader batch has few of them, and where measured shares come to that"
     for r in two:
-        assert {k: len(msgs) for k,msgs in r['few'].items()} == {(16, '[7, 1]'): 1, (16, '[1, 1]'): 0, (8, 'None'): 1, (4, 'None'): 1, (32, '[3, 1]'): 0, (16, '[1, 50]'): 0, (16, 'auto'): 1}
+        assert {k: len(msgs) for k,msgs in r['few'].items()} == {(16, '[7, 1]'): 1, (16, '[1, 1]'): 0, (8, 'None'): 1, (4, 'None'): 1, (32, '[3, 1]'): 0, (16, '[1, 50]'): 0, (16, 'auto'): 1, (16, 'frozen'): 0}
         assert 'A rank has 2 of the 16 items' in r['few'][16, '[7, 1]'][0] and 'micro-batches of 4 items' in r['few'][4, 'None'][0]
 
 @pytest.mark.parametrize('f', [f.__name__ for f in differ])
