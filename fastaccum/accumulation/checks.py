@@ -112,8 +112,8 @@ def check_learner(acc):
         raise ValueError("fastai's MixedPrecision is attached, but it does not work with fastaccum's GradientAccumulation: it ends its "
                          "autocast at every micro-batch, and the weights would stop learning. Use fastaccum's: write `from fastaccum.all "
                          "import *` after fastai's imports, then `learn.to_fp16()` or `learn.to_bf16()`, which replace fastai's.")
+    name = 'micro_batch_size' if acc.micro_batch_tokens is None else 'micro_batch_tokens'
     if acc.splits and keeps_state(learn.model, learn.cbs):
-        name = 'micro_batch_size' if acc.micro_batch_tokens is None else 'micro_batch_tokens'
         raise ValueError(f"{name} splits loader batches, but this model keeps state from one batch to the next (the Learner has a "
                          f"ModelResetter): some items would get the state of others. Leave {name} out and give the loader a "
                          "smaller batch size.")
@@ -127,8 +127,8 @@ def check_learner(acc):
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
     if hooked and acc.splits:
         acc.warn_once(f"{hooked} looks at the model with hooks, which see one micro-batch at a time: in training it keeps the figures of "
-                      "the last micro-batch of a loader batch. For those of all items leave out micro_batch_size, and make the loader "
-                      "batches smaller.")
+                      f"the last micro-batch of a loader batch. For those of all items leave out {name}, and make the loader batches "
+                      "smaller.")
     check_sizes(acc)
 
 # Raise an error if ranks need to know how many micro-batches there are, or if a callback takes them for random samples
