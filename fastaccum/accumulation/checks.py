@@ -10,6 +10,7 @@ from fastai.basics import *
 from ..core.checks import is_count
 from ..core.coupled import find_head
 from ..core.lockstep import import_greenlet
+from ..core.watch import batchnorms
 from ..loop.batch_loop import check_own_loop, check_single, takes_loop
 from ..loop.events import declares, is_a, keeps_state
 from ..loop.sizes import batch_sizes
@@ -236,10 +237,6 @@ def check_steps(acc, sizes):
     if most > max(sizes) and acc.coupled == 'batchnorm' and trains_batchnorm(acc.learn):
         acc.warn_once(f"coupled='batchnorm': BatchNorm sees a loader batch of {max(sizes)} items, but a step has {most}. Load batches of "
                       f"{most} items (bs={most}) for the step of that batch: micro_batch_size keeps the memory small.")
-
-def batchnorms(model, but=None):
-    others = set(but.modules()) if but is not None else ()
-    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in others]
 
 # Does the model have a BatchNorm that computes statistics of the batch in validation, too?
 def uses_batch(model): return any(m.running_mean is None for m in batchnorms(model))

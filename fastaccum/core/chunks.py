@@ -21,7 +21,7 @@ from .losses import LossInfo, LossRule, at_least, ignore_empty, is_known, loss_w
 from .microbatch import map_tensors, part_sizes, tensors_in
 from .probe import LossProbe
 from .values import LossValues
-from .watch import buffers_of, changed_buffers, nodes_of
+from .watch import batchnorms, buffers_of, changed_buffers, nodes_of
 
 # %% auto #0
 __all__ = ['ChunkedLoss']
@@ -163,8 +163,9 @@ def is_pointwise(m):
 
 def check_head(head):
     if not isinstance(head, nn.Module): raise TypeError(f"head={head!r}: pass the module that makes the outputs, such as a linear layer.")
-    norm = next((type(m).__name__ for m in head.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)
-    if norm: raise ValueError(f"The head has a {norm}, which would see a chunk instead of the batch: choose a layer after it.")
+    norm = next(iter(batchnorms(head)), None)
+    if norm is not None:
+        raise ValueError(f"The head has a {type(norm).__name__}, which would see a chunk instead of the batch: choose a layer after it.")
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e015
 # The chunks: a function that cuts `x.x`, or a tensor like it, and the targets. `info`: a `LossInfo`, if positions may be cut

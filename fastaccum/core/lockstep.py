@@ -23,7 +23,7 @@ from .memory import device_of
 from .microbatch import Joined, part_sizes, split_items, tensors_in
 from .offload import Emptied, Mover
 from .random import Snapshot
-from .watch import buffers_of, changed_buffers, held_by, nodes_of
+from .watch import batchnorms, buffers_of, changed_buffers, held_by, nodes_of
 
 # %% auto #0
 __all__ = []
@@ -70,7 +70,7 @@ class Lockstep:
         self.module,self.mover,self.keeps,self.greenlet = module,mover,Keeps() if keeps is None else keeps,import_greenlet()
         self.types = tuple(dict.fromkeys(('cpu', device_of(module).type)))
         self.token,self.meetings,self.parts,self.message,self.told = torch.ones((), requires_grad=True),[],[],None,None
-        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        norms = batchnorms(module)
         self.counters = {id(m.num_batches_tracked) for m in norms if m.num_batches_tracked is not None}
         self.synced = [m for m in norms if type(m).forward is nn.SyncBatchNorm.forward and 'forward' not in vars(m)]
         self.others,self.names = others,None if others is None else {m: n for n,m in module.named_modules()}
@@ -136,8 +136,7 @@ class Lockstep:
                 raise ValueError(unseen.format(name))
         def note(m, *_): called[m] = m.training and (torch.is_grad_enabled() or m.track_running_stats)
         with ExitStack() as stack:
-            for m in names:
-                if isinstance(m, nn.modules.batchnorm._BatchNorm): stack.callback(m.register_forward_pre_hook(note).remove)
+            for m in batchnorms(self.module): stack.callback(m.register_forward_pre_hook(note).remove)
             yield
         met = {call.layer for meeting in self.meetings for call in meeting.calls}
         alone = next((m for m,trains in called.items() if trains and m not in met), None)
@@ -525,8 +524,8 @@ class Meeting:
     def __init__(self, calls, others=None, names=None):
         self.calls,self.others,first = [*calls],others,calls[0]
         self.running,self.momentum,self.sums = first.running,first.momentum,None
-        moments = pooled(*zip(*(c.moments for c in calls)))
-        self.n,self.mean,squares = moments if others is None else others.pool(first.place(names), *moments)
+        own = pooled(*zip(*(c.moments for c in calls)))
+        self.n,self.mean,squares = own if others is None else others.pool(first.place(names), *own)
         for c in calls: c.moments = None
         if self.n < 2: raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(first.x.shape)}")
         self.var,self.unbiased = squares/self.n,squares/(self.n-1)

@@ -201,11 +201,17 @@ def no_trace(module, own):
         for g,state in zip(own, states): put_state(g, state)
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d018
+# The layers of PyTorch's BatchNorm in a model, but those in its module `but`
+def batchnorms(model, but=None):
+    others = set(but.modules()) if but is not None else ()
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in others]
+
 # The buffers of a model's modules before a call: (module, name, tensor, version, copy). Those of PyTorch's BatchNorm are left out, and
 # large ones are not copied
 def buffers_of(model):
-    return [(m, k, b, b._version, b.clone() if b.numel() <= 2**16 else None) for m in model.modules()
-            if not isinstance(m, nn.modules.batchnorm._BatchNorm) for k,b in m._buffers.items() if b is not None]
+    known = {*batchnorms(model)}
+    return [(m, k, b, b._version, b.clone() if b.numel() <= 2**16 else None) for m in model.modules() if m not in known
+            for k,b in m._buffers.items() if b is not None]
 
 # The names of those that the call has changed, or None
 def changed_buffers(model, before):

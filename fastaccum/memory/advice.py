@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from ..accumulation.batch import cut_at_head, predict_in_parts
 from ..accumulation.callback import GradientAccumulation
-from ..accumulation.checks import batchnorms
 from ..checkpoint.loaders import texts_in_order
 from .activations import ActivationCheckpointing, ActivationOffload, find_blocks
 from .chunks import ChunkedHead
@@ -32,7 +31,7 @@ from ..core.memory import StorageFollower, as_bytes, device_of, is_out_of_memory
 from ..core.microbatch import _holds_items, map_tensors, part_sizes, tensors_in
 from ..core.probe import LossProbe
 from ..core.random import RandomState, Snapshot
-from ..core.watch import CoupledWatch, hooks_of_others
+from ..core.watch import CoupledWatch, batchnorms, hooks_of_others
 from ..loop.events import keeps_state
 from ..precision.callback import MixedPrecision, _in_fp32
 
