@@ -69,8 +69,8 @@ class Cut:
 
     def _beside(self, t, p): return self._pick(t, p, self.of_targets) if t.dim() and len(t) == len(self.order) else t
 
-    # The inputs of micro-batch `p`. Numbers as wide as the texts may be something of each token, or features that happen to be as many
-    # Those at the places `but` are not trimmed
+    # The inputs of micro-batch `p`. Those at the places `but` are not trimmed, nor are features. Other numbers than integers that are as
+    # wide as the texts may be either, so they are refused
     def inputs(self, xb, p, but=()):
         if any(p.end-p.start < self.width for p in self.parts):
             masks = [id(d['attention_mask']) for d in xb if isinstance(d, dict) and 'attention_mask' in d]

@@ -89,12 +89,16 @@ class MemoryAdvice:
             else: too_large = k
         return fits or None
 
+    # Is recomputation still to be had?
+    @property
+    def _can_recompute(self): return self.now.recompute is None and self.forecast.has_blocks and self.now.coupled != 'batchnorm'
+
     def _plans(self):
         now,few = self.now,max(2, self.now.size//8)
         res = {'as it is': now}
         if not self.forecast.can_split: few = now.size
         if few < now.size: res[f'micro_batch_size={few}'] = replace(now, size=few)
-        if now.recompute is None and self.forecast.has_blocks and now.coupled != 'batchnorm':
+        if self._can_recompute:
             res['ActivationCheckpointing(selective=True)'] = replace(now, recompute=ActivationCheckpointing(selective=True))
             res['ActivationCheckpointing()'] = both = replace(now, recompute=ActivationCheckpointing())
             if few < now.size: res[f'both, micro_batch_size={few}'] = replace(both, size=few)
@@ -119,8 +123,7 @@ class MemoryAdvice:
         busy. What else the Learner's `GradientAccumulation` does stays as it is"""
         if self.gib is None or self._fits(self.now): return None
         tools = [self.now.recompute]
-        if tools[0] is None and self.forecast.has_blocks and self.now.coupled != 'batchnorm':
-            tools += [ActivationCheckpointing(selective=True), ActivationCheckpointing()]
+        if self._can_recompute: tools += [ActivationCheckpointing(selective=True), ActivationCheckpointing()]
         sizes = [self._largest(replace(self.now, recompute=t)) or 0 for t in tools]
         i = next((i for i,k in enumerate(sizes) if k >= min(8, self.bs)), sizes.index(max(sizes)))
         if not sizes[i]: return None

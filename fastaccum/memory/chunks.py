@@ -74,16 +74,21 @@ class ChunkedHead(Callback):
         return t if cb is None else cb.scaler.scale(t)
 
     # ---- when
+    # The loss in chunks, unless a callback has put another loss in its place
+    @property
+    def _chunked(self): return self.learn.loss_func.chunked if isinstance(self.learn.loss_func, HeadLoss) else None
+
     def before_train(self):
-        if isinstance(self.learn.loss_func, HeadLoss): self.learn.loss_func.chunked.rule.begin_epoch()
+        if self._chunked is not None: self._chunked.rule.begin_epoch()
     def before_batch(self):
         learn,self.deferred = self.learn,self.learn.training or self.only_loss
-        if isinstance(learn.loss_func, HeadLoss): learn.loss_func.chunked.where = f'epoch {learn.epoch}, batch {learn.iter}'
+        if self._chunked is not None: self._chunked.where = f'epoch {learn.epoch}, batch {learn.iter}'
     def after_pred(self): self.deferred = self.learn.training
     def after_batch(self):
         self.deferred = False
-        if self.learn.training and isinstance(self.learn.loss_func, HeadLoss): self._tell_of_values(self.learn.loss_func.chunked.values)
-        if self.first is None or not self.learn.training: return
+        if not self.learn.training: return
+        if self._chunked is not None: self._tell_of_values(self._chunked.values)
+        if self.first is None: return
         if not self.first.used:
             name = name_of_head(get_model(self.learn.model), self.head)
             warn(f"ChunkedHead does nothing: the model did not call its {name!r}, or the loss did not get what this returned. Either "

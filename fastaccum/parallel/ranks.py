@@ -264,10 +264,11 @@ class Ranks(OneRank):
         learn = self.learn
         if not same_on_all(head.place, head.place_squared, head.votes):
             where = f"epoch {learn.__dict__.get('epoch', 0)}, batch {learn.__dict__.get('iter', 0)}"
+            of_batches = ", and with coupled='batchnorm' also `CancelBatchException`" if self.pools else ''
             raise RuntimeError(f"The ranks have parted: this one is at {kind!r} ({where}), "
                                "another is not. Something ends an epoch or a validation on some ranks only (`CancelTrainException`, "
-                               f"`CancelEpochException`, `CancelValidException`{_or_batch if self.pools else ''}): end it on all ranks, or "
-                               "raise `CancelFitException`.")
+                               f"`CancelEpochException`, `CancelValidException`{of_batches}): end it on all ranks, or raise "
+                               "`CancelFitException`.")
         if not head.unsure: self._check_rule(head)
 
     def _check_rule(self, head):
@@ -277,7 +278,6 @@ class Ranks(OneRank):
                                "Learner and returns what its loss averaged over.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #232b40c9
-_or_batch = ", and with coupled='batchnorm' also `CancelBatchException`"
 kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','end'
 asks = 'save','SIGINT','SIGTERM','SIGUSR1'
 

@@ -52,8 +52,11 @@ def test_too_large_is_told():
     assert sum('validation batch' in str(w.message) for w in seen) == 1
 
 def test_activation_stats_are_told():
+    "With the argument that is to be left out"
     learn = learner(data, 16, GradientAccumulation(micro_batch_size=4), ActivationStats())
-    with pytest.warns(UserWarning, match='ActivationStats looks at the model with hooks'): learn.fit(1)
+    with pytest.warns(UserWarning, match='ActivationStats looks at the model with hooks.* leave out micro_batch_size,'): learn.fit(1)
+    learn = learner(data, 16, GradientAccumulation(micro_batch_tokens=64), ActivationStats())
+    with pytest.warns(UserWarning, match='leave out micro_batch_tokens,'), pytest.raises(ValueError, match='To count tokens'): learn.fit(1)
     with warnings.catch_warnings():
         warnings.filterwarnings('error', '.*hooks')
         learner(data, 16, GradientAccumulation(32), ActivationStats()).fit(1)
