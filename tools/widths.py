@@ -17,7 +17,7 @@ def with_long_lines(src, lines_for):
 def indent_of(line): return re.match(' *', line)[0]
 
 def own_lines(src):
-    "`src` with each long comment before its line, and each long `if a: b` in two lines"
+    "`src` with the comment behind the code of a long line on a line of its own, before it"
     def lines_for(t, line):
         before = line[:t.start[1]].rstrip()
         if t.type == tokenize.COMMENT and before: return [indent_of(line) + t.string, before]
@@ -32,15 +32,12 @@ def comments(src):
     return with_long_lines(src, lines_for)
 
 def bodies(src):
-    "`src` with the body of a compound statement, or the next of several statements, on a line of its own where the line is long"
+    "`src` with the body of a compound statement on a line of its own, where the line is long"
     lines,found = src.split('\n'),[]
     for node in ast.walk(ast.parse(src)):
         for name in ('body','orelse','finalbody'):
             group = getattr(node, name, None)
-            if not isinstance(group, list) or isinstance(node, ast.Module): continue
-            for o in group[:1]:
-                if getattr(node, 'lineno', 0) and o.lineno > node.lineno and lines[o.lineno-1][:o.col_offset].strip() == '': continue
-                found.append((o.lineno-1, o.col_offset))
+            if isinstance(group, list) and group and not isinstance(node, ast.Module): found.append((group[0].lineno-1, group[0].col_offset))
     for row,col in sorted(found, reverse=True):
         before,after = lines[row][:col].rstrip(),lines[row][col:]
         if len(lines[row]) <= limit or not before.endswith(':'): continue
