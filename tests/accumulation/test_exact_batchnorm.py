@@ -12,7 +12,6 @@ from fastai.tabular.model import TabularModel
 from fastai.vision.models.unet import DynamicUnet
 from fastai.vision.models.xresnet import xresnet18
 from fastaccum.all import *
-from fastaccum.core.lockstep import Lockstep
 from test_coupled import SupCon
 from test_encoder import classifier, padded, texts
 from test_silent import moved

@@ -2,7 +2,7 @@
 import gc, random, warnings, pytest
 from collections import namedtuple, OrderedDict
 from reference import *
-from test_exact import Mixed, bits, case, cases, classes, cls_w, empty_cases, mixed_cases, mixed_loss, reals
+from test_exact import Mixed, case, cases, cls_w, empty_cases, mixed_cases, mixed_loss
 from test_precision import elementwise
 from bench.measure import SyncCounter
 from fastai.callback.mixup import CutMix, MixUp
@@ -13,7 +13,6 @@ from fastaccum.loop.events import _batch_events as inner
 from fastaccum.accumulation.batch import too_big
 from fastaccum.core.memory import PeakMemory, StorageFollower
 from fastaccum.core.microbatch import part_sizes, split_items
-from fastaccum.core.random import Snapshot
 import fastaccum.precision.callback
 
 Acc = GradientAccumulation

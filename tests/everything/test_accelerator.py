@@ -2,8 +2,7 @@
 
 Waits of the host, memory, sizes found by running out, whole runs in each precision, resumed runs; and what only a GPU has: fused optimizers,
 graphs, streams. `torch.cuda` and the simulated `torch.sim` have the same functions for it."""
-import gc, os, pytest, sys
-from contextlib import contextmanager
+import gc, pytest
 from reference import *
 import simulated
 from fastai.callback.fp16 import MixedPrecision as _      # ours must come after it

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from reference import *
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.metrics import LossMetric
-from fastai.text.all import AWD_LSTM, Perplexity
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.conformance import check_callback
 from fastaccum.logs.steps import StepLogger

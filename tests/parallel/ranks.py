@@ -609,7 +609,7 @@ def loggers():
     if not many: return {}
     import wandb
     from fastai.callback.tensorboard import TensorBoardCallback
-    from fastaccum.wandb import WandbCallback, offline_history
+    from fastaccum.wandb import WandbCallback
     out,here = io.StringIO(),folder/f'logs{rank}'
     here.mkdir()
     if rank == 0: wandb.init(mode='offline', dir=here, settings=wandb.Settings(console='off', silent=True))

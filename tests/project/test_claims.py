@@ -3,7 +3,6 @@ import json
 from importlib import import_module
 from pathlib import Path
 import pytest, torch
-from torch import nn
 from bench import clients
 from bench.clients import claims, of_accelerate, of_lightning, of_transformers
 from bench.clients.__main__ import CLIENTS, READ, merge
