@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/plan.html.md"""
 
 # %% ../../nbs/api/accumulation/04_plan.ipynb #b6c67541
 from __future__ import annotations
+import weakref
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
@@ -41,13 +42,16 @@ def accum_batches(*args): return [n for _,n in planned_steps(*args)]
 # What each loader batch of an epoch counts, if `accum_bs` does not count items. What was loaded is remembered
 class EpochCounts:
     def __init__(self): self.found,self.in_fit = {},False
+    def __reduce__(self): return EpochCounts,()                  # a copy, also in a file, has none of these loaders
 
     # `acc`: a `GradientAccumulation` that is attached to a `Learner`
     def of(self, acc, dl):
         if self.in_fit:
             raise ValueError(f"accum_bs counts {acc.unit}, and a plan loads an epoch to count them, which would disturb the one that is "
                              "being trained on: ask for the plan before or after the fit.")
-        key = id(dl),id(getattr(dl, 'dataset', None)),loader_bs(dl),id(acc.learn.loss_func)
+        try: loader = weakref.ref(dl)                            # when it is gone, another one may have its id
+        except TypeError: return counts_of_epoch(acc, dl)        # a list of batches
+        key = loader,id(getattr(dl, 'dataset', None)),loader_bs(dl),id(acc.learn.loss_func)
         if key not in self.found: self.found = {key: counts_of_epoch(acc, dl)}
         return self.found[key]
 

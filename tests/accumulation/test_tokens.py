@@ -212,6 +212,14 @@ def test_plan_with_loaders_of_pytorch():
     learn.fit(1, .1)
     assert learn.step_logger.to_df().tokens.tolist() == plan and 'an estimate' in out.getvalue()
 
+def test_plan_of_loaders_that_come_and_go():
+    "What was counted is remembered for a loader, not for the place in memory that the next one gets; a copy of the callback has none of it"
+    learn = text_learner('classes', acc := GradientAccumulation(60, unit='tokens'))
+    def plan(n): return acc.plan(dl=torch.utils.data.DataLoader(classes[n:n+8], batch_size=4, collate_fn=lambda b: (padded([x for x,_ in b]), torch.stack([y for _,y in b]))))
+    for n in range(38): assert sum(plan(n)) == sum(lengths[n:n+8])
+    assert acc.plan(dl=[(padded(texts[:4]), torch.arange(4)), (padded(texts[4:6]), torch.arange(2))]) == [sum(lengths[:6])]
+    assert deepcopy(acc.epoch_counts).found == {} != acc.epoch_counts.found
+
 @pytest.mark.parametrize('shuffle', [False, True])
 @pytest.mark.parametrize('kind', ['LMDataLoader','SortedDL'])
 def test_plan_without_loading(kind, shuffle):
