@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .memory import device_of
-from .microbatch import map_tensors, part_sizes, split_items, tensors_in
+from .microbatch import check_others, map_tensors, others_in, part_sizes, split_items, tensors_in
 from .random import RandomState, Snapshot, generator_types, put_state, state_of
 
 # %% auto #0
@@ -36,6 +37,7 @@ class CoupledWatch:
     def find_views(self, batch, out):
         n = batch.sizes[0]
         unsure = any(t.dim() and (len(t) != n or t.shape[1:2] == (n,)) for t in tensors_in(out))
+        unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))       # perhaps a number of items
         self.views = views_of(batch, self.own) if unsure else {}
 
     def note(self, differs, off=None):
@@ -153,8 +155,10 @@ def views_of(batch, own):
     half = -(-n//2)
     halves,sizes = zip(*(split_items(x, half, n, views=True) for x in part)),part_sizes(n, half)
     try:
-        with no_trace(batch.module, own): outs = [tensors_in(batch.model(*map_tensors(Tensor.clone, tuple(x)))) for x in (part, *halves)]
+        with no_trace(batch.module, own): outs = [batch.model(*map_tensors(Tensor.clone, tuple(x))) for x in (part, *halves)]
     except Exception: return {}                                      # the model refuses a half: its rows are taken item after item
+    for out in outs: check_others(others_in(out), others_in(outs[0]))
+    outs = map(tensors_in, outs)
     return {k: v for k,(t,*parts) in enumerate(zip(*outs)) if t.dim() and (v := order_of_rows(t, n, parts, sizes)) > 1}
 
 # The same for one output `t` of `n` items, and the outputs `parts` of `sizes` of them
@@ -201,19 +205,21 @@ def no_trace(module, own):
         for g,state in zip(own, states): put_state(g, state)
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d018
-# The buffers of a model's modules before a call: (module, name, tensor, version, copy). Those of PyTorch's BatchNorm are left out, and
-# large ones are not copied
+# The buffers and frozen weights of a model's modules before a call: (module, name, tensor, version, copy). Those of PyTorch's BatchNorm are
+# left out, and large ones are not copied
 def buffers_of(model, most=2**16):
+    def is_fixed(t): return not t.requires_grad and not is_traceable_wrapper_subclass(t)
     return [(m, k, b, b._version, b.clone() if b.numel() <= most else None) for m in model.modules()
-            if not isinstance(m, nn.modules.batchnorm._BatchNorm) for k,b in m._buffers.items() if b is not None]
+            if not isinstance(m, nn.modules.batchnorm._BatchNorm) for ts in (m._buffers, m._parameters) for k,b in ts.items()
+            if b is not None and (ts is m._buffers or is_fixed(b))]
 
 # The names of those that the call has changed, or None
 def changed_buffers(model, before):
     names = {m: n for n,m in model.named_modules()}
     def has_changed(m, k, b, version, old):
-        now = m._buffers.get(k)
+        now = m._buffers.get(k, m._parameters.get(k))
         if now is None or now.shape != b.shape: return False             # a cache of tables, made anew for longer inputs
         if now is b and old is None: return b._version != version
         return not torch.equal(now, b if old is None else old)
-    found = [f'{names[m]}.{k}'.lstrip('.') for m,k,*rest in before if has_changed(m, k, *rest)]
+    found = [f'{names[m]}.{k}'.lstrip('.') + ' (a frozen weight)'*(k in m._parameters) for m,k,*rest in before if has_changed(m, k, *rest)]
     return ', '.join(found[:3]) + (', ...' if len(found) > 3 else '') if found else None
