@@ -6,14 +6,12 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/lockstep.html.md"""
 
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f0003
 from __future__ import annotations
-import contextvars, operator, sys, weakref
+import contextvars, sys, weakref
 from bisect import bisect_right
-from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from functools import partial
 from typing import Any
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, once_differentiable
@@ -25,7 +23,7 @@ from .memory import device_of
 from .microbatch import Joined, part_sizes, split_items, tensors_in
 from .offload import Emptied, Mover
 from .random import Snapshot
-from .watch import buffers_of, changed_buffers, held_by, nodes_of
+from .watch import boxes_in, buffers_of, changed_buffers, copy_of, fill, held_by, holds, nodes_of
 
 # %% auto #0
 __all__ = []
@@ -265,7 +263,10 @@ class Part(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.add_ and self.i and id(args[0]) in self.run.counters: return args[0]     # the first part counts for all
         name = getattr(func, '__name__', '').split('.')[0]
-        if name == '__get__': return self._with_origin(func(*args, **kwargs), args)
+        if name == '__get__':
+            res = func(*args, **kwargs)
+            if self.origins is not None and isinstance(res, Tensor): self.origins.use(self, args)
+            return self._with_origin(res, args)
         if func in (Tensor.register_hook, Tensor.retain_grad): return self._hook(func, *args, **kwargs)
         if name in unseen_norms and trains(args, kwargs): raise ValueError(unseen.format(f'torch.{name}'))
         given = flat_tensors((*args, *kwargs.values()))
@@ -691,55 +692,3 @@ class Keeps:
         for k,b in self.boxes.items(): fill(b, self.before[k])
         self.enter(i)
         return f()
-
-# Name -> box
-def boxes_in(module):
-    boxes = {}
-    for name,m in module.named_modules():
-        boxes[name] = own = vars(m)
-        for k in _swapped: boxes[name,k] = own[k]
-        for k,o in own.items():
-            if k not in _of_torch: add_boxes(boxes, (name, k), o)
-        for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
-            if keeps_values(o := owner_of(h)): boxes[name,'hook',id(o)] = vars(o)
-    return boxes
-
-# The boxes in `o`: containers in containers, and in an object
-def add_boxes(boxes, name, o, inside=False):
-    key = *name,id(o)
-    if key in boxes or not (isinstance(o, (list,dict,deque,tuple)) or keeps_values(o) and not inside): return
-    if isinstance(o, (list,dict,deque)): boxes[key] = o
-    elif not isinstance(o, tuple): boxes[key],inside = vars(o),True
-    content = boxes.get(key, o)
-    for v in [*(content.values() if isinstance(content, dict) else content)]: add_boxes(boxes, name, v, inside)
-
-_of_torch = {k for k in vars(nn.Module()) if k != 'training'}
-_swapped = '_parameters','_buffers','_forward_hooks'     # as by `torch.func.functional_call`
-
-# The object that a hook belongs to
-def owner_of(f):
-    while isinstance(f, partial): f = f.func
-    return getattr(f, '__self__', f)
-
-def keeps_values(o):
-    others = nn.Module,Tensor,type,FunctionType,MethodType,BuiltinFunctionType,ModuleType
-    return hasattr(o, '__dict__') and not isinstance(o, others)
-
-def copy_of(box): return dict(box) if isinstance(box, dict) else list(box)
-
-# Are the same objects in the box?
-def holds(box, content):
-    if len(box) != len(content): return False
-    if isinstance(box, dict): return all(box.get(k, _nothing) is v for k,v in content.items())
-    return all(map(operator.is_, box, content))
-
-_nothing = object()
-
-def fill(box, content):
-    if isinstance(box, dict):
-        for k in [k for k in box if k not in content]: del box[k]
-        box.update(content)
-    elif isinstance(box, list): box[:] = content
-    else:
-        box.clear()
-        box.extend(content)

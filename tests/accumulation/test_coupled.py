@@ -8,6 +8,7 @@ from fastai.metrics import accuracy
 from fastai.vision.learner import create_head
 from fastaccum.all import *
 from fastaccum.core.memory import PeakMemory
+from fastaccum.core.watch import no_trace
 from test_silent import moved
 
 torch.manual_seed(0)
@@ -328,6 +329,18 @@ def test_values_that_differ_between_parts_are_an_error(name, coupled):
         def after_step(self): steps.append(1)
     with pytest.raises(ValueError, match=what): trained(8, Steps(), model=Beside(), loss=lambda: lambda p, y: Clip()(p[:3], y), acc=dict(coupled=coupled))
     assert not steps
+
+def test_looking_for_the_order_of_rows_leaves_no_trace():
+    "Not in nested containers either"
+    class Counts(nn.Module):
+        def __init__(self): super().__init__(); self.counts,self.seen = {'calls': [0]},[]
+        def forward(self, x):
+            self.counts['calls'][0] += 1
+            self.new = self.seen.append(x)
+            return x
+    model = Counts()
+    with no_trace(model, []): model(torch.ones(2))
+    assert model.counts == {'calls': [0]} and not model.seen and not hasattr(model, 'new')
 
 def test_values_that_are_the_same_for_all_parts():
     class Beside(Encoders):

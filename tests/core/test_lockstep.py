@@ -294,6 +294,21 @@ def hooks_inside(m, x):
     x = m.n2(m.n(m.a(x)))
     h.remove()
     return x + seen[0]
+def banked(m, x):
+    "Compares items with those of the batch before"
+    z = m.n(m.a(x)).mean((2, 3))
+    if m.bank: z = z + m.bank[-1].T.mean(1)
+    m.bank.append(z.detach())
+    return z
+def test_a_list_for_the_next_batch_is_told():
+    net,keeps,x = seeded(Body, banked, **three()),Keeps(),torch.randn(9, 4, 5, 5)
+    net.bank,told = [],[]
+    for _ in range(2):
+        batch = LockstepBatch(net, (x,), 9, 3, keeps=keeps)
+        batch.outputs()
+        told.append(batch.message)
+    assert told[0] is None and 'from one batch to the next' in told[1] and len(net.bank) == 2
+
 @pytest.mark.parametrize('f', [functional, hooks_inside])
 def test_weights_and_hooks_that_are_changed_for_a_while(f):
     net = seeded(Body, f, l=nn.Sequential(conv(), BN(4), conv()), **three()).double()
