@@ -161,20 +161,21 @@ def check_others(found, first):
             raise ValueError(f"coupled: the model returns an object of the type {type(v).__name__} with tensors in it, and those of "
                              "micro-batches cannot be joined there: return tensors, or tuples, lists and dicts of them.")
         if isinstance(v, (Number,str,np.ndarray)) and not np.array_equal(v, w):
-            raise ValueError(f"coupled: the model returns {v!r} beside its tensors, which is not the same for all micro-batches, as a number "
-                             "of items is. Its value for the whole batch is not known: compute it in the loss, or return a tensor with a "
-                             "row for each item.")
+            raise ValueError(f"coupled: the model returns {v!r} beside its tensors, which is not the same for all micro-batches, as with a "
+                             "number of items. Its value for the whole batch is not known: compute it in the loss, or return a tensor "
+                             "with a row for each item.")
 
 # Tensors for the whole batch, into which the outputs of each part are written. `sizes`: items of each part; `views`: number of views in the
 # rows of an output, by its place, if they are not 1
 class Joined:
-    def __init__(self, sizes): self.sizes,self.views,self.whole,self.has_grad,self.differs,self.template,self.others = sizes,{},[],[],None,None,[]
+    def __init__(self, sizes):
+        self.sizes,self.views,self.whole,self.has_grad,self.differs,self.template,self.others = sizes,{},[],[],None,None,[]
 
     # Copy the output of part `i` to its place. Returns the outputs for the whole batch after the last part
     def add(self, i, out):
         ts,others = tensors_in(out),others_in(out)
         if not i: self.others = others
-        check_others(others, self.others)
+        if others: check_others(others, self.others)
         if not i:     # detached, because the graph would keep the part's activations
             self.template = map_tensors(Tensor.detach, out)
             self.whole,self.has_grad = [self._room(t) for t in ts],[t.requires_grad for t in ts]
