@@ -6,15 +6,14 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/lockstep.html.md"""
 
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f0003
 from __future__ import annotations
-import contextvars, operator, sys, weakref
+import contextvars, sys, weakref
 from bisect import bisect_right
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -23,7 +22,7 @@ from .memory import device_of
 from .microbatch import Joined, part_sizes, split_items, tensors_in
 from .offload import Emptied, Mover
 from .random import Snapshot
-from .watch import batchnorms, buffers_of, changed_buffers, held_by, nodes_of
+from .watch import batchnorms, boxes_in, buffers_of, changed_buffers, copy_of, fill, held_by, holds, nodes_of
 
 # %% auto #0
 __all__ = []
@@ -92,6 +91,7 @@ class Lockstep:
             while self._surprised():             # modules kept something new: the parts have mixed it up
                 before.restore()
                 outs = self._forward(fs)
+            self._check_origins()
             if passes is not None: passes.know([self.keeps.of(i, partial(held_by, self.module)) for i in (0, len(fs)-1)])
             self.keeps.end(len(fs)-1)
         except BaseException:
@@ -105,6 +105,15 @@ class Lockstep:
     def _surprised(self):
         here = self.keeps.surprised()
         return here if self.others is None else self.others.end_forward(here)
+
+    # An error or a warning if a part has read what another one has kept
+    def _check_origins(self):
+        origins = self.keeps.origins
+        if origins is None: return
+        names = {m: n for n,m in self.module.named_modules()}
+        def name(m): return names.get(m) or type(m).__name__
+        if origins.mixed: raise ValueError(mixed_up.format(name(origins.mixed[0])))
+        if origins.earlier: self.message = of_last_batch.format(name(origins.earlier[0]))
 
     def _forward(self, fs):
         self.clear()
@@ -188,6 +197,14 @@ hooks_twice = ("coupled='batchnorm': the model sets hooks on the gradients of te
                "behind a BatchNorm. Hooks before it may be called several times, for parts of the gradient: a hook that is not linear, "
                "such as one that clips, then changes it in another way. Copy the view (`.clone()`).")
 
+mixed_up = ("coupled='batchnorm': in {!r} a micro-batch has read activations of another one. The model keeps them where all micro-batches "
+            "write, such as a global variable, a class, or one tensor that is written again and again. Keep them in attributes of its "
+            "modules, or pass them as arguments.")
+
+of_last_batch = ("coupled='batchnorm': in {!r} the model reads activations that it has kept from one batch to the next. They are those of "
+                 "the last micro-batch only, where the whole batch keeps those of all its items: then the step is not that of the whole "
+                 "batch. Keep what the next batch reads in a callback, from the model's outputs.")
+
 def import_greenlet():
     try: import greenlet
     except ImportError as e:
@@ -199,7 +216,8 @@ def import_greenlet():
 class Part(TorchFunctionMode):
     def __init__(self, run, i, f):
         super().__init__()
-        self.run,self.i,self.f,self.flags,self.hooks = run,i,f,run.flags,[]
+        self.run,self.i,self.f,self.flags,self.hooks,self.origins = run,i,f,run.flags,[],run.keeps.origins
+        if self.origins is not None: self.origins.put(self, [t for t in tensors_in(getattr(f, 'args', ())) if t.dim()])
         self.tensors = None if run.room is None else PartTensors(run.room)
         self.hooked = self.crossed = False     # has the model set hooks on tensors? has a view come from an earlier segment?
         self.starts,self.waiting = [],{}       # number of the first node of each segment; segment -> the gradients that wait at its nodes
@@ -243,18 +261,27 @@ class Part(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.add_ and self.i and id(args[0]) in self.run.counters: return args[0]     # the first part counts for all
         name = getattr(func, '__name__', '').split('.')[0]
-        if name == '__get__': return func(*args, **kwargs)
+        if name == '__get__':
+            res = func(*args, **kwargs)
+            if self.origins is not None and isinstance(res, Tensor): self.origins.use(self, args)
+            return self._with_origin(res, args)
         if func in (Tensor.register_hook, Tensor.retain_grad): return self._hook(func, *args, **kwargs)
         if name in unseen_norms and trains(args, kwargs): raise ValueError(unseen.format(f'torch.{name}'))
         given = flat_tensors((*args, *kwargs.values()))
         if self.tensors is not None: self.tensors.use(given)
+        if self.origins is not None: self.origins.use(self, given[1:] if name in only_write else given)
         if func in differentiates: return self._differentiate(func, args, kwargs)
         if torch.is_grad_enabled():
             for t in given: self._cut(t)
         call = batch_norms[func](*args, **kwargs) if func in batch_norms else None
         res = call.meet(self) if call is not None and call.training else func(*args, **kwargs)
         if self.tensors is not None: self.tensors.add(res, given)
-        return res
+        return self._with_origin(args[0] if name == '__setitem__' else res, given, res)
+
+    # `res`, what is returned, after a note of whose items `made` was computed from
+    def _with_origin(self, made, given, *res):
+        if self.origins is not None: self.origins.add(self, made, given)
+        return res[0] if res else made
 
     # Cut the graph at a tensor of an earlier segment: the backward pass of this one ends there
     def _cut(self, t):
@@ -307,6 +334,48 @@ def retain(t, total, g):
 # The tensors among `objects`, and in lists of them
 def flat_tensors(objects):
     return [t for o in objects for t in (o if isinstance(o, (tuple,list)) else (o,)) if isinstance(t, Tensor)]
+
+only_write = {'copy_', '__setitem__', 'zero_', 'fill_'}
+
+# The part from whose items a tensor was computed, for the first two batches. `mixed`, `earlier`: modules that read tensors of another
+# part, or of an earlier batch
+class Origins:
+    def __init__(self): self.of,self.first,self.mixed,self.earlier = {},True,[],[]     # of: id -> (weak reference, part or 'earlier')
+
+    # A pass begins, perhaps once more. Of buffers it is known whether they change
+    def begin(self, module):
+        self.of,self.mixed,self.earlier = {k: o for k,o in self.of.items() if o[1] == 'earlier'},[],[]
+        self.registered = {id(t) for t in (*module.parameters(), *module.buffers())}
+
+    # A batch has ended. Returns what looks at the next one
+    def end(self):
+        if not self.first: return None
+        self.of,self.first = {k: (r, 'earlier') for k,(r,_) in self.of.items() if r() is not None},False
+        return self
+
+    def put(self, part, ts):
+        for t in ts:
+            if id(t) not in self.registered: self.of[id(t)] = weakref.ref(t),part
+
+    def _part_of(self, t):
+        ref,part = self.of.get(id(t), (None, None))
+        return part if ref is not None and ref() is t else None
+
+    def use(self, part, ts):
+        for t in ts:
+            whose,f = self._part_of(t),t.grad_fn
+            if whose is None:      # no mode sees a function of the model's own
+                if isinstance(f, BackwardCFunction) and not isinstance(f, Cut._backward_cls) and f._sequence_nr() >= part.starts[-1]:
+                    self.put(part, [t])
+            elif whose == 'earlier': self.earlier.append(calling_module())
+            elif whose is not part: self.mixed.append(calling_module())
+
+    # The function has made `made` of `given`, perhaps by writing to it
+    def add(self, part, made, given):
+        if not any(isinstance(t, Tensor) and self._part_of(t) is not None for t in given): return
+        for t in flat_tensors((made,)):
+            self.put(part, [t])
+            if any(t is o for o in given) and t._is_view(): self.put(part, [t._base])
 
 # How many bytes of what parts have computed may stay on the device while they wait, and what is on the host. Storages below `min_bytes`
 # always stay
@@ -579,11 +648,13 @@ class Meeting:
 class Keeps:
     def __init__(self):
         self.watched,self.boxes,self.parts = None,{},[]     # watched: names of boxes that passes change; None: look at all
+        self.origins = Origins()                            # None from the third batch on
         self.saved = 0                                      # bytes that a part of the last batch has saved for its backward pass
 
     def begin(self, module, n_parts):
         self.boxes,self.parts,self.changed = boxes_in(module),[{} for _ in range(n_parts)],set()
         self.before = {k: copy_of(b) for k,b in self.boxes.items()}
+        if self.origins is not None: self.origins.begin(module)
 
     # Before a switch to part `i`
     def enter(self, i):
@@ -609,7 +680,9 @@ class Keeps:
     # Leave what part `last` has put there; after an error what was there before
     def end(self, last=None):
         for k,b in self.boxes.items(): fill(b, self.before[k])
-        if last is not None: self.enter(last)
+        if last is not None:
+            self.enter(last)
+            if self.origins is not None: self.origins = self.origins.end()
         self.boxes,self.parts,self.before = {},[],{}
 
     # `f()` with what part `i` has put there
@@ -617,41 +690,3 @@ class Keeps:
         for k,b in self.boxes.items(): fill(b, self.before[k])
         self.enter(i)
         return f()
-
-# Name -> box
-def boxes_in(module):
-    boxes = {}
-    for name,m in module.named_modules():
-        boxes[name] = own = vars(m)
-        hooks = [*m._forward_hooks.values(), *m._forward_pre_hooks.values()]
-        for k,o in [*((k, o) for k,o in own.items() if k not in _of_torch), *(('hook', owner_of(h)) for h in hooks)]:
-            if isinstance(o, (list,dict)): boxes[name,k,id(o)] = o
-            elif keeps_values(o): boxes[name,k,id(o)] = vars(o)
-    return boxes
-
-_of_torch = {k for k in vars(nn.Module()) if k != 'training'}
-
-# The object that a hook belongs to
-def owner_of(f):
-    while isinstance(f, partial): f = f.func
-    return getattr(f, '__self__', f)
-
-def keeps_values(o):
-    others = nn.Module,Tensor,type,FunctionType,MethodType,BuiltinFunctionType,ModuleType
-    return hasattr(o, '__dict__') and not isinstance(o, others)
-
-def copy_of(box): return dict(box) if isinstance(box, dict) else list(box)
-
-# Are the same objects in the box?
-def holds(box, content):
-    if len(box) != len(content): return False
-    if isinstance(box, dict): return all(box.get(k, _nothing) is v for k,v in content.items())
-    return all(map(operator.is_, box, content))
-
-_nothing = object()
-
-def fill(box, content):
-    if isinstance(box, dict):
-        for k in [k for k in box if k not in content]: del box[k]
-        box.update(content)
-    else: box[:] = content

@@ -142,6 +142,11 @@ def tensors_in(b):
     map_tensors(found.append, b)
     return found
 
+# The values that are no tensors
+def others_in(b):
+    if isinstance(b, (dict,*_listy)): return [v for o in (b.values() if isinstance(b, dict) else b) for v in others_in(o)]
+    return [] if isinstance(b, Tensor) or hasattr(type(b), 'map_tensors') else [b]
+
 # Undo `split_items`: concatenate tensors along their items, and stack tensors without dimensions
 def join_items(parts): return map_tensors(lambda *o: torch.cat(o) if o[0].dim() else torch.stack(o), *parts)
 
@@ -149,14 +154,28 @@ def join_items(parts): return map_tensors(lambda *o: torch.cat(o) if o[0].dim() 
 # The rows of `size` items from the item `start` on, in a tensor with the rows of `n` items: (views, items, rows of an item in a view, ...)
 def rows_of(t, views, n, start, size): return t.unflatten(0, (views, n, len(t)//n//views))[:,start:start+size]
 
+# An error if parts return other numbers beside tensors, or objects in which tensors cannot be joined
+def check_others(found, first):
+    for v,w in zip(found, first):
+        if any(isinstance(o, Tensor) for o in getattr(v, '__dict__', {}).values()):
+            raise ValueError(f"coupled: the model returns an object of the type {type(v).__name__} with tensors in it, and those of "
+                             "micro-batches cannot be joined there: return tensors, or tuples, lists and dicts of them.")
+        if isinstance(v, (Number,str,np.ndarray)) and not np.array_equal(v, w):
+            raise ValueError(f"coupled: the model returns {v!r} beside its tensors, which is not the same for all micro-batches, as with a "
+                             "number of items. Its value for the whole batch is not known: compute it in the loss, or return a tensor "
+                             "with a row for each item.")
+
 # Tensors for the whole batch, into which the outputs of each part are written. `sizes`: items of each part; `views`: number of views in the
 # rows of an output, by its place, if they are not 1
 class Joined:
-    def __init__(self, sizes): self.sizes,self.views,self.whole,self.has_grad,self.differs,self.template = sizes,{},[],[],None,None
+    def __init__(self, sizes):
+        self.sizes,self.views,self.whole,self.has_grad,self.differs,self.template,self.others = sizes,{},[],[],None,None,[]
 
     # Copy the output of part `i` to its place. Returns the outputs for the whole batch after the last part
     def add(self, i, out):
-        ts = tensors_in(out)
+        ts,others = tensors_in(out),others_in(out)
+        if not i: self.others = others
+        if others: check_others(others, self.others)
         if not i:     # detached, because the graph would keep the part's activations
             self.template = map_tensors(Tensor.detach, out)
             self.whole,self.has_grad = [self._room(t) for t in ts],[t.requires_grad for t in ts]

@@ -6,12 +6,16 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/watch.html.md"""
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d003
 from __future__ import annotations
+from collections import deque
 from contextlib import contextmanager
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+import operator
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .memory import device_of
-from .microbatch import map_tensors, part_sizes, split_items, tensors_in
+from .microbatch import check_others, map_tensors, others_in, part_sizes, split_items, tensors_in
 from .random import RandomState, Snapshot, generator_types, put_state, state_of
 
 # %% auto #0
@@ -36,6 +40,7 @@ class CoupledWatch:
     def find_views(self, batch, out):
         n = batch.sizes[0]
         unsure = any(t.dim() and (len(t) != n or t.shape[1:2] == (n,)) for t in tensors_in(out))
+        unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))       # perhaps a number of items
         self.views = views_of(batch, self.own) if unsure else {}
 
     def note(self, differs, off=None):
@@ -145,6 +150,61 @@ def hooks_of_others(model):
         return id(owner) not in own and (getattr(owner, '__module__', None) or '').split('.')[0] not in ('torch', 'wandb', 'fastaccum')
     return [(d, k) for d,k,h in hooks if is_other(h)]
 
+# %% ../../nbs/api/core/12_watch.ipynb #c0a2d020
+# What the modules keep: name -> box, a dict (of attributes), a list or a deque
+def boxes_in(module):
+    boxes = {}
+    for name,m in module.named_modules():
+        boxes[name] = own = vars(m)
+        boxes.update({(name, k): own[k] for k in _swapped if k in own})
+        for k,o in own.items():
+            if k not in _of_torch: add_boxes(boxes, (name, k), o)
+        for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
+            if keeps_values(o := owner_of(h)): boxes[name,'hook',id(o)] = vars(o)
+    return boxes
+
+# The boxes in `o`: containers in containers, and in an object
+def add_boxes(boxes, name, o, inside=False):
+    key = *name,id(o)
+    if key in boxes or not (isinstance(o, (list,dict,deque,tuple)) or keeps_values(o) and not inside): return
+    if isinstance(o, (list,dict,deque)): boxes[key] = o
+    elif not isinstance(o, tuple): boxes[key],inside = vars(o),True
+    content = boxes.get(key, o)
+    for v in [*(content.values() if isinstance(content, dict) else content)]: add_boxes(boxes, name, v, inside)
+
+_of_torch = {k for k in vars(nn.Module()) if k != 'training'}
+_swapped = '_parameters','_buffers','_forward_hooks'     # as by `torch.func.functional_call`
+
+# The object that a hook belongs to
+def owner_of(f):
+    while isinstance(f, partial): f = f.func
+    return getattr(f, '__self__', f)
+
+def keeps_values(o):
+    others = nn.Module,Tensor,type,FunctionType,MethodType,BuiltinFunctionType,ModuleType
+    return hasattr(o, '__dict__') and not isinstance(o, others)
+
+def copy_of(box): return dict(box) if isinstance(box, dict) else list(box)
+
+# Are the same objects in the box?
+def holds(box, content):
+    if len(box) != len(content): return False
+    if isinstance(box, dict): return all(box.get(k, _nothing) is v for k,v in content.items())
+    return all(map(operator.is_, box, content))
+
+_nothing = object()
+
+# Put the content back
+def fill(box, content):
+    if holds(box, content): return               # not every dict can be written to
+    if isinstance(box, dict):
+        for k in [k for k in box if k not in content]: del box[k]
+        box.update(content)
+    elif isinstance(box, list): box[:] = content
+    else:
+        box.clear()
+        box.extend(content)
+
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d013
 # Output -> how many views its rows hold, if more than 1: 2 if all items' first views come before all second ones, as in `torch.cat((a, b))`
 def views_of(batch, own):
@@ -153,8 +213,10 @@ def views_of(batch, own):
     half = -(-n//2)
     halves,sizes = zip(*(split_items(x, half, n, views=True) for x in part)),part_sizes(n, half)
     try:
-        with no_trace(batch.module, own): outs = [tensors_in(batch.model(*map_tensors(Tensor.clone, tuple(x)))) for x in (part, *halves)]
+        with no_trace(batch.module, own): outs = [batch.model(*map_tensors(Tensor.clone, tuple(x))) for x in (part, *halves)]
     except Exception: return {}                                      # the model refuses a half: its rows are taken item after item
+    for out in outs: check_others(others_in(out), others_in(outs[0]))
+    outs = map(tensors_in, outs)
     return {k: v for k,(t,*parts) in enumerate(zip(*outs)) if t.dim() and (v := order_of_rows(t, n, parts, sizes)) > 1}
 
 # The same for one output `t` of `n` items, and the outputs `parts` of `sizes` of them
@@ -187,15 +249,16 @@ class ModuleRandom(RandomState):
 # Context for passes that leave no trace in `module`
 @contextmanager
 def no_trace(module, own):
-    before,snap,states = [(m, dict(vars(m))) for m in module.modules()],Snapshot(module, ()),[state_of(g) for g in own]
+    boxes,snap,states = boxes_in(module),Snapshot(module, ()),[state_of(g) for g in own]
+    before = {k: copy_of(b) for k,b in boxes.items()}
     others = hooks_of_others(module)
     hooks = [(d, dict(d)) for d,_ in others]
     for d,k in others: del d[k]
-    for m,_ in before: m.training = m.training and not type(m).__module__.startswith('torch.nn')
+    for m in module.modules(): m.training = m.training and not type(m).__module__.startswith('torch.nn')
     try:
         with torch.no_grad(): yield
     finally:
-        for m,attrs in before: vars(m).update(attrs)
+        for k,b in boxes.items(): fill(b, before[k])
         for d,all_hooks in hooks: d.clear(); d.update(all_hooks)
         snap.restore()
         for g,state in zip(own, states): put_state(g, state)
@@ -206,20 +269,21 @@ def batchnorms(model, but=None):
     others = set(but.modules()) if but is not None else ()
     return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in others]
 
-# The buffers of a model's modules before a call: (module, name, tensor, version, copy). Those of PyTorch's BatchNorm are left out, and
-# large ones are not copied
+# The buffers and frozen weights of a model's modules before a call: (module, name, tensor, version, copy). Those of PyTorch's BatchNorm are
+# left out, and large ones are not copied
 def buffers_of(model):
     known = {*batchnorms(model)}
+    def is_fixed(t): return not t.requires_grad and not is_traceable_wrapper_subclass(t)
     return [(m, k, b, b._version, b.clone() if b.numel() <= 2**16 else None) for m in model.modules() if m not in known
-            for k,b in m._buffers.items() if b is not None]
+            for ts in (m._buffers, m._parameters) for k,b in ts.items() if b is not None and (ts is m._buffers or is_fixed(b))]
 
 # The names of those that the call has changed, or None
 def changed_buffers(model, before):
     names = {m: n for n,m in model.named_modules()}
     def has_changed(m, k, b, version, old):
-        now = m._buffers.get(k)
+        now = m._buffers.get(k, m._parameters.get(k))
         if now is None or now.shape != b.shape: return False             # a cache of tables, made anew for longer inputs
         if now is b and old is None: return b._version != version
         return not torch.equal(now, b if old is None else old)
-    found = [f'{names[m]}.{k}'.lstrip('.') for m,k,*rest in before if has_changed(m, k, *rest)]
+    found = [f'{names[m]}.{k}'.lstrip('.') + ' (a frozen weight)'*(k in m._parameters) for m,k,*rest in before if has_changed(m, k, *rest)]
     return ', '.join(found[:3]) + (', ...' if len(found) > 3 else '') if found else None

@@ -29,9 +29,25 @@ class Large(nn.Module):
     def __init__(self): super().__init__(); self.register_buffer('big', torch.zeros(300, 300))
     def forward(self, x): self.big += 1; return x
 
+class Follows(nn.Module):
+    "Frozen weights that follow others, in the forward pass"
+    def __init__(self):
+        super().__init__()
+        self.own,self.slow = nn.Linear(6, 6),nn.Linear(6, 6).requires_grad_(False)
+    @torch.no_grad()
+    def follow(self):
+        for p,q in zip(self.slow.parameters(), self.own.parameters()): p.lerp_(q, .1)
+    def forward(self, x):
+        if self.training: self.follow()
+        return self.own(x) - self.slow(x)
+class Replaced(Follows):
+    @torch.no_grad()
+    def follow(self):
+        for p,q in zip(self.slow.parameters(), self.own.parameters()): p.data = .9*p.data + .1*q.data
+
 def first(m): return lambda: nn.Sequential(m(), nn.Linear(6, 4))
 def normed(norm): return lambda: nn.Sequential(norm(nn.Linear(6, 16)), nn.ReLU(), nn.Linear(16, 4))
-changing = {'spectral': (normed(spectral_norm), '0.parametrizations.weight.0._u'), 'own': (first(Centred), '0.mean'), 'in place': (first(InPlace), '0.mean'), 'large': (first(Large), '0.big'),
+changing = {'spectral': (normed(spectral_norm), '0.parametrizations.weight.0._u'), 'own': (first(Centred), '0.mean'), 'in place': (first(InPlace), '0.mean'), 'large': (first(Large), '0.big'), 'follows': (first(Follows), r'0.slow.weight \(a frozen weight\)'), 'replaced': (first(Replaced), r'0.slow.weight \(a frozen weight\)'),
             'old spectral': (normed(nn.utils.spectral_norm), '0.weight_u')}
 ways = {'split': (16, dict(micro_batch_size=4)), 'coupled': (16, dict(micro_batch_size=4, coupled=True)), 'loader batches': (4, {}), 'auto': (8, dict(micro_batch_size='auto'))}
 

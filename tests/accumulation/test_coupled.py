@@ -8,6 +8,7 @@ from fastai.metrics import accuracy
 from fastai.vision.learner import create_head
 from fastaccum.all import *
 from fastaccum.core.memory import PeakMemory
+from fastaccum.core.watch import no_trace
 from test_silent import moved
 
 torch.manual_seed(0)
@@ -310,6 +311,42 @@ class WithMean(Encoders):
 def test_a_number_that_differs_between_parts_is_an_error():
     with pytest.raises(ValueError, match='not the same for all micro-batches'): trained(8, model=WithMean(0))
     with pytest.raises(ValueError, match='not the same for all micro-batches'): trained(8, model=WithMean(8))  # seen when the epoch ends
+
+class Box:
+    def __init__(self, t): self.t = t
+beside = dict(
+    items=lambda x: len(x), values=lambda x: 2.*x.numel(), mean=lambda x: x.mean().item(), shape=lambda x: x.shape, array=lambda x: np.array(x.mean(0).tolist()), object=lambda x: Box(x))
+@pytest.mark.parametrize('coupled', [True, 'batchnorm'])
+@pytest.mark.parametrize('name', beside)
+def test_values_that_differ_between_parts_are_an_error(name, coupled):
+    "Those of a number of items are the same for all parts, and another one for the whole batch"
+    class Beside(Encoders):
+        def forward(self, x): return (*super().forward(x), {'more': [beside[name](x)]})
+    if coupled == 'batchnorm': pytest.importorskip('greenlet')
+    what = 'an object of the type Box with tensors' if name == 'object' else 'beside its tensors, which is not the same for all micro-batches'
+    steps = []
+    class Steps(Callback):
+        def after_step(self): steps.append(1)
+    with pytest.raises(ValueError, match=what): trained(8, Steps(), model=Beside(), loss=lambda: lambda p, y: Clip()(p[:3], y), acc=dict(coupled=coupled))
+    assert not steps
+
+def test_looking_for_the_order_of_rows_leaves_no_trace():
+    "Not in nested containers either"
+    class Counts(nn.Module):
+        def __init__(self): super().__init__(); self.counts,self.seen = {'calls': [0]},[]
+        def forward(self, x):
+            self.counts['calls'][0] += 1
+            self.new = self.seen.append(x)
+            return x
+    model = Counts()
+    with no_trace(model, []): model(torch.ones(2))
+    assert model.counts == {'calls': [0]} and not model.seen and not hasattr(model, 'new')
+
+def test_values_that_are_the_same_for_all_parts():
+    class Beside(Encoders):
+        def forward(self, x): return (*super().forward(x), {'more': [8, 'name', None, x.shape[1:], True]})
+    loss = lambda: lambda p, y: Clip()(p[:3], y)*(p[3]['more'][0]/8)
+    assert rel_err(weights(trained(8, model=Beside(), loss=loss).model), weights(trained(model=Beside(), loss=loss).model)) < 1e-5
 
 def test_outputs_without_rows_are_an_error():
     class Odd(Encoders):

@@ -268,6 +268,15 @@ def test_buffers_that_change_are_told():
     nn.utils.spectral_norm(model.out)
     with pytest.warns(UserWarning, match=r'changes its buffers out\.weight_u.* once for each micro-batch'): trained(7, model=model)
 
+def test_weights_that_change_in_the_forward_pass_are_told():
+    "A moving average takes a step for each micro-batch"
+    class Slow(nn.Module):
+        def __init__(self): super().__init__(); self.net,self.slow = small(),nn.Linear(6, 4).requires_grad_(False).double()
+        def forward(self, x):
+            if self.training: self.slow.weight.lerp_(self.net.out.weight.detach(), .1)
+            return self.net(x) + self.slow.weight.mean()
+    with pytest.warns(UserWarning, match=r'changes its buffers slow\.weight \(a frozen weight\).* once for each micro-batch'): trained(7, model=Slow())
+
 def test_validation_without_running_statistics():
     "BatchNorm computes statistics of the batch there, too, and so sees all of it"
     def fitted(k):

@@ -1,5 +1,6 @@
 "Exact BatchNorm (`core/lockstep`): parts of a batch in lockstep are the batch, and what goes wrong leaves no trace"
 import gc, random, sys, weakref
+from collections import defaultdict, deque
 import numpy as np, pytest, torch, torch.nn.functional as F, torchvision.models as tv, torchvision.ops as tv_ops
 from copy import deepcopy
 from functools import partial
@@ -218,6 +219,112 @@ def test_what_is_kept_later_is_noticed():
         assert rel(grads(net), ref) < 1e-12 and int(net.n.num_batches_tracked) == 1 + int(state['n.num_batches_tracked'])
         net.load_state_dict(state)
     assert '' in keeps.watched and net.kept.shape == (2, 4)      # the last part's, as after micro-batches
+
+class Store: pass
+def stored(put, get, **layers):
+    "A net that keeps its first layer's output with `put(m, x)`, and reads it with `get(m)` behind two BatchNorms"
+    def f(m, x):
+        x = m.a(x)
+        put(m, x)
+        x = m.n2(m.b(m.n(x)))
+        return x + get(m)
+    net = Body(f, **three(), **layers)
+    net.box,net.deque,net.hook,net.pair = {'of': {}},deque(maxlen=3),Store(),([], Store())
+    net.hook.seen = defaultdict(dict)
+    return net
+places = dict(
+    nested_dict=(lambda m, x: m.box['of'].update(x=x), lambda m: m.box['of']['x']),
+    deque=(lambda m, x: m.deque.append(x), lambda m: m.deque.pop()),
+    list_in_tuple=(lambda m, x: m.pair[0].append(x), lambda m: m.pair[0].pop()),
+    object_in_tuple=(lambda m, x: setattr(m.pair[1], 'x', x), lambda m: m.pair[1].x),
+    dict_of_object=(lambda m, x: m.hook.seen[x.device].update(x=x), lambda m: m.hook.seen[torch.device('cpu')]['x']))    # as in timm
+@pytest.mark.parametrize('name', places)
+def test_what_is_kept_in_containers(name):
+    "Each part finds what it has put there itself"
+    net,x = seeded(stored, *places[name]).double(),torch.randn(9, 4, 5, 5).double()
+    ref = deepcopy_free(net, lambda: squares(net(x)).backward())
+    assert rel(deepcopy_free(net, lambda: run_parts(net, x, Keeps(), 3)), ref) < 1e-12
+
+outside = {}
+class OfClass(Body): kept = {}
+others = dict(
+    of_module=(lambda m, x: outside.update(x=x), lambda m: outside['x']),
+    of_class=(lambda m, x: OfClass.kept.update(x=x), lambda m: OfClass.kept['x']),
+    in_place=(lambda m, x: m.at.copy_(x.mean(0).detach()), lambda m: m.at),
+    with_index=(lambda m, x: m.at.__setitem__(slice(0, 2), x[0,:2].detach()), lambda m: m.at),
+    without_graph=(lambda m, x: outside.update(x=x.detach()), lambda m: outside['x']),
+    behind_own_function=(lambda m, x: outside.update(x=Twice.apply(x)), lambda m: outside['x']))
+@pytest.mark.parametrize('name', others)
+def test_what_is_kept_elsewhere_is_refused(name):
+    "One part would read what another one has put there"
+    net = seeded(stored, *others[name]).double()
+    net.at = torch.zeros(4, 5, 5).double()
+    with pytest.raises(ValueError, match="in 'Body' a micro-batch has read activations of another one.*attributes of its modules"): run_parts(net, torch.randn(9, 4, 5, 5).double(), Keeps(), 3)
+
+tables = {}
+def table(m, x):
+    "What depends on no item may be kept anywhere"
+    key = x.shape[1:]
+    if key not in tables: tables[key] = torch.arange(key.numel()).view(key).to(x)*m.a.bias.detach().mean()
+    return m.n2(m.n(m.a(x)) + tables[key])
+def test_tables_that_are_kept_elsewhere():
+    net = seeded(Body, table, **three()).double()
+    tables.clear()
+    check(net, (torch.randn(9, 4, 5, 5).double(),))
+
+def from_batch_to_batch(m, x):
+    old,m.old = m.__dict__.get('old'),x.detach().mean((0, 2, 3))
+    return m.n(m.a(x)) + (0 if old is None else old.view(1, -1, 1, 1))
+def test_what_is_kept_for_the_next_batch_is_told():
+    "It is that of the last part"
+    net,keeps,x = seeded(Body, from_batch_to_batch, **three()),Keeps(),torch.randn(9, 4, 5, 5)
+    told = []
+    for _ in range(3):
+        batch = LockstepBatch(net, (x,), 9, 3, keeps=keeps)
+        batch.outputs()
+        told.append(batch.message)
+    assert told[0] is told[2] is None and 'from one batch to the next' in told[1] and "'old'" not in told[1]
+
+def functional(m, x):
+    "Swaps the layer's weights while it runs"
+    return torch.func.functional_call(m.l, {k: 1.5*p for k,p in m.l.named_parameters()}, (m.a(x),))
+def hooks_inside(m, x):
+    seen = []
+    h = m.n.register_forward_hook(lambda m, i, o: seen.append(o))
+    x = m.n2(m.n(m.a(x)))
+    h.remove()
+    return x + seen[0]
+def banked(m, x):
+    "Compares items with those of the batch before"
+    z = m.n(m.a(x)).mean((2, 3))
+    if m.bank: z = z + m.bank[-1].T.mean(1)
+    m.bank.append(z.detach())
+    return z
+def test_a_list_for_the_next_batch_is_told():
+    net,keeps,x = seeded(Body, banked, **three()),Keeps(),torch.randn(9, 4, 5, 5)
+    net.bank,told = [],[]
+    for _ in range(2):
+        batch = LockstepBatch(net, (x,), 9, 3, keeps=keeps)
+        batch.outputs()
+        told.append(batch.message)
+    assert told[0] is None and 'from one batch to the next' in told[1] and len(net.bank) == 2
+
+@pytest.mark.parametrize('f', [functional, hooks_inside])
+def test_weights_and_hooks_that_are_changed_for_a_while(f):
+    net = seeded(Body, f, l=nn.Sequential(conv(), BN(4), conv()), **three()).double()
+    names = [n for n,_ in net.named_parameters()]
+    _,b = check(net, (torch.randn(9, 4, 5, 5).double(),))
+    assert [n for n,_ in b.named_parameters()] == names and not b.n._forward_hooks
+
+class OldNorm(BN):
+    "Counts in a new tensor, as PyTorch did until 1.12"
+    def forward(self, x):
+        self.num_batches_tracked = self.num_batches_tracked + 1
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 1/float(self.num_batches_tracked), self.eps)
+def test_a_counter_that_is_a_new_tensor():
+    net = nn.Sequential(conv(), OldNorm(4), conv()).double()
+    for _ in range(2): _,net = check(net, (torch.randn(9, 4, 5, 5).double(),))
+    assert net[1].num_batches_tracked == 2
 
 def test_no_grad_and_autocast_do_not_leak():
     seen = []
