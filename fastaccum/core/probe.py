@@ -68,7 +68,7 @@ class LossProbe:
             return
         except Exception as e:
             self.kept = None
-            if self.open: self.error,self.why = e.with_traceback(None),f'{type(e).__name__}: {e}'
+            if self.open: self.error,self.why = e.with_traceback(None),str(e) if isinstance(e, NoGradient) else f'{type(e).__name__}: {e}'
         if not self.open and self.rules.settled: return
         if self.kept is None: self.tries += 1
         self.open = not self.rules.settled and self.tries < self.most*(4 if self.rules.count_positive else 1)
