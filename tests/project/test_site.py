@@ -215,7 +215,7 @@ def test_loads_nothing_from_elsewhere(site):
 @pytest.mark.parametrize('text,complaint', [
     ('a [link](nowhere.md)', 'page does not exist'), ('a [link](api/core/accumulator.md#no-such-place)', 'anchor does not exist'), ('<a href="nowhere.html">link</a>', 'nowhere'),
     ('<a href="https://example.org/a.html">link</a>', 'page of the site'), ('![picture](images/none.png)', 'none.png'),
-    ('<img src="https://elsewhere.org/a.png">', 'another host')])
+    ('<img src="https://elsewhere.org/a.png">', 'another host'), ('<source srcset="images/none.png">', 'none.png')])
 def test_wrong_links_fail(project, tmp_path, capfd, text, complaint):
     md = tmp_path/'_md'
     shutil.copytree(project/'_md', md)
