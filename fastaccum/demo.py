@@ -144,8 +144,8 @@ def wandb_offline(out:Path):
         import wandb
         from fastaccum.wandb import WandbCallback
     except ImportError:
-        print('Weights & Biases is not installed, so no run is logged (pip install wandb).')
         yield []
+        print('Weights & Biases is not installed, so no run is logged (pip install wandb).')   # below the table
     else:
         with wandb.init(project='fastaccum-demo', mode='offline', dir=out.absolute(), settings=wandb.Settings(silent=True, console='off')):
             yield [WandbCallback(log_preds=False)]
