@@ -140,7 +140,8 @@ class MemoryAdvice:
                 (now.offload is None, 'ActivationOffload() on a GPU'),
                 (not on_host, f"GradientAccumulation(..., grad_device='cpu') on a GPU: gradients take {as_bytes(self.grads)}"),
                 (True, 'FullyShard() on several GPUs'), (True, 'smaller pictures or shorter texts, or a smaller model')]
-        return ['What takes less (the page "Fit it into memory" has what each saves and costs):', *(f'- {text}' for helps,text in ways if helps)]
+        head = 'What takes less (the page "Fit it into memory" has what each saves and costs):'
+        return [head, *(f'- {text}' for helps,text in ways if helps)]
 
     def __str__(self):
         peak,_,when = self.cost(self.now)
