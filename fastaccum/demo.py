@@ -118,11 +118,11 @@ def verdict(runs) -> str:
             f'weights off by {difference(c, a):.0e}.')
 
 # %% ../nbs/api/90_demo.ipynb #bc82d25e
-# A figure of (a), (b) and (c), to be read at a width of 600 pixels: losses and distance to (a) over the steps, and the items of each
-# step of the first epochs. runs: from `run_all`
-def figure(runs):
+# A figure of (a), (b) and (c), to be read at a width of 600 pixels, or 350 with its panels below each other: losses and distance to (a)
+# over the steps, and the items of each step of the first epochs. runs: from `run_all`
+def figure(runs, below=False):
     a,b,c = (r.steps for r in runs[:3])
-    fig,(loss,off,size) = plt.subplots(1, 3, figsize=(8, 2.9), layout='constrained')
+    fig,(loss,off,size) = plt.subplots(*((3, 1) if below else (1, 3)), figsize=(4.4, 6) if below else (8, 2.9), layout='constrained')
     styles = [dict(c='C0', lw=5, alpha=.35, label='(a) batches of 256'), dict(c='C0', lw=1.4, ls='--', label='(b) 8 x 32, fastaccum'),
               dict(c='C3', lw=1.4, label='(c) 8 x 32, fastai')]
     for s,style in zip((a, b, c), styles):
@@ -131,8 +131,8 @@ def figure(runs):
         if s is not a: off.semilogy([(w-v).abs().max() for w,v in zip(s.weights, a.weights)], **style)
     loss.set(title='loss', xlabel='step')
     off.set(title='weights: difference to (a)', xlabel='step', ylim=(1e-9, 10))
-    size.set(title='items per step', xlabel='epoch', xlim=(0, 4), ylim=(0, None))
-    fig.legend(*loss.get_legend_handles_labels(), loc='outside lower center', ncol=3, frameon=False)
+    size.set(title='items per step', xlabel='epoch', xlim=(0, 4), xticks=range(5), ylim=(0, None))
+    fig.legend(*loss.get_legend_handles_labels(), loc='outside lower center', ncol=1 if below else 3, frameon=False)
     return fig
 
 # %% ../nbs/api/90_demo.ipynb #14905aad
@@ -144,8 +144,8 @@ def wandb_offline(out:Path):
         import wandb
         from fastaccum.wandb import WandbCallback
     except ImportError:
-        print('Weights & Biases is not installed, so no run is logged (pip install wandb).')
         yield []
+        print('Weights & Biases is not installed, so no run is logged (pip install wandb).')   # below the table
     else:
         with wandb.init(project='fastaccum-demo', mode='offline', dir=out.absolute(), settings=wandb.Settings(silent=True, console='off')):
             yield [WandbCallback(log_preds=False)]

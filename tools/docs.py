@@ -166,7 +166,7 @@ class Links(HTMLParser):
         self.anchors |= {d[k] for k in ('id', 'name') if d.get(k)}
         if tag=='a' and d.get('href'): self.links.add(d['href'])
         if tag=='link' and d.get('rel')!='canonical': self.loads.add(d.get('href'))
-        if d.get('src'): self.loads.add(d['src'])
+        self.loads |= {d[k] for k in ('src', 'srcset') if d.get(k)}
 
 def wrong_links(site, published=' '):
     "What is wrong with the links in the folder `site`, a line for each; `published` is the address that the site will have"

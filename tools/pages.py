@@ -28,7 +28,7 @@ def title(nb):
 
 # -- Links -------------------------------------------------------------------------------------------------------
 # Code is matched first and left alone
-_links = re.compile(r'^(`{3,}).*?^\1|`[^`\n]+`|(?P<pre>\]\(|\b(?:src|href)=")(?P<to>[^)"\s]+)', re.M | re.S)
+_links = re.compile(r'^(`{3,}).*?^\1|`[^`\n]+`|(?P<pre>\]\(|\b(?:src|srcset|href)=")(?P<to>[^)"\s]+)', re.M | re.S)
 
 _auto = re.compile(r'\[(`[^`\n]+`)\]\(https?://[^)\s]*\)')
 

@@ -11,7 +11,7 @@ pictures = {'.png', '.jpg', '.jpeg', '.gif', '.svg', '.webp'}
 
 # -- Links -------------------------------------------------------------------------------------------------------
 # Code is matched first and left alone: `fs[0](x)` is no link
-_links = re.compile(r'^```.*?^```|`[^`\n]+`|(?P<pre>\]\(|\b(?:src|href)=")(?P<to>[^)"\s]+)', re.M | re.S)
+_links = re.compile(r'^```.*?^```|`[^`\n]+`|(?P<pre>\]\(|\b(?:src|srcset|href)=")(?P<to>[^)"\s]+)', re.M | re.S)
 
 def absolute(to, cfg):
     "A link that also works on a package index's page, where relative ones lead nowhere"

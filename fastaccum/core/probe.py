@@ -68,7 +68,9 @@ class LossProbe:
             return
         except Exception as e:
             self.kept = None
-            if self.open: self.no_gradient,self.why = isinstance(e, NoGradient),f'{type(e).__name__}: {e}'
+            if self.open:
+                self.no_gradient = isinstance(e, NoGradient)
+                self.why = str(e) if self.no_gradient else f'{type(e).__name__}: {e}'
         if not self.open and self.rules.settled: return
         if self.kept is None: self.tries += 1
         self.open = not self.rules.settled and self.tries < self.most*(4 if self.rules.count_positive else 1)

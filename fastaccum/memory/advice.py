@@ -134,6 +134,17 @@ class MemoryAdvice:
         if i: lines.append(f"learn.add_cb(ActivationCheckpointing({'selective=True' if tools[i].selective else ''}))")
         return '\n'.join(lines)
 
+    # What to try when not even one item fits
+    def _ways_out(self):
+        now,on_host = self.now,getattr(self.now.acc, 'grad_device', None) is not None
+        ways = [(self.state, f"an optimizer that keeps less than {as_bytes(self.state)}"),
+                (now.recompute is None and now.coupled != 'batchnorm', 'ActivationCheckpointing()'),
+                (now.offload is None, 'ActivationOffload() on a GPU'),
+                (not on_host, f"GradientAccumulation(..., grad_device='cpu') on a GPU: gradients take {as_bytes(self.grads)}"),
+                (True, 'FullyShard() on several GPUs'), (True, 'smaller pictures or shorter texts, or a smaller model')]
+        head = 'What takes less (the page "Fit it into memory" has what each saves and costs):'
+        return [head, *(f'- {text}' for helps,text in ways if helps)]
+
     def __str__(self):
         peak,_,when = self.cost(self.now)
         items = f'batches of {self.forecast.valid.n} items' if when == 'validation' else f'micro-batches of {self.now.size} items'
@@ -146,6 +157,7 @@ class MemoryAdvice:
             k = self.micro_batch_size
             enough = f'are enough for micro-batches of at most {k} items' if k else 'are not enough for even one item'
             lines += ['', f'{self.gib:g} GiB, less a tenth, {enough}', *([self.call] if self.call else [])]
+            if not k and not self.call: lines += self._ways_out()
             if k and k < self.bs and not self.forecast.can_split:
                 lines += [f'This model keeps state from batch to batch, so its batches cannot be split: load {k} items at a time (bs={k}).']
             if 'micro_batch_size' in (self.call or '') and not self.now.coupled and batchnorms(self.forecast.learn.model):

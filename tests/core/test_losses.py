@@ -1,5 +1,5 @@
 "What a loss averages over, as the probe measures it: the gradients of micro-batches, weighed by its rule, are the batch's"
-import random
+import random, re
 from functools import partial
 import numpy as np, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from torch import Tensor, tensor
@@ -318,6 +318,16 @@ def test_cannot_be_probed(loss_func, pred, yb):
         assert probe.open and probe.message is None
         probe.look(pred, yb, n)
     assert not probe.open and not probe.rule.measured and 'weight=' in probe.message and 'could not be measured' in probe.message
+
+def test_reason_in_words():
+    "A warning names the error of the user's loss, and no class of ours"
+    def reason(loss_func):
+        probe = LossProbe(loss_func)
+        while probe.open: probe.look(torch.randn(n, 3), (torch.ones(n),), n)
+        return re.search(r'could not be measured \((.*?)\)\.', probe.message)[1]
+    def fails(p, y): raise KeyError('mine')
+    assert reason(lambda p, y: (p*0).sum())=='its gradients are zero'
+    assert reason(fails)=="KeyError: 'mine'"
 
 def test_not_finite_is_looked_at_again():
     probe,pred,y = LossProbe(lambda p, y: (p*y.sum()).mean()),torch.randn(n, 3),torch.full((n,), float('nan'))

@@ -65,6 +65,20 @@ def test_line_with_checkpointing():
     assert learn.gradient_accumulation.remainder == 'carry' and any(isinstance(cb, ActivationCheckpointing) for cb in learn.cbs)
     assert learn.memory_advice(gib=small.gib).call is None
 
+def test_what_to_try_when_not_one_item_fits():
+    "Tools that are not in use yet; nothing of the kind where something fits"
+    def told(*cbs, opt=Adam, gib=1e-5):
+        learn = get_learner(*cbs)
+        learn.opt_func = opt
+        return str(learn.memory_advice(gib=gib)).partition('less a tenth, ')[2]
+    plain = told(GradientAccumulation(32))
+    assert plain.startswith('are not enough for even one item\nWhat takes less (the page "Fit it into memory"')
+    tools = 'an optimizer that keeps less', 'ActivationCheckpointing()', 'ActivationOffload()', "grad_device='cpu'", 'FullyShard()', 'a smaller model'
+    for t in tools: assert t in plain, t
+    used = told(GradientAccumulation(32, grad_device='cpu'), ActivationCheckpointing(nn.Linear), opt=SGD)
+    assert [t for t in tools if t in used] == [*tools[2:3], *tools[4:]]
+    assert 'What takes less' not in told(gib=1)
+
 # -- Foretold within 1% --------------------------------------------------------------------------------------------
 def mlp(d=128, out=16): return nn.Sequential(nn.Linear(32, d), nn.ReLU(), nn.Linear(d, d), nn.ReLU(), nn.Linear(d, out))
 def headed(): return nn.Sequential(mlp(64, 128), nn.Sequential(nn.BatchNorm1d(128), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 8)))

@@ -167,6 +167,13 @@ def test_code_fits_its_page(nb):
         long += [l for l in lines if not re.search(r'"[^"]{20,}"|\'[^\']{20,}\'', l)]
     assert len(long) <= 1, long
 
+@pytest.mark.parametrize('nb', sorted(f.relative_to(root/'nbs').as_posix() for f in (root/'nbs').rglob('*.ipynb')))
+def test_code_in_text_fits_its_page(nb):
+    "It is shown as it is written"
+    texts = [c.source for c in read_nb(root/'nbs'/nb).cells if c.cell_type=='markdown']
+    long = [l for text in texts for src in re.findall(r'(?ms)^```\w+\n(.*?)^```', text) for l in src.split('\n') if len(l) > 95]
+    assert not long
+
 def test_no_empty_sections(site):
     for p in paths(site):
         article = re.search(r'(?s)<article.*?</article>', (site/p).read_text())[0]
@@ -215,7 +222,7 @@ def test_loads_nothing_from_elsewhere(site):
 @pytest.mark.parametrize('text,complaint', [
     ('a [link](nowhere.md)', 'page does not exist'), ('a [link](api/core/accumulator.md#no-such-place)', 'anchor does not exist'), ('<a href="nowhere.html">link</a>', 'nowhere'),
     ('<a href="https://example.org/a.html">link</a>', 'page of the site'), ('![picture](images/none.png)', 'none.png'),
-    ('<img src="https://elsewhere.org/a.png">', 'another host')])
+    ('<img src="https://elsewhere.org/a.png">', 'another host'), ('<source srcset="images/none.png">', 'none.png')])
 def test_wrong_links_fail(project, tmp_path, capfd, text, complaint):
     md = tmp_path/'_md'
     shutil.copytree(project/'_md', md)
@@ -413,7 +420,7 @@ cut_off = """const wide = e => e.scrollWidth > e.clientWidth+1 && getComputedSty
     return [...document.querySelectorAll(`article :is(${arguments[0]})`)].flatMap(e => [e, ...e.querySelectorAll('code')])
         .filter(e => wide(e) && getComputedStyle(e).overflowX != 'visible').map(e => e.outerHTML.slice(0, 200))"""
 # On a phone code wraps, while columns and figures scroll
-blocks = {390: '.highlight:not(.out) pre', 1300: 'pre, table, .out-html, math, img, p'}
+blocks = {390: '.highlight:not(.out) pre', 1300: 'pre, table, .out-html, .md-typeset__scrollwrap, math, img, p'}
 
 def check_widths(browser, p):
     "On a phone as on a wide screen nothing stands out of the page; there all is as wide as its place, on a phone what can wrap"
