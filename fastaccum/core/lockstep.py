@@ -269,14 +269,15 @@ class Part(TorchFunctionMode):
         if name in unseen_norms and trains(args, kwargs): raise ValueError(unseen.format(f'torch.{name}'))
         given = flat_tensors((*args, *kwargs.values()))
         if self.tensors is not None: self.tensors.use(given)
-        if self.origins is not None: self.origins.use(self, given[1:] if name in only_write else given)
+        values = given if self.origins is None else values_of(name, given)
+        if self.origins is not None: self.origins.use(self, values)
         if func in differentiates: return self._differentiate(func, args, kwargs)
         if torch.is_grad_enabled():
             for t in given: self._cut(t)
         call = batch_norms[func](*args, **kwargs) if func in batch_norms else None
         res = call.meet(self) if call is not None and call.training else func(*args, **kwargs)
         if self.tensors is not None: self.tensors.add(res, given)
-        return self._with_origin(args[0] if name == '__setitem__' else res, given, res)
+        return self._with_origin(args[0] if name == '__setitem__' else res, values, res)
 
     # `res`, what is returned, after a note of whose items `made` was computed from
     def _with_origin(self, made, given, *res):
@@ -335,7 +336,10 @@ def retain(t, total, g):
 def flat_tensors(objects):
     return [t for o in objects for t in (o if isinstance(o, (tuple,list)) else (o,)) if isinstance(t, Tensor)]
 
-only_write = {'copy_', '__setitem__', 'zero_', 'fill_'}
+# Those of the tensors `given` to a function whose values it reads: not where it writes, nor of which it takes the shape, type or device
+def values_of(name, given):
+    if name in ('copy_','__setitem__','zero_','fill_') or name.startswith('new_') or name.endswith('_like'): return given[1:]
+    return given[:1] if name in ('to','type_as','expand_as','view_as','reshape_as') else given
 
 # The part from whose items a tensor was computed, for the first two batches. `mixed`, `earlier`: modules that read tensors of another
 # part, or of an earlier batch

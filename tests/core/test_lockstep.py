@@ -262,15 +262,26 @@ def test_what_is_kept_elsewhere_is_refused(name):
     with pytest.raises(ValueError, match="in 'Body' a micro-batch has read activations of another one.*attributes of its modules"): run_parts(net, torch.randn(9, 4, 5, 5).double(), Keeps(), 3)
 
 tables = {}
-def table(m, x):
-    "What depends on no item may be kept anywhere"
-    key = x.shape[1:]
-    if key not in tables: tables[key] = torch.arange(key.numel()).view(key).to(x)*m.a.bias.detach().mean()
-    return m.n2(m.n(m.a(x)) + tables[key])
-def test_tables_that_are_kept_elsewhere():
-    net = seeded(Body, table, **three()).double()
+alike = dict(
+    to=lambda x, shape: torch.arange(shape.numel()).view(shape).to(x), type_as=lambda x, shape: torch.arange(shape.numel()).view(shape).type_as(x),
+    like=lambda x, shape: torch.ones_like(x[0]), new=lambda x, shape: x.new_full(shape, 2.), expand=lambda x, shape: x.new_tensor(3.).expand_as(x[0]))
+@pytest.mark.parametrize('name', alike)
+@pytest.mark.parametrize('in_module', [False, True])
+def test_tables_that_are_kept(name, in_module):
+    "What depends on no item may be kept anywhere, also for the next batch"
+    def table(m, x):
+        key,x = x.shape[1:],m.n(m.a(x))
+        kept = m.box if in_module else tables
+        if key not in kept: kept[key] = alike[name](x, x.shape[1:])*m.a.bias.detach().mean()
+        return m.n2(x + kept[key])
+    net,keeps,x = seeded(Body, table, **three()).double(),Keeps(),torch.randn(9, 4, 5, 5).double()
+    net.box = {}
     tables.clear()
-    check(net, (torch.randn(9, 4, 5, 5).double(),))
+    for _ in range(2):
+        batch = LockstepBatch(net, (x,), 9, 3, keeps=keeps)
+        batch.outputs()
+        assert batch.message is None
+    check(net, (x,))
 
 def from_batch_to_batch(m, x):
     old,m.old = m.__dict__.get('old'),x.detach().mean((0, 2, 3))
