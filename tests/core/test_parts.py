@@ -132,7 +132,7 @@ def test_joined():
     joined,x = Joined([2, 1]),torch.ones(2, 3, requires_grad=True)
     assert joined.differs is None and joined.add(0, [x*2, (tensor(1.), torch.ones(4)), 'a']) is None and joined.has_grad==[True, False, False]
     assert not joined.template[0].requires_grad
-    out,(one,rows),name = joined.add(1, [x[:1]*3, (tensor(1.)+1e-6, torch.zeros(2)), 'b'])
+    out,(one,rows),name = joined.add(1, [x[:1]*3, (tensor(1.)+1e-6, torch.zeros(2)), 'a'])
     assert out.tolist()==[[2]*3]*2 + [[3]*3] and rows.tolist()==[1]*4 + [0]*2 and (one, name, joined.template)==(1, 'a', None)
     assert not out.requires_grad and joined.differs.item() is False
     for values,differs in (((1., 1., 1.0001), True), ((1., 1.0001, 1.), True), ((float('nan'),)*3, False), ((1., 1., 1.000005), False)):
@@ -142,6 +142,9 @@ def test_joined():
     with pytest.raises(ValueError): joined.add(1, (tensor(1.), tensor(1.)))
 
 def test_cannot_be_joined():
+    joined = Joined([2, 1])
+    joined.add(0, (torch.ones(2), 'a'))
+    with pytest.raises(ValueError, match="^coupled: the model returns 'b' beside its tensors"): joined.add(1, (torch.ones(1), 'b'))
     with pytest.raises(ValueError, match=r'^coupled: .* shape \(3, 2\) for a micro-batch of 2 items'): Joined([2, 1]).add(0, torch.ones(3, 2))
     for part,shape in ((torch.ones(1, 3), r'\(1, 3\)'), (torch.ones(3, 2), r'\(3, 2\)')):
         joined = Joined([2, 1])
