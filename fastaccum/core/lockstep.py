@@ -263,26 +263,25 @@ class Part(TorchFunctionMode):
         name = getattr(func, '__name__', '').split('.')[0]
         if name == '__get__':
             res = func(*args, **kwargs)
-            if self.origins is not None and isinstance(res, Tensor): self.origins.use(self, args)
-            return self._with_origin(res, args)
+            if self.origins is not None and isinstance(res, Tensor):
+                self.origins.use(self, args)
+                self.origins.add(self, res, args)
+            return res
         if func in (Tensor.register_hook, Tensor.retain_grad): return self._hook(func, *args, **kwargs)
         if name in unseen_norms and trains(args, kwargs): raise ValueError(unseen.format(f'torch.{name}'))
         given = flat_tensors((*args, *kwargs.values()))
         if self.tensors is not None: self.tensors.use(given)
-        values = given if self.origins is None else values_of(name, given)
-        if self.origins is not None: self.origins.use(self, values)
+        if self.origins is not None:
+            values = values_of(name, given)
+            self.origins.use(self, values)
         if func in differentiates: return self._differentiate(func, args, kwargs)
         if torch.is_grad_enabled():
             for t in given: self._cut(t)
         call = batch_norms[func](*args, **kwargs) if func in batch_norms else None
         res = call.meet(self) if call is not None and call.training else func(*args, **kwargs)
         if self.tensors is not None: self.tensors.add(res, given)
-        return self._with_origin(args[0] if name == '__setitem__' else res, values, res)
-
-    # `res`, what is returned, after a note of whose items `made` was computed from
-    def _with_origin(self, made, given, *res):
-        if self.origins is not None: self.origins.add(self, made, given)
-        return res[0] if res else made
+        if self.origins is not None: self.origins.add(self, args[0] if name == '__setitem__' else res, values)
+        return res
 
     # Cut the graph at a tensor of an earlier segment: the backward pass of this one ends there
     def _cut(self, t):
@@ -683,7 +682,7 @@ class Keeps:
 
     # Leave what part `last` has put there; after an error what was there before
     def end(self, last=None):
-        for k,b in self.boxes.items(): fill(b, self.before[k])
+        self._put_back()
         if last is not None:
             self.enter(last)
             if self.origins is not None: self.origins = self.origins.end()
@@ -691,6 +690,9 @@ class Keeps:
 
     # `f()` with what part `i` has put there
     def of(self, i, f):
-        for k,b in self.boxes.items(): fill(b, self.before[k])
+        self._put_back()
         self.enter(i)
         return f()
+
+    def _put_back(self):
+        for k,b in self.boxes.items(): fill(b, self.before[k])
