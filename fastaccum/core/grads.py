@@ -32,16 +32,9 @@ def summed_in(
 
 @contextmanager
 def _wide_grad(p, dtype):
-    if hasattr(p, 'grad_dtype'):             # this PyTorch version supports it
-        old,p.grad_dtype = p.grad_dtype,dtype
-        try: yield
-        finally: p.grad,p.grad_dtype = None,old
-        return
-    def widen(p):                            # the first gradient; later ones are added to it in place
-        if p.grad.dtype is not dtype: p.grad.data = p.grad.data.to(dtype)
-    handle = p.register_post_accumulate_grad_hook(widen)
+    old,p.grad_dtype = p.grad_dtype,dtype
     try: yield
-    finally: handle.remove()
+    finally: p.grad,p.grad_dtype = None,old
 
 # %% ../../nbs/api/core/07_grads.ipynb #95ec618f
 # Does this PyTorch optimizer accept gradients of a wider type than the parameters?
@@ -78,5 +71,5 @@ def summed_for(params, dtype, opt=None):
 
 def _put(p, grad, dtype):
     p.grad = None
-    if hasattr(p, 'grad_dtype'): p.grad_dtype = dtype
+    p.grad_dtype = dtype
     p.grad = grad
