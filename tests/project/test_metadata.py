@@ -75,7 +75,11 @@ def test_issue_templates():
         ids = [o['id'] for o in form['body'] if o['type']!='markdown']
         assert ids and len(ids)==len(set(ids)), name
 
-def test_changelog(): assert cfg['version'] in re.findall(r'(?m)^## ([\d.]+)', (root/'CHANGELOG.md').read_text(encoding='utf-8'))
+def test_changelog():
+    "It begins with what a user of this version reads: one page, not the history of its development"
+    first = (root/'CHANGELOG.md').read_text(encoding='utf-8').split('\n## ')[1]
+    assert re.match(rf"{re.escape(cfg['version'])}(, \d+ \w+ \d{{4}})?\n", first)
+    assert len(first) < 5000, f'{len(first)} characters: say what a user gets, and leave out how it came about'
 
 @pytest.mark.parametrize('part,new', [('patch','1.2.4'), ('minor','1.3.0'), ('major','2.0.0')])
 def test_bumped(part, new): assert bump.bumped('1.2.3', part)==new
