@@ -6,10 +6,10 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/lockstep.html.md"""
 
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f0003
 from __future__ import annotations
-import contextvars, sys, weakref
+import contextvars, weakref
 from bisect import bisect_right
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
@@ -72,7 +72,12 @@ class Lockstep:
         norms = batchnorms(module)
         self.counters = {id(m.num_batches_tracked) for m in norms if m.num_batches_tracked is not None}
         self.synced = [m for m in norms if type(m).forward is nn.SyncBatchNorm.forward and 'forward' not in vars(m)]
-        self.others,self.names = others,None if others is None else {m: n for n,m in module.named_modules()}
+        self.others,self.entered = others,None       # the BatchNorm in training that a part is in, before it calls `F.batch_norm`
+
+    # The id of each tensor of the modules -> the name of its module
+    @cached_property
+    def names(self):
+        return {id(t): k.rpartition('.')[0] for k,t in (*self.module.named_parameters(), *self.module.named_buffers())}
 
     # What the functions return, one for each part. After an error everything is as before. `passes` is told what the modules keep
     def forward(self, fs, passes=None):
@@ -110,10 +115,9 @@ class Lockstep:
     def _check_origins(self):
         origins = self.keeps.origins
         if origins is None: return
-        names = {m: n for n,m in self.module.named_modules()}
-        def name(m): return names.get(m) or type(m).__name__
-        if origins.mixed: raise ValueError(mixed_up.format(name(origins.mixed[0])))
-        if origins.earlier: self.message = of_last_batch.format(name(origins.earlier[0]))
+        def place(call): return "before the first BatchNorm" if call is None else f"behind {call.name(self.names)}"
+        if origins.mixed: raise ValueError(mixed_up.format(place(origins.mixed[0])))
+        if origins.earlier: self.message = of_last_batch.format(place(origins.earlier[0]))
 
     def _forward(self, fs):
         self.clear()
@@ -128,7 +132,7 @@ class Lockstep:
                 at = [p.resume() for p in self.parts]
                 while not all(p.ended for p in self.parts):
                     self._check(at)
-                    self.meetings.append(Meeting(at, self.others, self.names))
+                    self.meetings.append(Meeting(at, self.others, self))
                     for i,p in enumerate(self.parts): at[i] = p.resume(self.meetings[-1])
             finally:
                 for p in self.parts: p.stop()
@@ -139,25 +143,25 @@ class Lockstep:
     # In the first pass: an error if a BatchNorm in training computes statistics by itself, where nobody sees it
     @contextmanager
     def _only_known_norms(self):
-        called,names = {},{m: n for n,m in self.module.named_modules()}
+        names = {m: n for n,m in self.module.named_modules()}
         for m,name in names.items():
             if isinstance(m, torch.jit.ScriptModule) and m.original_name in vars(nn.modules.batchnorm):
                 raise ValueError(unseen.format(name))
-        def note(m, *_): called[m] = m.training and (torch.is_grad_enabled() or m.track_running_stats)
+        def enters(m=None, *_):
+            if self.entered is not None: raise ValueError(unseen.format(names[self.entered]))
+            self.entered = m if m is not None and m.training and (torch.is_grad_enabled() or m.track_running_stats) else None
+        self.entered = None
         with ExitStack() as stack:
-            for m in batchnorms(self.module): stack.callback(m.register_forward_pre_hook(note).remove)
+            for m in batchnorms(self.module): stack.callback(m.register_forward_pre_hook(enters).remove)
             yield
-        met = {call.layer for meeting in self.meetings for call in meeting.calls}
-        alone = next((m for m,trains in called.items() if trains and m not in met), None)
-        if alone is not None: raise ValueError(unseen.format(names[alone]))
+        enters()
 
     # An error if the parts have come to different layers
     def _check(self, at):
         keys = [None if p.ended else call.key for p,call in zip(self.parts, at)]
         i = next((i for i,k in enumerate(keys) if k != keys[0]), None)
         if i is None: return
-        names = {m: n for n,m in self.module.named_modules()}
-        def place(i): return "has left the model" if keys[i] is None else f"is at {at[i].describe(names)}"
+        def place(i): return "has left the model" if keys[i] is None else f"is at {at[i].describe(self.names)}"
         raise ValueError(f"coupled='batchnorm': all micro-batches must take the same way through the model, but micro-batch 1 of "
                          f"{len(keys)} {place(0)}, and micro-batch {i+1} {place(i)}. Use coupled=True for such a model: its "
                          "BatchNorm then sees micro-batches.")
@@ -185,7 +189,7 @@ changed = ("coupled='batchnorm': the model changes its buffers {} at each call, 
            "changes them once. A BatchNorm of one's own and spectral normalization do so: then the step is not that of the whole batch. "
            "PyTorch's BatchNorm is exact.")
 
-other_items = ("coupled='batchnorm': in this model {} calls `F.batch_norm` for {}, as Ghost BatchNorm and some versions of instance "
+other_items = ("coupled='batchnorm': in this model {} is called for {}, as Ghost BatchNorm and some versions of instance "
                "normalization do. Such calls of all micro-batches are taken together, which is another model than the whole batch's, if "
                "what they normalize is not the same part of each item.")
 
@@ -197,11 +201,11 @@ hooks_twice = ("coupled='batchnorm': the model sets hooks on the gradients of te
                "behind a BatchNorm. Hooks before it may be called several times, for parts of the gradient: a hook that is not linear, "
                "such as one that clips, then changes it in another way. Copy the view (`.clone()`).")
 
-mixed_up = ("coupled='batchnorm': in {!r} a micro-batch has read activations of another one. The model keeps them where all micro-batches "
+mixed_up = ("coupled='batchnorm': {}, a micro-batch has read activations of another one. The model keeps them where all micro-batches "
             "write, such as a global variable, a class, or one tensor that is written again and again. Keep them in attributes of its "
             "modules, or pass them as arguments.")
 
-of_last_batch = ("coupled='batchnorm': in {!r} the model reads activations that it has kept from one batch to the next. They are those of "
+of_last_batch = ("coupled='batchnorm': {}, the model reads activations that it has kept from one batch to the next. They are those of "
                  "the last micro-batch only, where the whole batch keeps those of all its items: then the step is not that of the whole "
                  "batch. Keep what the next batch reads in a callback, from the model's outputs.")
 
@@ -340,8 +344,8 @@ def values_of(name, given):
     if name in ('copy_','__setitem__','zero_','fill_') or name.startswith('new_') or name.endswith('_like'): return given[1:]
     return given[:1] if name in ('to','type_as','expand_as','view_as','reshape_as') else given
 
-# The part from whose items a tensor was computed, for the first two batches. `mixed`, `earlier`: modules that read tensors of another
-# part, or of an earlier batch
+# The part from whose items a tensor was computed, for the first two batches. `mixed`, `earlier`: where tensors of another part were read,
+# or of an earlier batch: behind which call of `F.batch_norm`; None: before the first one
 class Origins:
     def __init__(self): self.of,self.first,self.mixed,self.earlier = {},True,[],[]     # of: id -> (weak reference, part or 'earlier')
 
@@ -370,8 +374,9 @@ class Origins:
             if whose is None:      # no mode sees a function of the model's own
                 if isinstance(f, BackwardCFunction) and not isinstance(f, Cut._backward_cls) and f._sequence_nr() >= part.starts[-1]:
                     self.put(part, [t])
-            elif whose == 'earlier': self.earlier.append(calling_module())
-            elif whose is not part: self.mixed.append(calling_module())
+            elif whose is not part:
+                meetings = part.run.meetings
+                (self.earlier if whose == 'earlier' else self.mixed).append(meetings[-1].calls[0] if meetings else None)
 
     # The function has made `made` of `given`, perhaps by writing to it
     def add(self, part, made, given):
@@ -497,19 +502,20 @@ class NormCall:
     def __init__(self, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5):
         self.x,self.running,self.affine = input,(running_mean, running_var),(weight, bias)
         self.training,self.momentum,self.eps = training,momentum,eps
-        self.gradient,self.ctx = Gradient(),None
+        self.gradient,self.ctx,self.given = Gradient(),None,[*map(id, (running_mean, running_var, weight, bias))]
+        # the layer is known by its statistics. Weights may be other ones in each part, as with a parametrization
+        self.key = input.shape[1:2],input.dim(),input.dtype,*self.given[:2],id(weight) if isinstance(weight, nn.Parameter) else None
 
     # Wait for the other parts. Returns the output
     def meet(self, part):
         run,x,learns = part.run,self.x,torch.is_grad_enabled()
+        run.entered = None
         if recomputes(top_hooks()): raise ValueError(recomputed)
         if Flags(run.types).fixed != run.flags.fixed:
             raise ValueError("coupled='batchnorm': the model calls BatchNorm in a mode that it enters itself (inference mode, or a "
                              "TorchDispatchMode), in which micro-batches cannot wait for each other.")
-        self.layer = calling_module()
         if run.keeps.watched is None and run.told is None and (how := self._other_items(part)) is not None:
-            run.told = other_items.format(type(self.layer).__name__, how)
-        self.key = self.layer,x.shape[1:2],x.dim(),x.dtype,*map(id, self.running)
+            run.told = other_items.format(self.name(run.names), how)
         with torch.no_grad(): self.moments = moments(x)
         meeting = run.greenlet.getcurrent().parent.switch(self)
         affine = [None if t is None else t.detach().to(meeting.mean.dtype) for t in self.affine]
@@ -519,10 +525,13 @@ class NormCall:
         if learns and any(self.edges): return Normalized.apply(run.token, x.detach(), normalized, self, run.mover)
         with torch.no_grad(): return normalized(x)
 
+    # The layer whose statistics or weights it was given, if any
+    def name(self, names):
+        name = next((names[i] for i in self.given if i in names), '')
+        return repr(name) if name else '`F.batch_norm`'
+
     # The same for parts of any size, on all ranks
-    def place(self, names):
-        x,name = self.x,names.get(self.layer) or type(self.layer).__name__
-        return f"{name!r} ({x.shape[1]} channels, {x.dim()} dimensions, {x.dtype})"
+    def place(self, names): return f"{self.name(names)} ({self.x.shape[1]} channels, {self.x.dim()} dimensions, {self.x.dtype})"
 
     # What else than all items with their channels this call normalizes, as far as its shape tells; None if it does not
     def _other_items(self, part):
@@ -535,8 +544,7 @@ class NormCall:
             return 'each item by itself'
         if alike and x.shape[1] == base.shape[1] and (len(x) < len(base) or 'Split' in made_by): return 'some items at a time'
 
-    def describe(self, names):
-        return f"{names.get(self.layer) or type(self.layer).__name__!r} with an input of shape {tuple(self.x.shape)}"
+    def describe(self, names): return f"{self.name(names)} with an input of shape {tuple(self.x.shape)}"
 
 def of_torch(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True):
     return NormCall(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -549,14 +557,6 @@ unseen_norms = {'native_batch_norm', 'cudnn_batch_norm', 'miopen_batch_norm', 'b
 
 # Is it called in training? The first bool says so
 def trains(args, kwargs): return kwargs.get('training', next((a for a in args if isinstance(a, bool)), True))
-
-# The module that calls, as far as the frames tell
-def calling_module():
-    f = sys._getframe(2)
-    while f is not None:
-        m = f.f_locals.get('self') if 'self' in f.f_code.co_varnames else None
-        if isinstance(m, nn.Module): return m
-        f = f.f_back
 
 # `v`, one value for each channel, in a shape that goes with `x`
 def wide(v, x): return v.view(1, -1, *[1]*(x.dim()-2))
@@ -590,14 +590,14 @@ class Normalized(torch.autograd.Function):
         return None,None,None,None,None
 
 # %% ../../nbs/api/core/17_lockstep.ipynb #5b0f0011
-# The calls of `F.batch_norm` of all parts at one place. Where there are `others`, `names` are those of the modules
+# The calls of `F.batch_norm` of all parts at one place. Where there are `others`, `run` knows the names of the modules
 class Meeting:
     @torch.no_grad()
-    def __init__(self, calls, others=None, names=None):
+    def __init__(self, calls, others=None, run=None):
         self.calls,self.others,first = [*calls],others,calls[0]
         self.running,self.momentum,self.sums = first.running,first.momentum,None
         own = pooled(*zip(*(c.moments for c in calls)))
-        self.n,self.mean,squares = own if others is None else others.pool(first.place(names), *own)
+        self.n,self.mean,squares = own if others is None else others.pool(first.place(run.names), *own)
         for c in calls: c.moments = None
         if self.n < 2: raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(first.x.shape)}")
         self.var,self.unbiased = squares/self.n,squares/(self.n-1)

@@ -259,7 +259,7 @@ def test_what_is_kept_elsewhere_is_refused(name):
     "One part would read what another one has put there"
     net = seeded(stored, *others[name]).double()
     net.at = torch.zeros(4, 5, 5).double()
-    with pytest.raises(ValueError, match="in 'Body' a micro-batch has read activations of another one.*attributes of its modules"): run_parts(net, torch.randn(9, 4, 5, 5).double(), Keeps(), 3)
+    with pytest.raises(ValueError, match="behind 'n2', a micro-batch has read activations of another one.*attributes of its modules"): run_parts(net, torch.randn(9, 4, 5, 5).double(), Keeps(), 3)
 
 tables = {}
 alike = dict(
@@ -700,7 +700,8 @@ def test_other_items_are_told(name, size):
     batch = LockstepBatch(nn.Sequential(conv(), norm, conv(), BN(4)), (torch.randn(8, 4, 5, 5),), 8, size)
     batch.outputs()
     batch.run.clear()
-    assert f"{type(norm).__name__} calls `F.batch_norm` for {'each item by itself' if name == 'each item' else 'some items at a time'}" in batch.message
+    what = '`F.batch_norm` is called for each item by itself' if name == 'each item' else "'1' is called for some items at a time"
+    assert f'in this model {what}' in batch.message
 
 def test_all_items_are_not_told():
     "Views of other kinds: raw inputs, a half of the channels, flattened features, hooks"
@@ -722,6 +723,18 @@ unseen = dict(native=lambda x, n: torch.native_batch_norm(x, n.weight, n.bias, N
               keyword=lambda x, n: torch.native_batch_norm(x, n.weight, n.bias, None, None, training=True, momentum=.1, eps=1e-5)[0],
               operator=lambda x, n: torch.ops.aten.native_batch_norm(x, n.weight, n.bias, None, None, True, .1, 1e-5)[0],
               legit=lambda x, n: torch.ops.aten._native_batch_norm_legit.no_stats(x, n.weight, n.bias, True, .1, 1e-5)[0])
+class ByHand(BN):
+    "Statistics of its own, as a kernel in another language has them, and no running ones"
+    def __init__(self, n): super().__init__(n, track_running_stats=False)
+    def forward(self, x): return (x - x.mean((0, 2, 3), keepdim=True))*self.weight.view(1, -1, 1, 1)
+
+@pytest.mark.parametrize('net', [lambda: nn.Sequential(ByHand(4), conv(), BN(4)), lambda: nn.Sequential(conv(), BN(4), ByHand(4)), lambda: nn.Sequential(conv(), ByHand(4), conv())])
+def test_a_norm_that_computes_by_itself_is_refused(net):
+    "Wherever it stands: before another one, behind it, alone"
+    net = net()
+    name = next(k for k,m in net.named_children() if isinstance(m, ByHand))
+    with pytest.raises(ValueError, match=f"the BatchNorm '{name}' computes its statistics without"): LockstepBatch(net, (torch.randn(6, 4, 5, 5),), 6, 2).outputs()
+
 @pytest.mark.parametrize('name', unseen)
 def test_other_functions_are_refused(name):
     net = seeded(Body, lambda m, x: unseen[name](m.a(x), m.n), **three())
