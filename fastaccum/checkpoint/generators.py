@@ -9,11 +9,11 @@ from __future__ import annotations
 import random, types
 import pandas as pd
 from fastai.basics import *
-from fastai.vision.augment import RandTransform
 from .check import check_attrs, check_value
 from .values import Values, scalars
 from ..core.functions import closure_of, notes_of, set_by, set_closure
 from ..core.random import device_rng, generator_types
+from ..loop.events import is_a
 
 # %% auto #0
 __all__ = []
@@ -156,7 +156,7 @@ def drawn_in_workers(dl):
 # Is it a generator, or does it use those of Python, NumPy or PyTorch?
 def _draws(o):
     if isinstance(o, types.FunctionType): return _code_draws(o.__code__, o.__globals__)
-    return (type(o) in generator_types or isinstance(o, RandTransform)
+    return (type(o) in generator_types or is_a(type(o), 'RandTransform')
             or type(o).__module__.startswith('torchvision.transforms')
             and any('Random' in c.__name__ or 'get_params' in vars(c) for c in type(o).__mro__))
 

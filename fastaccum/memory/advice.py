@@ -17,7 +17,6 @@ from fastai.basics import *
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 from ..accumulation.batch import cut_at_head, predict_in_parts
 from ..accumulation.callback import GradientAccumulation
 from ..checkpoint.loaders import texts_in_order
@@ -222,12 +221,14 @@ class Cost(NamedTuple):
 class Costs(StorageFollower):
     def __init__(self, reads=True):
         super().__init__()
+        from torch.utils.flop_counter import flop_registry       # brings triton, which takes a third of a second
+        self.flops_of = flop_registry
         self.reads,self.trace,self.flops,self.checked = reads,[0],0,0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not self.reads and func is torch.ops.aten._local_scalar_dense.default: return 1
         res = super().__torch_dispatch__(func, types, args, kwargs)
-        count = flop_registry.get(func._overloadpacket)
+        count = self.flops_of.get(func._overloadpacket)
         if count is not None: self.flops += count(*args, **(kwargs or {}), out_val=res)
         return res
 

@@ -11,9 +11,7 @@ from copy import deepcopy
 from math import inf
 from fastai.basics import *
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
@@ -52,7 +50,7 @@ class FullyShard(DataParallel):
 
     def _change(self, learn):
         super()._change(learn)
-        if learn is None or not self.many or isinstance(learn.model, FSDPModule): return
+        if learn is None or not self.many or is_sharded(learn.model): return
         self.brings_ranks.skeleton = skeleton_of(learn.model)
         shard(learn, self.units, self.offload, self.sync)
 
@@ -118,7 +116,7 @@ class ShardedRanks(Ranks):
     def begin_steps(self):
         self.shares.check_same(self.rank)
         self.buckets,self.path,self.n_batches = (),0,0
-        units = [(name, m) for name,m in self.learn.model.named_modules() if isinstance(m, FSDPModule)]
+        units = [(name, m) for name,m in self.learn.model.named_modules() if is_sharded(m)]
         self.hooks += [m.register_forward_pre_hook(partial(self._enter, name), prepend=True) for name,m in units]
 
     # A unit is needed: all ranks must need the same one. Asked in the first loader batches; later it shows at the step
@@ -211,8 +209,14 @@ def check_shards(cb):
                          "size that divides evenly, another micro_batch_size, or other shares.")
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #cd35f7e1
+# PyTorch's FSDP and its sharded tensors take nearly a second to import: where they are used, not for everybody
+def is_sharded(model):
+    from torch.distributed.fsdp import FSDPModule
+    return isinstance(model, FSDPModule)
+
 # Give each rank its part of the weights of a `Learner` without an optimizer; the arguments are those of `FullyShard`
 def shard(learn, units, offload, sync):
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     model = learn.model
     if learn.opt is not None:
         raise ValueError("The Learner already has an optimizer for whole parameters: add FullyShard() when you make the Learner.")
@@ -244,7 +248,7 @@ def with_weights(skeleton, state):
 # Leave each rank only its part of the weights; with sync='keep', all weights stay after a forward pass
 def reshard(model):
     for m in model.modules():
-        if isinstance(m, FSDPModule): m.reshard()
+        if is_sharded(m): m.reshard()
 
 # FSDP's objects hold the process group that this rank has left, and gloo's connections close with the last reference to it: only then do
 # the others notice
@@ -264,6 +268,7 @@ def find_units(model):
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #9f0107df
 # Gather sharded tensors, in any nesting of lists and dicts: whole and on the CPU. All ranks must call it
 def whole(tree):
+    from torch.distributed.tensor import DTensor
     with together(): return tree_map(lambda t: t.full_tensor().cpu() if isinstance(t, DTensor) else t, tree)
 
 # Stands in for a model or an optimizer where fastai saves and loads
@@ -277,6 +282,7 @@ def parts_of_whole(model, state):
 
 # This rank's part of the whole tensor `t`: it is sharded as the parameter or buffer `like` is
 def _part_of(t, like):
+    from torch.distributed.tensor import DTensor, distribute_tensor
     if not isinstance(like, DTensor) or not isinstance(t, Tensor) or t.shape != like.shape: return t
     return distribute_tensor(t.to(like.device), like.device_mesh, like.placements)
 

@@ -136,6 +136,16 @@ def test_core_without_fastai():
     res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=root, capture_output=True, text=True)
     assert res.stdout.strip() == '[]', res.stdout + res.stderr
 
+def test_light_import():
+    "What takes long to import is imported where it is used: nobody who does not shard or forecast waits for it"
+    code = """import sys
+from fastai.basics import *
+before = {*sys.modules}
+from fastaccum.all import *
+print([m for m in ('torchvision', 'triton', 'torch._dynamo', 'torch.distributed.fsdp', 'wandb') if m in {*sys.modules} - before])"""
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=root, capture_output=True, text=True)
+    assert res.stdout.strip() == '[]', res.stdout + res.stderr
+
 def own_levels(cls): return [c.__name__ for c in cls.__mro__ if c.__module__.startswith('fastaccum.')]
 
 def test_levels_of_inheritance():
