@@ -9,10 +9,11 @@ __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemor
            'GradientAccumulationSchedule', 'exact_sentence_encoder', 'CoupledBatch', 'AMPMode', 'MixedPrecision',
            'StepLogger', 'GradientNoiseScale', 'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp',
            'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload', 'ChunkedHead',
-           'ChunkedLoss', 'Compile', 'LargestFirst', 'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD', 'FullyShard']
+           'ChunkedLoss', 'Compile', 'LargestFirst', 'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD', 'FullyShard',
+           'FastaccumWarning']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
-from .core import ChunkedLoss, CoupledBatch, DynamicLossScaler, GradientAccumulator, PeakMemory, loss_weight
+from .core import ChunkedLoss, CoupledBatch, DynamicLossScaler, FastaccumWarning, GradientAccumulator, PeakMemory, loss_weight
 from .accumulation import GradientAccumulation, GradientAccumulationSchedule, exact_sentence_encoder
 from .precision import AMPMode, MixedPrecision
 from .logs import StepLogger
@@ -25,4 +26,4 @@ _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory'
          'exact_sentence_encoder', 'CoupledBatch', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
          'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing',
          'ActivationOffload', 'ChunkedHead', 'ChunkedLoss', 'Compile', 'LargestFirst', 'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD',
-         'FullyShard']
+         'FullyShard', 'FastaccumWarning']

@@ -10,7 +10,7 @@ sources = ['pyproject.toml', 'README.md', 'nbs/llms.txt', 'nbs/**/*.ipynb', 'fas
 
 def told(text):
     "The warnings for users in what a cell wrote to stderr, without the file and the line. Progress, logs and warnings for developers go"
-    return ''.join(f'{o}\n' for o in re.findall(r'(?m)^(?:\S.*?:\d+: )?(UserWarning: .*)', text))
+    return ''.join(f'{o}\n' for o in re.findall(r'(?m)^(?:\S.*?:\d+: )?((?:User|Fastaccum)Warning: .*)', text))
 
 def keep_warnings(fn):
     "Of what the cells of a notebook wrote to stderr, leave the warnings: the page shows them"

@@ -42,7 +42,7 @@ def run(page, root, n=10):
 
 def not_shown(warnings, page):
     "Those of `warnings` that no output of the page has, whatever figures are in them"
-    def words(text): return re.sub(r'\d+', '0', text.removeprefix('UserWarning: '))
+    def words(text): return re.sub(r'\d+', '0', re.sub(r'^(User|Fastaccum)Warning: ', '', text))
     shown = words('\n'.join(''.join(o.text) for c in page.source.cells for o in c.get('outputs', []) if o.output_type == 'stream'))
     return [w for w in warnings if words(w) not in shown]
 

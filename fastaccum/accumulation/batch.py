@@ -193,21 +193,21 @@ class BatchPass:
     def _check_added(self, look):
         rule,cb = self.rule,self.cb
         if cb.weight is not None or not (cb.check_loss and cb.normalize) or cb.coupled or self.loop.now.losses is not None: return
-        def warn(more, about):
+        def notice(more, about):
             who = ' or '.join(dict.fromkeys(type(o).__name__ for o,*_ in self.loop.events.table['after_loss']))
             cb.warn_once(f"A callback ({who}) has changed the loss after loss_func{more}", about=about)
         if self.cut is not None:
-            warn(", and with micro_batch_tokens its term sees texts sorted by length and trimmed: a mean over the places of a batch, "
-                 "padding included, as RNNRegularizer's, is another one there, and the step is off. Use micro_batch_size, or pass "
-                 "weight=, a function that returns what the loss averages over.", 'trimmed term')
+            notice(", and with micro_batch_tokens its term sees texts sorted by length and trimmed: a mean over the places of a batch, "
+                   "padding included, as RNNRegularizer's, is another one there, and the step is off. Use micro_batch_size, or pass "
+                   "weight=, a function that returns what the loss averages over.", 'trimmed term')
         if rule.is_sum: why = "contains a term of its own beside loss_func's sum: a mean would count 100% for each micro-batch"
         else:
             off = rule.uneven(self.learn.yb, self.sizes[self.i]) if look and rule.info.over not in ('items','elements') else 0.
             if off < 1e-5: return
             why = f"contains a term of its own, and micro-batches are weighted by {rule.info}, by which their items differ by {off:.2%}"
-        warn(f". What is back-propagated {why}. If the term averages over something else than loss_func, its share is wrong. Put it into "
-             "the loss function, which is then measured, or pass weight=, a function that returns what the loss averages over.",
-             'changed loss')
+        notice(f". What is back-propagated {why}. If the term averages over something else than loss_func, its share is wrong. Put it into "
+               "the loss function, which is then measured, or pass weight=, a function that returns what the loss averages over.",
+               'changed loss')
 
     # The number of the first of `n` parts that is not the first forward pass of its step, or None. A coupled part has all passes
     def _late_pass(self, n):

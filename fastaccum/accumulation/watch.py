@@ -9,6 +9,7 @@ from __future__ import annotations
 from fastai.basics import *
 from ..core.memory import device_of
 from ..core.random import RandomState
+from ..core.warnings import warn
 from ..loop.optimizers import rates_of
 
 # %% auto #0

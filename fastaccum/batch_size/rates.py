@@ -9,6 +9,7 @@ from __future__ import annotations
 from fastai.basics import *
 from ..accumulation.callback import GradientAccumulation, GradientAccumulationSchedule
 from ..core.checks import is_count
+from ..core.warnings import warn
 from ..loop.batch_loop import LoopCallback, check_single
 from ..loop.sizes import loader_bs
 

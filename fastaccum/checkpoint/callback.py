@@ -14,6 +14,7 @@ from .generators import drawn_in_workers
 from .state import Given, LearnerState
 from .values import Values
 from ..core.checks import is_count, is_positive
+from ..core.warnings import warn
 from ..loop.batch_loop import LoopCallback, check_single
 from ..loop.ranks import ranks_of
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from fastai.basics import *
 from .values import Values, digest
+from ..core.warnings import warn
 
 # %% auto #0
 __all__ = ['first_difference']

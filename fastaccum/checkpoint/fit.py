@@ -19,6 +19,7 @@ from .files import beginning_mark
 from .loaders import check_loader, check_order, item_order, list_order, persistent, rest_of_loader
 from .state import LearnerState, learner_device, state_form
 from .values import digest
+from ..core.warnings import warn
 from ..loop.learner import contexts_of_fit, is_fastais
 from ..loop.events import keeps_state
 from ..loop.ranks import OneRank

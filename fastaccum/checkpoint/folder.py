@@ -12,6 +12,7 @@ from math import inf
 from multiprocessing.util import Finalize
 from fastai.basics import *
 from .files import OwnFiles, _changed, beginning_of, copied, lock_name, read_checkpoint
+from ..core.warnings import warn
 from ..loop.ranks import OneRank
 try: import fcntl
 except ImportError: fcntl = None     # Windows has no such locks

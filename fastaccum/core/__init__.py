@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/index.html.md"""
 
 # %% auto #0
 __all__ = ['GradientAccumulator', 'LossRule', 'loss_weight', 'n_items', 'ChunkedLoss', 'CoupledBatch', 'summed_in',
-           'HostGradients', 'DynamicLossScaler', 'PeakMemory']
+           'HostGradients', 'DynamicLossScaler', 'PeakMemory', 'FastaccumWarning']
 
 # %% ../../nbs/api/core/index.ipynb #0ddebbc5
 from .accumulator import GradientAccumulator
@@ -17,6 +17,7 @@ from .grads import summed_in
 from .host import HostGradients
 from .scaler import DynamicLossScaler
 from .memory import PeakMemory
+from .warnings import FastaccumWarning
 
 _all_ = ['GradientAccumulator', 'LossRule', 'loss_weight', 'n_items', 'ChunkedLoss', 'CoupledBatch', 'summed_in', 'HostGradients',
-         'DynamicLossScaler', 'PeakMemory']
+         'DynamicLossScaler', 'PeakMemory', 'FastaccumWarning']

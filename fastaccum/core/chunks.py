@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
-import math, warnings
+import math
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -21,6 +21,7 @@ from .losses import LossInfo, LossRule, at_least, ignore_empty, is_known, loss_w
 from .microbatch import map_tensors, part_sizes, tensors_in
 from .probe import LossProbe
 from .values import LossValues
+from .warnings import warn
 from .watch import batchnorms, buffers_of, changed_buffers, nodes_of
 
 # %% auto #0
@@ -85,7 +86,7 @@ class ChunkedLoss:
         if rule.probed and (torch.is_grad_enabled() or not rule.sure) and rule.due():
             self.looks += 1
             rule.measure(x, yb, n_items(yb), where=self.where or f'look {self.looks}')
-            for message in rule.news: warnings.warn(message)
+            for message in rule.news: warn(message)
             rule.news = []
         if rule.message:
             raise ValueError(f"{name} in chunks does not add up to the loss of all outputs, so it needs them all. It averages over {rule}.")

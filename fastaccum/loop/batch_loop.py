@@ -11,6 +11,7 @@ from typing import Any
 from fastai.basics import *
 from ..core.memory import device_of, is_out_of_memory, step_too_big
 from ..core.random import RandomState
+from ..core.warnings import warn
 from .events import EventTable, cancels, with_context
 from .rows import Rows
 import fastaccum.loop.learner

@@ -18,6 +18,7 @@ import fastaccum.loop.batch_loop  # whose `_do_fit` opens the contexts
 from ..core.checks import is_count
 from ..core.offload import Mover
 from ..core.random import Replay
+from ..core.warnings import warn
 
 # %% auto #0
 __all__ = ['ActivationCheckpointing', 'ActivationOffload', 'Compile']

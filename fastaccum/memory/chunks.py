@@ -14,6 +14,7 @@ import fastaccum.loop.batch_loop  # whose `_do_fit` opens the contexts
 from ..accumulation.watch import reader_of
 from ..core.checks import is_count
 from ..core.chunks import ChunkedLoss, HeadInput
+from ..core.warnings import warn
 from ..loop.batch_loop import check_single
 from ..loop.events import _may_read_pred, hears
 from ..loop.ranks import ranks_of

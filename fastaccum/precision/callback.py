@@ -20,6 +20,7 @@ from ..core.microbatch import map_tensors
 from ..loop.batch_loop import LoopCallback, check_own_loop, check_single
 from ..loop.optimizers import params_of
 from ..core.scaler import DynamicLossScaler
+from ..core.warnings import warn
 
 # %% auto #0
 __all__ = ['MixedPrecision', 'AMPMode', 'can_compute_in']

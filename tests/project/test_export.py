@@ -33,8 +33,8 @@ def test_out_of_date(project):
 
 def test_warnings(tmp_path):
     "A page shows the warnings for users that its cells give, and nothing else of stderr; what was kept stays"
-    warning = 'UserWarning: a [loss]: 3% off'
-    err = f"""Epoch 0:  50%|\n/a b/c.py:30: FutureWarning: old\n  f()\n/tmp/k_1/2.py:3: {warning}\n  learn.fit(1)\nwandb: done\n"""
+    own,others = 'FastaccumWarning: a [loss]: 3% off','UserWarning: no GPU'
+    err = f"""Epoch 0:  50%|\n/a b/c.py:30: FutureWarning: old\n  f()\n/tmp/k_1/2.py:3: {own}\n  learn.fit(1)\n/lib/t.py:5: {others}\n  g()\nwandb: done\n"""
     def stream(name, text): return dict(output_type='stream', name=name, text=text)
     cells = [mk_cell('f()', outputs=[stream('stdout', '1\n'), stream('stderr', err)]), mk_cell('g()', outputs=[stream('stderr', 'wandb: done')])]
     fn = tmp_path/'a.ipynb'
@@ -42,4 +42,4 @@ def test_warnings(tmp_path):
         write_nb(new_nb(cells), fn)
         export.keep_warnings(fn)
         cells = read_nb(fn).cells
-        assert [[(o.name, ''.join(o.text)) for o in c.outputs] for c in cells] == [[('stdout', '1\n'), ('stderr', f'{warning}\n')], []]
+        assert [[(o.name, ''.join(o.text)) for o in c.outputs] for c in cells] == [[('stdout', '1\n'), ('stderr', f'{own}\n{others}\n')], []]

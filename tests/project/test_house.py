@@ -19,7 +19,7 @@ learners_own = set('opt recorder dls model logger'.split())      # `learn.opt.x 
 as_fastai_calls_them = {'GradientAccumulation','MixedPrecision','WandbCallback'}      # to know fastai's of these names
 
 # Modules that a check still complains about
-debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(), too_deep=set(), below_internals=set())
+debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(), warned=set(), too_deep=set(), below_internals=set())
 
 @cache
 def read(path=root/'fastaccum'):
@@ -119,8 +119,17 @@ def written(trees):
                 if not path or path[0] not in params: continue
                 if path[0] not in foreign or path[0] == 'learn' and path[1:] and path[1] not in learners_own: yield mod,f'{fn.name} writes {ast.unparse(o)}'
 
+def warned(trees):
+    "Warnings that do not go through core/warnings, which gives them their class and the user's line. `warn` alone is another one of fastai's `import *`"
+    for mod,tree in trees.items():
+        if mod == 'core/warnings': continue
+        ours = any(isinstance(n, ast.ImportFrom) and (n.module or '').endswith('warnings') and n.level for n in tree.body)
+        for n in ast.walk(tree):
+            name = names_of(n.func) if isinstance(n, ast.Call) else None
+            if name in ('warn','warn_explicit') and (isinstance(n.func, ast.Attribute) or not ours): yield mod,f'{ast.unparse(n.func)}, line {n.lineno}'
+
 # -- The tests ---------------------------------------------------------------------------------------------------
-checks = [imports, named_above, namespaces, patched, replaced, written]
+checks = [imports, named_above, namespaces, patched, replaced, written, warned]
 
 # Since imports lead down only, faces too, no import of a face can run in a circle
 @pytest.mark.parametrize('check', checks, ids=lambda c: c.__name__)
@@ -193,7 +202,10 @@ def test_map():
     (replaced, 'loop/learner', '@patch\ndef fit(self:Learner): pass', 0), (replaced, 'memory/a', 'Learner.fit = f', 1), (replaced, 'memory/a', '@replaces\ndef fit(theirs, self): pass', 1), (replaced, 'memory/a', '@patch\ndef own(self:Learner): pass', 0),
     (written, 'loop/a', 'def f(acc): acc.n = 1', 1), (written, 'loop/a', 'def f(cb): cb.state.n += 1', 1), (written, 'loop/a', 'def f(cb): setattr(cb, "n", 1)', 1),
     (written, 'loop/a', 'def f(learn): learn.xb,learn.yb = 1,2', 0), (written, 'loop/a', 'def f(learn): learn.mixed_precision.on = 1', 1),
-    (written, 'loop/a', 'def f(learn): learn.opt.n = 1', 0), (written, 'loop/a', 'class A:\n    def f(self): self.n = 1', 0), (written, 'loop/a', 'def f(p): p.grad = None', 0)])
+    (written, 'loop/a', 'def f(learn): learn.opt.n = 1', 0), (written, 'loop/a', 'class A:\n    def f(self): self.n = 1', 0), (written, 'loop/a', 'def f(p): p.grad = None', 0),
+    (warned, 'core/a', 'import warnings\nwarnings.warn("a")', 1), (warned, 'loop/a', 'from fastai.basics import *\nwarn("a")', 1),
+    (warned, 'loop/a', 'from warnings import warn\nwarn("a")', 1), (warned, 'loop/a', 'from ..core.warnings import warn\nwarn("a")', 0),
+    (warned, 'loop/a', 'cb.warn_once("a")', 0)])
 def test_the_checks_can_fail(check, mod, src, wrong):
     trees = {'memory/upper': ast.parse('class Upper: pass'), mod: ast.parse(src)}
     assert len(list(check(trees))) == wrong
