@@ -171,10 +171,11 @@ class Lockstep:
         if self.others is not None: self.others.begin_backward()
         for p,pairs in zip(self.parts, ups):
             for edge,g in pairs: p.wait_at(edge).add(g)
-        for k in reversed(range(len(self.meetings)+1)):
-            meeting = self.meetings.pop() if k < len(self.meetings) else None
-            if meeting is not None: meeting.add_up()
-            for p in reversed(self.parts): p.backward(k, meeting)      # what was saved last comes back first
+        with NoBatchNorm():
+            for k in reversed(range(len(self.meetings)+1)):
+                meeting = self.meetings.pop() if k < len(self.meetings) else None
+                if meeting is not None: meeting.add_up()
+                for p in reversed(self.parts): p.backward(k, meeting)  # what was saved last comes back first
         self.clear()
 
     # Forget the graphs
@@ -326,7 +327,7 @@ class Part(TorchFunctionMode):
         ups = [(w.edge, w.take()) for w in self.waiting.pop(k, ()) if w.grad is not None]
         if meeting is not None: ups += meeting.gradients(self.i)
         if not ups: return
-        with NoBatchNorm(): torch.autograd.backward(*map(list, zip(*ups)), retain_graph=True)    # another segment may have passed a part
+        torch.autograd.backward(*map(list, zip(*ups)), retain_graph=True)    # another segment may have passed a part
 
 differentiates = torch.autograd.grad,torch.autograd.backward,Tensor.backward
 
@@ -484,9 +485,6 @@ def pop_hooks(base):
 def push_hooks(hooks):
     for pair in reversed(hooks): torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
-# Is this a hook by which `torch.utils.checkpoint` recomputes?
-def recomputes(hooks): return hooks is not None and hooks[0].__qualname__.startswith('_checkpoint_hook')
-
 recomputed = ("coupled='batchnorm': this part of the model, with BatchNorm in it, is recomputed in the backward pass (checkpoint), where "
               "micro-batches cannot wait for each other. Switch off recomputation: activations wait on the host anyway.")
 
@@ -510,7 +508,6 @@ class NormCall:
     def meet(self, part):
         run,x,learns = part.run,self.x,torch.is_grad_enabled()
         run.entered = None
-        if recomputes(top_hooks()): raise ValueError(recomputed)
         if Flags(run.types).fixed != run.flags.fixed:
             raise ValueError("coupled='batchnorm': the model calls BatchNorm in a mode that it enters itself (inference mode, or a "
                              "TorchDispatchMode), in which micro-batches cannot wait for each other.")
