@@ -31,7 +31,7 @@ from ..loop.optimizers import AccumulatedParams
 from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
 from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
-from .checks import check_args, check_learner, refuse_others, uses_batch
+from .checks import check_args, check_learner, check_trained, refuse_others, uses_batch
 from .lengths import FittingTokens, Wide, padding_message
 from .plan import EpochCounts, accum_batches, epoch_plan, epochs_for
 from .text import left_out_message, lossy_encoder
@@ -326,10 +326,12 @@ class GradientAccumulation(LoopCallback):
         if batch.opens:
             if self.params.opt is not learn.opt: self.params.look_up()
             if self.params.others: self.params.begin()
+            if not self.per_loader_batch: self.params.note_trained()
             n = self.__dict__['n_opened'] = self.n_opened + 1
             twice = n <= 3 or n%50 == 0
             if n%50 == 0: self.watch.check(learn)
             if twice or learn.one_batch.events.table['outsiders']: self.watch.begin(self, twice)
+        else: check_trained(self)
         measured = not self.coupled or rule.probe is not None or not (batch.opens and batch.closes or self.ranks.world > 1)
         if learn.loss_func is not self.loss_values.loss_func: self.look_at_loss()
         rule.look_up(ifnone(self.replaced, learn.loss_func), self.check_loss and self.normalize and self.weight is None and measured)

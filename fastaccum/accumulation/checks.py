@@ -12,9 +12,9 @@ from ..core.coupled import find_head
 from ..core.lockstep import import_greenlet
 from ..core.watch import batchnorms
 from ..loop.batch_loop import check_own_loop, check_single, takes_loop
-from ..loop.events import declares, is_a, keeps_state
+from ..loop.events import is_a, keeps_state
 from ..loop.sizes import batch_sizes
-from .watch import _names_in
+from .watch import _name_of
 
 # %% auto #0
 __all__ = []
@@ -124,7 +124,6 @@ def check_learner(acc):
                          "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
     if acc.coupled: check_coupled(acc)
     if acc.micro_batch_tokens is not None: check_with_tokens(acc); check_encoder(learn)
-    if not acc.per_loader_batch: check_sides(acc)
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
     if hooked and acc.splits:
         acc.warn_once(f"{hooked} looks at the model with hooks, which see one micro-batch at a time: in training it keeps the figures of "
@@ -188,22 +187,17 @@ def check_lockstep(acc):
 
 def is_compiled(model): return any(hasattr(m, 'dynamo_ctx') or m._compiled_call_impl is not None for m in model.modules())
 
-# Raise an error if a GAN would switch between generator and critic in the middle of an accumulated batch
-def check_sides(acc):
-    cbs = acc.learn.cbs
-    if not any(is_a(type(cb), 'GANTrainer') for cb in cbs): return
-    instead = "or load whole batches, and write GradientAccumulation(micro_batch_size=...)."
-    own = first(cb for cb in cbs if not declares(cb, 'rows_of_steps_only') and 'switch' in _names_in(getattr(cb, 'after_batch', None)))
-    if own is not None:
-        name = type(own).__name__
-        raise ValueError(f"{name} switches between generator and critic after a loader batch, and several of them make a step: write "
-                         f"`rows_of_steps_only = True` in the class {name}, so that its `after_batch` comes once a step, {instead}")
-    if acc.remainder == 'carry':
-        raise ValueError("remainder='carry': the validation after an epoch switches to the generator, in the middle of the accumulated "
-                         f"batch that is carried over. Use 'step' or 'drop', {instead}")
-    if not acc.log_accum_batch and any(is_a(type(cb), 'AdaptiveGANSwitcher') for cb in cbs):
-        raise ValueError("AdaptiveGANSwitcher decides by `learn.loss`, which is that of the last loader batch alone with "
-                         f"log_accum_batch=False: leave this out, {instead}")
+# Raise an error if a parameter has gradients of a step's first micro-batches, and is frozen in the next ones
+def check_trained(acc):
+    frozen = acc.params.frozen()
+    if frozen is None: return
+    message = (f"The parameter {_name_of(acc.learn.model, frozen)} was trained in the first micro-batches of this step, and is frozen in "
+               "the next one, as by a GAN that switches between generator and critic: then the step is not that of all its items. Switch "
+               "or freeze between steps: in `before_batch` where `self.learn.gradient_accumulation.opens`, or in the `after_batch` of a "
+               "callback whose class has `rows_of_steps_only = True`, which comes once a step. Or load whole batches, and write "
+               "GradientAccumulation(micro_batch_size=...).")
+    if acc.remainder == 'carry': message += " With remainder='carry' a validation may come between: use 'step' or 'drop'."
+    raise ValueError(message)
 
 # The part of `check_learner` that checks the sizes of the batches
 def check_sizes(acc):

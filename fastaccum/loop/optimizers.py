@@ -28,7 +28,7 @@ class OptimizerParams:
 # The parameters whose gradients accumulate: those of the optimizer, and those of the model and of the loss that it does not have. Another
 # optimizer of the user's may have them, and it may leave them a gradient from before the accumulated batch, which is kept apart meanwhile
 class AccumulatedParams(OptimizerParams):
-    def __init__(self, learn): self.learn,self.opt,self.others,self.kept = learn,None,[],None
+    def __init__(self, learn): self.learn,self.opt,self.others,self.kept,self.trained = learn,None,[],None,()
     def __iter__(self):
         yield from super().__iter__()
         yield from self.others
@@ -45,6 +45,11 @@ class AccumulatedParams(OptimizerParams):
         self.end()
         self.kept = [(p, p.grad) for p in self.others]
         for p in self.others: p.grad = None
+
+    # It begins, and these are trained
+    def note_trained(self): self.trained = [p for p in (*params_of(self.opt), *self.others) if p.requires_grad]
+    # One of them that has been frozen since
+    def frozen(self): return first(p for p in self.trained if not p.requires_grad)
 
     # It is complete: its gradient is added to them
     def end(self):

@@ -42,8 +42,17 @@ class Rows:
         if event == 'before_batch' and declares(cb, 'opens_rows'): return lambda: loop.accumulation.opens
         if event != 'after_batch': return None
         if is_recorder(cb): return partial(self.record, cb)
-        if declares(cb, 'rows_of_steps_only'): return lambda: loop.now.closed
+        if declares(cb, 'rows_of_steps_only'): return partial(self.of_step, cb)
         if takes_rows(cb): return self.due
+
+    # A callback that hears only of steps sees the step's loss, whatever `log_accum_batch` is. False: it is not called again
+    def of_step(self, cb):
+        loop,learn = self.loop,self.loop.learn
+        if not loop.now.closed: return False
+        loss,learn.loss = learn.loss,loop.step_loss
+        try: cb.after_batch()
+        finally: learn.loss = loss
+        return False
 
     # Is there one row per step, rather than per loader batch? With accumulation, `lr_find` always counts steps
     def one_a_step(self):

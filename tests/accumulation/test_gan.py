@@ -1,4 +1,4 @@
-"GANs: loader batches that are accumulated switch sides between steps, as the big batch does, or it is told before training"
+"GANs: loader batches that are accumulated switch sides between steps, as the big batch does; what is frozen in the middle of a step is an error"
 import warnings
 import pytest
 from reference import *
@@ -34,13 +34,9 @@ ways = {'loader batches': (4, dict(accum_bs=16)), 'micro-batches': (16, dict(mic
 def test_switches_between_steps(way, switcher):
     bs,acc = ways[way]
     own = (GANDiscriminativeLR(2.),) if switcher == 'every' else ()
-    if (way, switcher) == ('rows of batches', 'adaptive'):
-        with pytest.raises(ValueError, match='AdaptiveGANSwitcher decides.*micro_batch_size'): gan(bs, GradientAccumulation(**acc), switcher=switchers[switcher]())
-        return
     whole,_ = gan(16, *own, switcher=switchers[switcher]())
     learn,told = gan(bs, GradientAccumulation(**acc), *own, switcher=switchers[switcher]())
     assert off(learn, whole) < 2e-6 and not told
-    if way == 'rows of batches': return
     for mine,theirs in ((learn.gan_trainer.crit_losses, whole.gan_trainer.crit_losses), (learn.gan_trainer.gen_losses, whole.gan_trainer.gen_losses)):
         assert len(mine) and np.allclose(mine, theirs, rtol=1e-5)
 
@@ -51,14 +47,35 @@ class Mine(Callback):
 class OnceAStep(Mine): rows_of_steps_only = True
 
 def test_own_switcher():
-    with pytest.raises(ValueError, match='Mine switches.*rows_of_steps_only = True.*micro_batch_size'): gan(4, GradientAccumulation(16), switcher=Mine())
+    with pytest.raises(ValueError, match='critic.* was trained .*rows_of_steps_only = True.*micro_batch_size'): gan(4, GradientAccumulation(16), switcher=Mine())
     whole,_ = gan(16, switcher=Mine())
     for bs,cb,switcher in ((4, GradientAccumulation(16), OnceAStep()), (16, GradientAccumulation(micro_batch_size=4), Mine())):
         learn,told = gan(bs, cb, switcher=switcher)
         assert off(learn, whole) < 2e-6 and not told
 
 def test_carry():
-    with pytest.raises(ValueError, match="remainder='carry'.*micro_batch_size"): gan(4, GradientAccumulation(16, remainder='carry'))
+    "The validation switches to the generator: an error, if the critic has gradients that are carried over"
+    carry = lambda: GradientAccumulation(16, remainder='carry')
+    with pytest.raises(ValueError, match="critic.* was trained .*remainder='carry'"): gan(4, carry())
+    gan(4, carry(), gen_first=True, switcher=Callback())
+
+class Freezes(Callback):
+    "A layer, from an epoch on, before or behind what accumulates"
+    def __init__(self, order, opens=True): self.order,self.opens = order,opens
+    def before_batch(self):
+        acc = getattr(self.learn, 'gradient_accumulation', None)
+        if self.training and self.epoch and (acc is None or acc.opens == self.opens): self.learn.model[0].requires_grad_(False)
+
+@pytest.mark.parametrize('order', [0, 70])
+def test_freezing(order):
+    "Where a step begins it is the big batch's; later it is an error"
+    data = Data(torch.randn(61, 6), torch.randn(61, 4))
+    def fitted(bs, *cbs):
+        learn = learner(data, bs, *cbs)
+        learn.fit(3, .05)
+        return flat(learn)
+    assert rel_err(fitted(8, GradientAccumulation(32), Freezes(order)), fitted(32, Freezes(order))) < 1e-6
+    with pytest.raises(ValueError, match='0.weight was trained'): fitted(8, GradientAccumulation(32), Freezes(order, opens=False))
 
 @pytest.mark.parametrize('train_metrics', [False, True])
 @pytest.mark.parametrize('way', [k for k in ways if k != 'rows of batches'])
