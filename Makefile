@@ -1,9 +1,16 @@
 # `make` lists the targets. GNU make 3.81, which macOS has, is enough.
+ifeq ($(origin PYTHON),command line)
+# `make export PYTHON=python`: that one has what the target needs, and nothing is installed
+BIN := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+else
 BIN := .venv/bin
-# Stamps: the package with what it needs, which is all that the demo takes, and then all that developers need
+PYTHON := $(BIN)/python
+# Stamps: the package with what it needs, which is all that the demo takes, then all that developers need, and what one target alone needs
 PACKAGE := .venv/.package
 INSTALLED := .venv/.installed
-EXTRAS := .venv/.bench .venv/.mutants
+BENCH := .venv/.bench
+MUTANTS := .venv/.mutants
+endif
 MIN_PYTHON := $(shell sed -n 's/^min_python *= *//p' settings.ini)
 PYTHONS := python3 $(addprefix python,$(shell sed -n 's/^pythons *= *//p' settings.ini)) python
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))
@@ -25,7 +32,7 @@ demo: $(PACKAGE) ## see what fastaccum does, in a run of half a minute on this m
 # A machine with a GPU may have no network: `make test DEVICE=cuda` runs the numeric tests on it, in the checkout as it is,
 # with the Python that has PyTorch and fastai there (PYTHON=...)
 ifdef DEVICE
-PYTHON := $(firstword $(wildcard $(BIN)/python) python3)
+PYTHON := $(firstword $(wildcard $(PYTHON)) python3)
 test:
 	$(TEST_ENV) CUBLAS_WORKSPACE_CONFIG=:4096:8 DEVICE=$(DEVICE) $(PYTHON) -m pytest \
 		$(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses 4 --dist loadfile)
@@ -34,60 +41,69 @@ bench:
 else
 test: $(INSTALLED) ## check that generated files are up to date, run all notebooks but their slow cells, and some cases of each test (5 minutes); DEVICE=cuda: all numeric ones on a GPU
 	@echo 'The quick checks: about 5 minutes on two cores'
-	$(BIN)/python tools/export.py --check
+	$(PYTHON) tools/export.py --check
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
-	QUICK=1 $(TEST_ENV) $(BIN)/python -m pytest -n 2 $(BY_FILE)
+	QUICK=1 $(TEST_ENV) $(PYTHON) -m pytest -n 2 $(BY_FILE)
 
 # Slow cells that a page shows are typed by `make snippets`. These notebooks have hidden ones, each in a process of its own
 HIDDEN := nbs/recipes.ipynb nbs/tutorials/many_devices.ipynb
 cases: $(INSTALLED) ## every case of every test, and hidden slow cells (some 15 minutes)
 	echo $(HIDDEN) | $(TEST_ENV) xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 1 --flags slow
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE)
+	$(TEST_ENV) $(PYTHON) -m pytest -n 3 $(BY_FILE)
 
-bench: $(INSTALLED) .venv/.bench ## measure speed, memory, exactness, host syncs and batch sizes (some fifteen minutes); make the pages of it; DEVICE=cuda: on a GPU
-	$(TEST_ENV) $(BIN)/python -m bench
-	$(TEST_ENV) $(BIN)/python -m bench.batch_size
-	$(TEST_ENV) $(BIN)/python -m bench.small_batches
+bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness, host syncs and batch sizes (some fifteen minutes); make the pages of it; DEVICE=cuda: on a GPU
+	$(TEST_ENV) $(PYTHON) -m bench
+	$(TEST_ENV) $(PYTHON) -m bench.batch_size
+	$(TEST_ENV) $(PYTHON) -m bench.small_batches
 	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb nbs/coming_from.ipynb nbs/tutorials/how_exact.ipynb nbs/tutorials/find_batch_size.ipynb nbs/tutorials/when_not_to.ipynb
-	$(BIN)/python tools/export.py
+	$(PYTHON) tools/export.py
 endif
 
 clients: .venv/clients/.installed ## do the clients of fastai and other libraries' losses, models and optimizers work with accumulation, and what other trainers' tests claim? (ten minutes); PACKAGES="tsai timm"
 	$(TEST_ENV) .venv/clients/bin/python -W ignore -m bench.clients $(PACKAGES)
 	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/works_with.ipynb
-	$(BIN)/python tools/export.py
+	$(PYTHON) tools/export.py
 
 snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a reader would (some minutes)
-	$(BIN)/python tools/snippets.py $(PAGES)
+	$(PYTHON) tools/snippets.py $(PAGES)
 
 check: cases snippets ## what `make test` leaves out: both of these (25 minutes)
 
-mutants: $(INSTALLED) .venv/.mutants ## do the tests notice a change of the code? Of all modules (an hour), or MODULES="scaler events"
-	$(TEST_ENV) $(BIN)/python tools/mutants.py $(MODULES)
+mutants: $(INSTALLED) $(MUTANTS) ## do the tests notice a change of the code? Of all modules (an hour), or MODULES="scaler events"
+	$(TEST_ENV) $(PYTHON) tools/mutants.py $(MODULES)
 
 foreign: $(INSTALLED) ## do the fits of fastai's notebooks come out the same in micro-batches and in smaller loader batches? (an hour); FASTAI=path of a checkout, else it is cloned
-	$(TEST_ENV) $(BIN)/python tools/foreign.py $(FASTAI)
+	$(TEST_ENV) $(PYTHON) tools/foreign.py $(FASTAI)
 
 trips: $(INSTALLED) ## how far a batch travels through the code: functions, calls, changes of file; goals are in tools/trips.py
-	$(TEST_ENV) $(BIN)/python tools/trips.py
+	$(TEST_ENV) $(PYTHON) tools/trips.py
 
 docs: $(INSTALLED) ## build the site in _docs from the notebooks (Python 3.11 or newer)
-	$(BIN)/python tools/docs.py
+	$(PYTHON) tools/docs.py
 
 export: $(INSTALLED) ## clean the notebooks; make the modules and README.md from them
-	$(BIN)/python tools/export.py
+	$(PYTHON) tools/export.py
 
 readme: $(INSTALLED) ## make README.md from nbs/index.ipynb
-	$(BIN)/python tools/readme.py
+	$(PYTHON) tools/readme.py
 
 bump: $(INSTALLED) ## raise the version's last part, or PART=minor, PART=major
-	$(BIN)/python tools/bump.py $(PART)
+	$(PYTHON) tools/bump.py $(PART)
 
 clean: ## remove what building, testing and the demo leave behind (.venv stays)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .hypothesis _mutants _proc _docs _md demo
 	find bench fastaccum nbs tests tools -type d \( -name __pycache__ -o -name .ipynb_checkpoints -o -name models \
 		-o -name runs -o -name wandb \) -prune -exec rm -rf {} +
 
+# The clients stand in an environment of their own, which sees what .venv has: some of them want older versions
+.venv/clients/.installed: $(INSTALLED) bench/clients/requirements.txt
+	$(PYTHON) -m venv .venv/clients
+	.venv/clients/bin/python -c "import site; print(site.getsitepackages()[0])" | { read here; \
+		$(PYTHON) -c "import site; print(site.getsitepackages()[0])" > $$here/base.pth; }
+	.venv/clients/bin/python -m pip install -r bench/clients/requirements.txt
+	@touch $@
+
+ifdef PACKAGE
 # The environment, with the first Python that will do; installed again when what it depends on has changed
 $(PACKAGE): settings.ini setup.py pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
@@ -103,15 +119,7 @@ $(INSTALLED): $(PACKAGE)
 	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
 
-# The clients stand in an environment of their own, which sees what .venv has: some of them want older versions
-.venv/clients/.installed: $(INSTALLED) bench/clients/requirements.txt
-	$(BIN)/python -m venv .venv/clients
-	.venv/clients/bin/python -c "import site; print(site.getsitepackages()[0])" | { read here; \
-		$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $$here/base.pth; }
-	.venv/clients/bin/python -m pip install -r bench/clients/requirements.txt
-	@touch $@
-
-# What one target alone needs
-$(EXTRAS): $(INSTALLED)
+$(BENCH) $(MUTANTS): $(INSTALLED)
 	$(BIN)/python -m pip install -e '.[$(@:.venv/.%=%)]'
 	@touch $@
+endif

@@ -179,7 +179,9 @@ def _run_rank(fn, args, timeout):
 def _signals_kept():
     main,logs = threading.current_thread() is threading.main_thread(),[logging.getLogger(f'torch.{o}')
                                                                        for o in ('distributed.elastic','multiprocessing')]
-    old = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)} if main else {}
+    # Windows has only the first two
+    signals = [getattr(signal, s) for s in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGQUIT') if hasattr(signal, s)]
+    old = {s: signal.getsignal(s) for s in signals} if main else {}
     levels = [log.level for log in logs]
     for log in logs: log.setLevel(logging.CRITICAL)
     try: yield

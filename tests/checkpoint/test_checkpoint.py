@@ -1,5 +1,5 @@
 "A run that is interrupted and started again is the run that nobody interrupted: to the last bit"
-import os, pickle, resource, shutil, signal, subprocess, sys, threading
+import os, pickle, shutil, signal, subprocess, sys, threading
 from collections import Counter
 from contextlib import contextmanager
 import pytest
@@ -420,6 +420,7 @@ def test_cannot_save(capfd):
     with pytest.warns(UserWarning, match='could not save.*Training continues') as w: test_eq_bits(run({}, TrainingCheckpoint(every_steps=8)), whole)
     assert len([m for m in w if 'could not save' in str(m.message)]) == 5      # 4 and the end: one each
     new_process(); Path('models').unlink()
+    resource = pytest.importorskip('resource', reason='Windows has no such limits')
     soft,hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8000, hard))                # as if the disk were full
     try:
@@ -432,18 +433,19 @@ class Signal(Stateless):
     def __init__(self, sig, at, n=1): self.sig,self.at,self.n = sig,at,n
     def before_batch(self):
         if (self.learn.epoch,self.learn.iter) == self.at:
-            for _ in range(self.n): os.kill(os.getpid(), self.sig)
+            for _ in range(self.n): signal.raise_signal(self.sig)
 
 @pytest.mark.parametrize('sig', ['SIGTERM', 'SIGUSR1', 'SIGINT'])
 def test_signals(sig):
-    case = dict(cbs=lambda: [GradientAccumulation(24)])
-    whole,handlers = run(case),[signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    if not hasattr(signal, sig): pytest.skip(f'no {sig} on Windows')
+    case,used = dict(cbs=lambda: [GradientAccumulation(24)]),(signal.SIGTERM, getattr(signal, sig), signal.SIGINT)
+    whole,handlers = run(case),[signal.getsignal(s) for s in used]
     ended = []
     learn = make(case, TrainingCheckpoint(), Signal(getattr(signal, sig), (1, 3)), Callback(after_fit=lambda self: ended.append(1)))
     if sig == 'SIGINT':
         with pytest.raises(KeyboardInterrupt): learn.fit_one_cycle(4, .05)
     else: learn.fit_one_cycle(4, .05)
-    assert ended and [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == handlers
+    assert ended and [signal.getsignal(s) for s in used] == handlers
     assert len(checkpoints()) == 1 and len(learn.recorder.losses) == 5     # at the end of the accumulated batch that was under way
     learn.validate(); learn.get_preds()                                    # it is usable
     if sig != 'SIGINT':

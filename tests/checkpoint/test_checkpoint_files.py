@@ -1,5 +1,5 @@
 "Checkpoints touch only files that they wrote, whatever a run ends with; a disk that is full or read-only stops nothing"
-import errno, json, multiprocessing, os, random, resource, signal, subprocess, sys, threading, zipfile
+import errno, json, multiprocessing, os, random, signal, subprocess, sys, threading, zipfile
 import pytest
 from reference import *
 from fastai.callback.tracker import SaveModelCallback
@@ -242,6 +242,7 @@ def test_full_disk(monkeypatch):
     run({}, TrainingCheckpoint(every_steps=4), stop=Interrupt((1, 3)))
     new_process()
     good = {p: p.read_bytes() for p in Path('models/checkpoint').glob('*.pt')}
+    resource = pytest.importorskip('resource', reason='Windows has no such limits')
     soft,hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8000, hard))
     try:

@@ -6,6 +6,7 @@ import pytest, torch
 script = [sys.executable, '-W', 'ignore', str(Path(__file__).with_name('kill_script.py'))]
 env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
 quick = 'test_killed',
+pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
 
 class Server:
     "Starts the script in a new process, in a folder"

@@ -1,5 +1,6 @@
 "The short form of soak.py"
 import pytest
+pytest.importorskip('resource', reason='Windows does not say how much memory a process takes')
 from soak import *
 
 STEPS,MAX_BLOCKS = 500,.7   # some blocks are left of each fit, such as the names of its files

@@ -5,9 +5,15 @@ import pytest, torch, torch.distributed as dist
 from fastai.basics import Callback, CancelFitException, Datasets, Learner, nn
 from fastai.learner import load_learner
 from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, LocalSGD, launch
+from fastaccum.parallel import processes
 from test_joint_validation import data, learner, mlp, quiet, started
 
-quick = []      # all start processes of two ranks
+quick = 'test_signals_that_windows_lacks',      # the others start processes of two ranks
+
+def test_signals_that_windows_lacks(monkeypatch):
+    for s in ('SIGHUP', 'SIGQUIT'): monkeypatch.delattr(processes.signal, s, raising=False)
+    with processes._signals_kept(): pass
+
 class At(Callback):
     order,run_valid = 30,False
     def __init__(self, ranks, event, f): self.ranks,self.f,self.since = ranks,f,2*(event != 'before_fit'); setattr(self, event, self.do)

@@ -3,7 +3,7 @@ import os, re, shutil, subprocess, sys
 from configparser import ConfigParser
 from pathlib import Path
 import pytest, yaml
-import fastaccum, bump
+import fastaccum, bump, release
 
 if sys.version_info >= (3,11): import tomllib
 else: import tomli as tomllib  # comes with pytest
@@ -28,6 +28,8 @@ def test_pythons():
     jobs,pythons = from_yaml('.github/workflows/test.yml')['jobs'],cfg['pythons'].split()
     assert pythons[0]==cfg['min_python']
     assert jobs['test']['strategy']['matrix']=={'os': ['ubuntu-latest', 'macos-latest'], 'python': pythons}
+    assert jobs['windows']['steps'][1]['with']['python-version'] in pythons
+    assert from_yaml('.github/workflows/release.yml')['jobs']['smoke']['strategy']['matrix']['python']==[pythons[0], pythons[-1]]
     assert [(o['versions'], o['python']) for o in jobs['versions']['strategy']['matrix']['include']]==[('lowest', pythons[0]), ('newest', pythons[-1])]
 
 def test_lower_bounds():
@@ -45,18 +47,31 @@ def test_makefile():
         used = set(re.findall(r'\bmake ([a-z]+)(?: </dev/null)?$', (root/f).read_text(encoding='utf-8'), re.M))
         assert used and used <= targets, f
 
-@pytest.mark.skipif(not shutil.which('make'), reason='needs make')
+def planned(folder, *args, installed=()):
+    "What `make` would do in `folder`, which gets the files that an installation depends on, and the stamps of what is `installed`"
+    for f in ('Makefile', 'settings.ini', 'setup.py', 'pyproject.toml'): shutil.copy(root/f, folder)
+    if installed: (folder/'.venv').mkdir()
+    for f in installed: (folder/'.venv'/f).touch()
+    env = {k: v for k,v in os.environ.items() if k not in ('MAKEFLAGS', 'MAKELEVEL', 'MFLAGS', 'DEVICE')}
+    return subprocess.run(['make', '-n', *args], cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+
+needs_make = pytest.mark.skipif(not shutil.which('make'), reason='needs make')
+
+@needs_make
 @pytest.mark.parametrize('there,target,installed', [
     ([], 'demo', ['.']), ([], 'test', ['.', "'.[dev]'"]), (['.package'], 'demo', []), (['.package'], 'test', ["'.[dev]'"]), (['.package', '.installed'], 'demo', []),
     (['.package', '.installed'], 'test', [])])
 def test_what_make_installs(tmp_path, there, target, installed):
     "The demo takes the package alone, and targets come in any order"
-    for f in ('Makefile', 'settings.ini', 'setup.py', 'pyproject.toml'): shutil.copy(root/f, tmp_path)
-    (tmp_path/'.venv').mkdir()
-    for f in there: (tmp_path/'.venv'/f).touch()
-    env = {k: v for k,v in os.environ.items() if k not in ('MAKEFLAGS', 'MAKELEVEL', 'MFLAGS', 'DEVICE')}
-    todo = subprocess.run(['make', '-n', target], cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r'pip install -e (\S+)', todo)==installed
+    assert re.findall(r'pip install -e (\S+)', planned(tmp_path, target, installed=there))==installed
+
+@needs_make
+@pytest.mark.parametrize('target', ['demo', 'test', 'cases', 'bench', 'snippets', 'mutants', 'docs', 'export', 'readme', 'bump'])
+def test_make_with_a_python_that_is_given(tmp_path, target):
+    "It is used as it is: nothing is installed, and no environment is made"
+    todo = planned(tmp_path, target, f'PYTHON={sys.executable}')
+    assert sys.executable in todo or target == 'demo'
+    assert 'pip install' not in todo and '.venv/' not in todo.replace(str(Path(sys.executable).parent), '')
 
 def test_pre_commit():
     "The hooks need nothing but what `make` has installed, and see what they are for"
@@ -80,6 +95,20 @@ def test_changelog():
     first = (root/'CHANGELOG.md').read_text(encoding='utf-8').split('\n## ')[1]
     assert re.match(rf"{re.escape(cfg['version'])}(, \d+ \w+ \d{{4}})?\n", first)
     assert len(first) < 5000, f'{len(first)} characters: say what a user gets, and leave out how it came about'
+
+@pytest.mark.parametrize('changes,says', [
+    ({}, ''), ({'settings.ini': ('1.2.3', '1.2.4'), 'CHANGELOG.md': ('1.2.3', '1.2.4')}, 'The tag is v1.2.3, the version 1.2.4'), ({'CHANGELOG.md': (', 1 May 2027', '')}, 'the day of the release'),
+    ({'CHANGELOG.md': ('New.', 'New, not released yet.')}, 'CHANGELOG.md says'), ({'README.md': ('pip', 'It is not on PyPI yet')}, 'README.md says')])
+def test_ready_for_release(tmp_path, changes, says):
+    "Nothing is built for a tag that is not the version, or with texts of before"
+    texts = {'settings.ini': '[DEFAULT]\nversion = 1.2.3\n', 'CHANGELOG.md': '# Changelog\n\n## 1.2.3, 1 May 2027\n\nNew.\n\n## 1.2.2\n\nnot released yet\n', 'README.md': 'pip'}
+    for f,text in texts.items(): (tmp_path/f).write_text(text.replace(*changes.get(f, ('', ''))))
+    found = release.wrong(tmp_path, 'v1.2.3')
+    assert len(found) == bool(says) and says in ''.join(found)
+
+def test_release_of_this_checkout():
+    "What is left to do for the version that is here is what CONTRIBUTING.md says"
+    assert not [o for o in release.wrong(root, f"v{cfg['version']}") if o.startswith('The tag')]
 
 @pytest.mark.parametrize('part,new', [('patch','1.2.4'), ('minor','1.3.0'), ('major','2.0.0')])
 def test_bumped(part, new): assert bump.bumped('1.2.3', part)==new
