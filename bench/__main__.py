@@ -9,10 +9,13 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from . import report
 
-PARTS = dict(exact='Exactness: the distance to the weights of training in big batches', syncs='Host syncs: per micro-batch, and per step beyond these',
-             memory='Memory: peak of live activations, MiB', speed='Speed: processor time per micro-batch, us, and beyond the hand-written loop',
+PARTS = dict(exact='Exactness: the distance to the weights of training in big batches',
+             syncs='Host syncs: per micro-batch, and per step beyond these',
+             memory='Memory: peak of live activations, MiB',
+             speed='Speed: processor time per micro-batch, us, and beyond the hand-written loop',
              comm='Communication: per step of 8 micro-batches on each of two ranks',
-             coupled='A loss over the whole batch: time relative to the split batch, peak of live activations in MiB, error of the gradient')
+             coupled='A loss over the whole batch: time relative to the split batch, peak of live activations in MiB, '
+                     'error of the gradient')
 PACKAGES = 'torch', 'fastai', 'fastcore', 'accelerate', 'lightning', 'transformers'
 BY_HAND = 'mosaicml',    # Composer: see exact.py
 
@@ -41,7 +44,8 @@ def on_gpu(device):
     mod = getattr(torch, device, None)
     if mod is None or not mod.is_available(): sys.exit(f'This PyTorch ({torch.__version__}) sees no {device} device.')
     print(f'On {mod.get_device_name()}', flush=True)
-    res = dict(date=date.today().isoformat(), machine=dict(machine(), gpu=mod.get_device_name()), versions=versions(), gpu=gpu.run(device), speed=speed.run(device))
+    res = dict(date=date.today().isoformat(), machine=dict(machine(), gpu=mod.get_device_name()), versions=versions(),
+               gpu=gpu.run(device), speed=speed.run(device))
     print(f"\n{report.gpu(res['gpu']).to_string()}\n\n{report.speed(res['speed']).to_string()}\n{report.about(res)}")
     file = report.gpu_file(device)
     file.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')

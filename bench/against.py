@@ -11,7 +11,8 @@ from pathlib import Path
 import pandas as pd, torch
 
 PEERS = 'hand', 'split', 'whole'
-KEEP_MEMORY = dict(MALLOC_MMAP_THRESHOLD_='4294967296', MALLOC_TRIM_THRESHOLD_='17179869184')  # bytes; glibc reads them when a process starts
+# bytes; glibc reads them when a process starts
+KEEP_MEMORY = dict(MALLOC_MMAP_THRESHOLD_='4294967296', MALLOC_TRIM_THRESHOLD_='17179869184')
 HERE = Path(__file__).resolve().parent.parent
 
 def use(path):

@@ -86,8 +86,11 @@ WAYS = {  # of a task and its learning rate: the callbacks
     'large, sqrt, half-life': lambda t: [decays(t.lr), GradientAccumulation(t.large), ScaleLR('sqrt', half_life=True)],
     'very large, sqrt, half-life': lambda t: [decays(t.lr), GradientAccumulation(16*t.small), ScaleLR('sqrt', half_life=True)],
     'ramp instead of decay': lambda t: [GradientAccumulationSchedule(t.small, 16*t.small, start=0., finish=1., schedule=batch_ramp(DECAY))],
-    'half ramp, half decay': lambda t: [decays(t.lr, .5), GradientAccumulationSchedule(t.small, 16*t.small, start=0., finish=1., schedule=batch_ramp(DECAY))],
-    'adaptive, sqrt, half-life': lambda t: [decays(t.lr), AdaptiveGradientAccumulation(2*t.small, 16*t.small), ScaleLR('sqrt', bs=t.small, half_life=True)],
+    'half ramp, half decay': lambda t: [decays(t.lr, .5),
+                                        GradientAccumulationSchedule(
+                                            t.small, 16*t.small, start=0., finish=1., schedule=batch_ramp(DECAY))],
+    'adaptive, sqrt, half-life': lambda t: [decays(t.lr), AdaptiveGradientAccumulation(2*t.small, 16*t.small),
+                                            ScaleLR('sqrt', bs=t.small, half_life=True)],
 }
 
 WD = .3
@@ -116,7 +119,8 @@ def learner(name, bs, *cbs, opt_func=partial(Adam, wd=0.)):
     "Of a task, with loader batches of `bs`"
     task = TASKS[name]
     dls = DataLoaders(*[Batches(ds, n, shuffle) for ds,n,shuffle in zip(_split(name), (bs, 512), (True, False))])
-    return Learner(dls, task.model(), loss_func=F.cross_entropy, opt_func=opt_func, metrics=accuracy if task.score == 'accuracy' else None, cbs=cbs)
+    return Learner(dls, task.model(), loss_func=F.cross_entropy, opt_func=opt_func,
+                   metrics=accuracy if task.score == 'accuracy' else None, cbs=cbs)
 
 def train(name, cbs, seed, bs=None) -> dict:
     "Steps, items, seconds of the processor, and the validation's score, with loader batches of `bs` or of `small`"
@@ -134,7 +138,8 @@ def run_ways(name, ways, seeds=SEEDS) -> list: # A dict for each training
     for way,cbs in ways.items():
         mine = [dict(task=name, way=way, seed=seed, **train(name, cbs(TASKS[name]), seed)) for seed in seeds]
         mean_of = lambda k: mean(r[k] for r in mine)
-        print(f"{name}, {way}: {mean_of('steps'):.0f} steps, {mean_of('score'):.4g} +- {stdev(r['score'] for r in mine):.2g}, {mean_of('seconds'):.1f} s", flush=True)
+        print(f"{name}, {way}: {mean_of('steps'):.0f} steps, {mean_of('score'):.4g} +- "
+              f"{stdev(r['score'] for r in mine):.2g}, {mean_of('seconds'):.1f} s", flush=True)
         rows += mine
     return rows
 
@@ -147,7 +152,9 @@ def noise_cost(rounds=31, steps=9) -> dict: # `every` -> median, lower and upper
     "What `GradientNoiseScale` adds to the time of a training with micro-batches of 4, on the conv net of the other benchmarks"
     a_job = job('conv net', 8*steps, 4, n_acc=8)
     def peer(*make):
-        return PEERS['split']._replace(run=lambda j: fit(j, GradientAccumulation(j.accum_bs, micro_batch_size=j.micro_bs), *(m() for m in make), batches=accumulated(j)))
+        return PEERS['split']._replace(
+            run=lambda j: fit(j, GradientAccumulation(j.accum_bs, micro_batch_size=j.micro_bs), *(m() for m in make),
+                              batches=accumulated(j)))
     peers = {0: peer(), **{k: peer(partial(GradientNoiseScale, every=k)) for k in (1, 4)}}
     times = {k: [] for k in peers}
     for i in range(-1, rounds):
@@ -160,7 +167,8 @@ def results(): return json.loads(FILE.read_text(encoding='utf-8'))
 def table(rows, name) -> pd.DataFrame: # Indexed by way; `score` and its standard deviation over the seeds, steps and seconds
     "The means over the seeds, of one task"
     runs = pd.DataFrame([r for r in rows if r['task'] == name])
-    return runs.groupby('way', sort=False).agg(steps=('steps','mean'), items=('items','mean'), seconds=('seconds','mean'), score=('score','mean'), std=('score','std'))
+    return runs.groupby('way', sort=False).agg(steps=('steps','mean'), items=('items','mean'),
+                                               seconds=('seconds','mean'), score=('score','mean'), std=('score','std'))
 
 def plot(rows):
     "The score of each way and its steps, a panel for each task; bars are a standard deviation over the seeds to each side"

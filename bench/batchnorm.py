@@ -1,8 +1,9 @@
 """BatchNorm in small memory: what each way out does to the gradient, to memory, to time, and to the accuracy on digits
 
-`python -m bench.batchnorm` takes some minutes on one core and writes batchnorm.json, which the tutorial *BatchNorm in small memory* shows.
-Gradients, memory and time are those of a resnet18 for 64 images of 64x64 pixels, and micro-batches of 8. Memory is measured on the simulated
-accelerator of tests/simulated, as on a CPU nothing moves. For the accuracy a small residual net that knows the digits 0 to 4 learns all ten."""
+`python -m bench.batchnorm` takes some minutes on one core and writes batchnorm.json, which the tutorial *BatchNorm in
+small memory* shows. Gradients, memory and time are those of a resnet18 for 64 images of 64x64 pixels, and micro-batches
+of 8. Memory is measured on the simulated accelerator of tests/simulated, as on a CPU nothing moves. For the accuracy a
+small residual net that knows the digits 0 to 4 learns all ten."""
 import json, random, sys, warnings
 from copy import deepcopy
 from datetime import date
@@ -30,7 +31,8 @@ FILE = Path(__file__).with_suffix('.json')
 SEEDS = range(5)
 N,K = 64,8                # Items of a batch and of a micro-batch; 16 and 2 on the digits, where 8 do well
 
-# -- Models: a body and a head. `norm` is 'batch', 'frozen', 'group', or 'head': GroupNorm in the body, and fastai's head, which has BatchNorm
+# -- Models: a body and a head. `norm` is 'batch', 'frozen', 'group', or 'head': GroupNorm in the body, and fastai's
+# head, which has BatchNorm
 class Standardized(nn.Conv2d):
     "A convolution whose weights are standardized (arXiv:1903.10520)"
     def forward(self, x):
@@ -79,7 +81,9 @@ WAYS = {'whole batch':                             Way(split=False),
         'split, exact BatchNorm':                  Way(coupled='batchnorm'),
         'split, statistics estimated anew':        Way(anew=True, is_timed=False),
         'whole batch, recomputed':                 Way(split=False, cbs=lambda: [ActivationCheckpointing()]),
-        'whole batch, recomputed, offloaded':      Way(split=False, cbs=lambda: [ActivationCheckpointing(), ActivationOffload()], is_timed=False),
+        'whole batch, recomputed, offloaded':      Way(split=False,
+                                                       cbs=lambda: [ActivationCheckpointing(), ActivationOffload()],
+                                                       is_timed=False),
         'split, BatchNorm frozen':                 Way('frozen', cbs=lambda: [BnFreeze()]),
         'split, GroupNorm':                        Way('group'),
         'split, GroupNorm, BatchNorm in the head': Way('head'),
@@ -178,9 +182,11 @@ def run(seeds=SEEDS, rounds=3) -> list: # One dict a way
     torch.set_num_threads(1)
     time_of,rows = times(rounds),[]
     for name,way in WAYS.items():
-        rows.append(dict(way=name, error=gradient_error(way), time=time_of.get(name), accuracy=[digits_accuracy(way, seed) for seed in seeds]))
+        rows.append(dict(way=name, error=gradient_error(way), time=time_of.get(name),
+                         accuracy=[digits_accuracy(way, seed) for seed in seeds]))
         print(name, rows[-1], flush=True)
-    # Each in a process of its own: PyTorch counts devices in a process's first backward pass, and what an earlier model leaves would be counted
+    # Each in a process of its own: PyTorch counts devices in a process's first backward pass, and what an earlier model
+    # leaves would be counted
     with get_context('spawn').Pool(1, maxtasksperchild=1) as new:
         for r in rows: r['peak'] = new.apply(peak, [r['way']])
     return rows
@@ -191,7 +197,8 @@ def table(rows) -> pd.DataFrame: # Indexed by way
     "How far the gradient is off, MiB, time relative to the whole batch, accuracy on the digits"
     def shown(r):
         error = '0' if r['error'] == 0 else f"{r['error']:.0%}" if r['error'] > .01 else f"{r['error']:.0e}"
-        return {'': r['way'], 'gradient off by': error, 'MiB': f"{r['peak']/2**20:.0f}", 'time': '' if r['time'] is None else f"{r['time']:.2f}",
+        return {'': r['way'], 'gradient off by': error, 'MiB': f"{r['peak']/2**20:.0f}",
+                'time': '' if r['time'] is None else f"{r['time']:.2f}",
                 'accuracy, %': f"{mean(r['accuracy']):.1f} ± {stdev(r['accuracy']):.1f}"}
     return pd.DataFrame(map(shown, rows)).set_index('')
 

@@ -1,7 +1,8 @@
 """The head of a language model and its cross entropy: all outputs at once, in chunks, and how else it can be done
 
-One forward and backward pass for 1024 positions of width 256 and 16,000 words, in float32 on one thread. `python -m bench.chunks` takes two minutes and writes chunks.json.
-In each round each way runs once, in another order each time; time is the processor's, relative to all outputs at once in the same round. Memory is the most that lives at once,
+One forward and backward pass for 1024 positions of width 256 and 16,000 words, in float32 on one thread. `python -m
+bench.chunks` takes two minutes and writes chunks.json. In each round each way runs once, in another order each time;
+time is the processor's, relative to all outputs at once in the same round. Memory is the most that lives at once,
 gradients included; weights and inputs are there before."""
 import json, random, time
 from datetime import date
@@ -30,7 +31,8 @@ def torchs(head, x, y):
     "PyTorch 2.13 and newer"
     return F.linear_cross_entropy(x, head.weight, y, linear_bias=head.bias, options=nn.LinearCrossEntropyOptions())
 
-RUNS = {'all outputs at once': at_once, **{f'ChunkedLoss, {n} chunks': chunked(n) for n in (2, 4, 8, 16, 32)}, 'checkpoints by hand, 8 chunks': computed_twice}
+RUNS = {'all outputs at once': at_once, **{f'ChunkedLoss, {n} chunks': chunked(n) for n in (2, 4, 8, 16, 32)},
+        'checkpoints by hand, 8 chunks': computed_twice}
 if hasattr(F, 'linear_cross_entropy'): RUNS['F.linear_cross_entropy'] = torchs
 
 def make():
@@ -73,7 +75,9 @@ def results(): return json.loads(FILE.read_text(encoding='utf-8'))
 
 def table(rows) -> pd.DataFrame:
     "Peak in MiB, time relative to all outputs at once with its quartiles, and the relative error of the gradients"
-    return pd.DataFrame([{'': r['name'], 'peak, MiB': f"{r['peak']/2**20:.0f}", 'time': f"{r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})",
+    return pd.DataFrame(
+        [{'': r['name'], 'peak, MiB': f"{r['peak']/2**20:.0f}",
+          'time': f"{r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})",
                           'gradients off by': f"{r['off']:.0e}"} for r in rows]).set_index('')
 
 if __name__ == '__main__': main()

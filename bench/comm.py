@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 from fastaccum.all import *
 
 class CommCounter(TorchDispatchMode):
-    "Collectives from here on, and the bytes of their largest tensor: what a rank sends, or, of weights that are put together, has afterwards"
+    """Collectives from here on, and the bytes of their largest tensor: what a rank sends, or, of weights that are put
+    together, has afterwards"""
     def __init__(self): super().__init__(); self.calls,self.bytes,self.by_kind = 0,0,{}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -56,7 +57,8 @@ def ddp_step(sync_last, width=WIDTH, steps=3):
     opt = torch.optim.Adam(model.parameters())
     def step():
         for i in range(ITEMS//2//MICRO):
-            with model.no_sync() if sync_last and i < ITEMS//2//MICRO-1 else nullcontext(): model(torch.randn(MICRO, width)).pow(2).mean().backward()
+            with model.no_sync() if sync_last and i < ITEMS//2//MICRO-1 else nullcontext():
+                model(torch.randn(MICRO, width)).pow(2).mean().backward()
         opt.step()
         opt.zero_grad(set_to_none=False)
     for _ in range(steps-1): step()           # DDP makes its buckets anew in an early step
@@ -64,8 +66,10 @@ def ddp_step(sync_last, width=WIDTH, steps=3):
     params = list(model.parameters())
     return mode.calls, mode.bytes, _kept(params, [t for p in params for t in opt.state[p].values()])
 
-WAYS = {"PyTorch DDP": partial(ddp_step, False), "PyTorch DDP, no_sync": partial(ddp_step, True), 'DataParallel': partial(fastaccum_step, DataParallel),
-        'DataParallel, overlap': partial(fastaccum_step, partial(DataParallel, overlap=True)), 'LocalSGD, period 8': partial(fastaccum_step, LocalSGD),
+WAYS = {"PyTorch DDP": partial(ddp_step, False), "PyTorch DDP, no_sync": partial(ddp_step, True),
+        'DataParallel': partial(fastaccum_step, DataParallel),
+        'DataParallel, overlap': partial(fastaccum_step, partial(DataParallel, overlap=True)),
+        'LocalSGD, period 8': partial(fastaccum_step, LocalSGD),
         **{f"FullyShard, '{sync}'": partial(fastaccum_step, partial(FullyShard, sync)) for sync in ('every','last','keep')}}
 
 def _all(): return {name: way() for name,way in WAYS.items()}
@@ -87,5 +91,6 @@ def peak(way):
 
 def run():
     n = sum(p.numel() for p in _model(WIDTH).parameters())
-    return [dict(peer=name, parameters=n, calls=calls, bytes=size, kept=kept, peak=max(launch(peak, 2, WAYS[name]), default=None, key=lambda v: v or 0))
+    return [dict(peer=name, parameters=n, calls=calls, bytes=size, kept=kept,
+                 peak=max(launch(peak, 2, WAYS[name]), default=None, key=lambda v: v or 0))
             for name,(calls,size,kept) in launch(_all, 2)[0].items()]

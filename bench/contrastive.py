@@ -1,7 +1,8 @@
 """Contrastive learning on the digits: what it is worth to compare more items, split and coupled
 
-`python -m bench.contrastive` takes some minutes on one core and writes contrastive.json, which the tutorial *Contrastive learning in small memory*
-shows. All ways take the same number of steps with the same 1,024 items each. What differs between the seeds is the weights at the start and the views."""
+`python -m bench.contrastive` takes some minutes on one core and writes contrastive.json, which the tutorial
+*Contrastive learning in small memory* shows. All ways take the same number of steps with the same 1,024 items each.
+What differs between the seeds is the weights at the start and the views."""
 import json, math, warnings
 from datetime import date
 from functools import lru_cache
@@ -105,7 +106,8 @@ def plot(rows):
     "Accuracy against the items that are in memory at a time; bars are a standard deviation over the seeds to each side"
     fig,ax = plt.subplots(figsize=(6.5, 3.7), layout='constrained')
     t = table(rows)
-    for label,coupled,style in (('split: each item is compared with its micro-batch', False, dict(marker='o')), ('coupled: with all 1,024', True, dict(marker='s', ls=''))):
+    for label,coupled,style in (('split: each item is compared with its micro-batch', False, dict(marker='o')),
+                                ('coupled: with all 1,024', True, dict(marker='s', ls=''))):
         names = [k for k,w in WAYS.items() if w.coupled == coupled]
         ax.errorbar([WAYS[k].size for k in names], t['mean'][names], t['std'][names], capsize=3, label=label, **style)
     ax.axhline(t['mean']['not trained'], c='silver', ls='--', label='not trained')

@@ -51,7 +51,8 @@ def times(model, rounds, steps) -> dict: # Run -> median and quartiles over the 
     "In each round each trains once, in another order each time"
     ratios,a_job = {k: [] for k in RUNS},make(model, steps)
     for i in range(-1, rounds):        # the first warms up
-        of = {k: time_fit(PEERS['split']._replace(label=k, run=RUNS[k]), a_job, steps)['cpu'] for k in random.Random(i).sample(list(RUNS), len(RUNS))}
+        of = {k: time_fit(PEERS['split']._replace(label=k, run=RUNS[k]), a_job, steps)['cpu']
+              for k in random.Random(i).sample(list(RUNS), len(RUNS))}
         if i >= 0: [ratios[k].append(of[k]/of['split']) for k in RUNS]
     return {k: dict(zip(('low','median','high'), quantiles(v, n=4) if len(v) > 1 else v*3)) for k,v in ratios.items()}
 

@@ -1,7 +1,9 @@
-"""How far the weights are off those of training in big batches, in the cases of `fastaccum.conformance`: `python -m bench exact`
+"""How far the weights are off those of training in big batches, in the cases of `fastaccum.conformance`: `python -m
+bench exact`
 
-A figure is the distance to the big batch's weights, in units of how far these have moved. Where there is one step only, that is the error of its gradient.
-Composer asks for an older PyTorch than fastai does, so `make bench` does not install it; it has its row where it was installed by hand."""
+A figure is the distance to the big batch's weights, in units of how far these have moved. Where there is one step only,
+that is the error of its gradient. Composer asks for an older PyTorch than fastai does, so `make bench` does not install
+it; it has its row where it was installed by hand."""
 from functools import partial
 from fastaccum.conformance import check
 from . import peers

@@ -1,7 +1,8 @@
 """On a GPU: items or tokens per second and the peak of memory, at equal effective batch
 
-One step is one effective batch, whoever takes it: at once ('big batch'), or in micro-batches. The batches are on the device already. A clock is read after
-`synchronize`; the first steps warm up. What has no memory for the big batch is left empty."""
+One step is one effective batch, whoever takes it: at once ('big batch'), or in micro-batches. The batches are on the
+device already. A clock is read after `synchronize`; the first steps warm up. What has no memory for the big batch is
+left empty."""
 import gc, time
 from functools import partial
 from typing import NamedTuple
@@ -32,10 +33,13 @@ def transformer(d=768, n_layer=12, n_token=32000, length=512):
 def images(n, size=224, n_cls=1000): return torch.randn(n, 3, size, size), torch.randint(n_cls, (n,))
 def tokens(n, n_token=32000, length=512): return torch.randint(n_token, (n, length)), torch.randint(n_token, (n, length))
 
-MODELS = {'resnet50': Model(resnet50, images, 32, 8, 'images/s'), 'transformer, 12 blocks': Model(transformer, tokens, 8, 8, 'tokens/s', 512)}
+MODELS = {'resnet50': Model(resnet50, images, 32, 8, 'images/s'),
+          'transformer, 12 blocks': Model(transformer, tokens, 8, 8, 'tokens/s', 512)}
 def big_batch(job): peers.hand(job.fresh(batches=accumulated(job), n_acc=1))
-RUNS = {'big batch': (big_batch, 'torch'), 'hand-written loop': (peers.hand, 'torch'), 'fastai GradientAccumulation': (peers.fastai, 'fastai'), 'Accelerate': (peers.accelerate, 'accelerate'),
-        'Lightning': (peers.lightning, 'lightning'), 'fastaccum, whole loader batches': (peers.whole, 'fastaccum'), 'fastaccum, loader batches split': (peers.split, 'fastaccum'),
+RUNS = {'big batch': (big_batch, 'torch'), 'hand-written loop': (peers.hand, 'torch'),
+        'fastai GradientAccumulation': (peers.fastai, 'fastai'), 'Accelerate': (peers.accelerate, 'accelerate'),
+        'Lightning': (peers.lightning, 'lightning'), 'fastaccum, whole loader batches': (peers.whole, 'fastaccum'),
+        'fastaccum, loader batches split': (peers.split, 'fastaccum'),
         "fastaccum, 'auto'": (partial(peers.split, micro_batch_size='auto'), 'fastaccum')}
 PRECISIONS = 'fp32','bf16','fp16'
 

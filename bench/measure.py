@@ -17,7 +17,8 @@ class OpCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 class SyncCounter(TorchDispatchMode):
-    "Where the host asked for a tensor's value, which on a GPU waits for all that was queued: `.item()`, `if tensor`, `.cpu()`, `.tolist()`..."
+    """Where the host asked for a tensor's value, which on a GPU waits for all that was queued: `.item()`, `if tensor`,
+    `.cpu()`, `.tolist()`..."""
     ops = 'aten::_local_scalar_dense','aten::item','aten::is_nonzero','aten::nonzero'
     def __init__(self):
         super().__init__()
@@ -27,7 +28,8 @@ class SyncCounter(TorchDispatchMode):
     def n(self): return sum(self.sites.values())
 
     def count(self):
-        frames = [f for f in traceback.extract_stack() if '/torch/' not in f.filename and not f.filename.endswith(('fastai/torch_core.py', 'measure.py'))]
+        frames = [f for f in traceback.extract_stack() if '/torch/' not in f.filename
+                  and not f.filename.endswith(('fastai/torch_core.py', 'measure.py'))]
         self.sites[f'{"/".join(frames[-1].filename.split("/")[-2:])}:{frames[-1].lineno}'] += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,7 +1,8 @@
 """Peak of live activations: 64 items at once, and in 8 micro-batches of 8
 
-Every storage is followed from the operator that makes it to its end, so the figures are the same on every machine. Weights and data are from
-before the fit; gradients, which are as large as the weights however many items there are, are left out too."""
+Every storage is followed from the operator that makes it to its end, so the figures are the same on every machine.
+Weights and data are from before the fit; gradients, which are as large as the weights however many items there are, are
+left out too."""
 from fastaccum.all import GradientAccumulation
 from fastaccum.core.memory import StorageFollower
 from .jobs import Blocks, job

@@ -61,7 +61,9 @@ def load(job, opt, sched):
     for o,state in zip((job.model, opt, sched), saved['parts']): o.load_state_dict(state)
     return saved['place']
 
-def mixed(job): return [MixedPrecision(job.precision, **(dict(init_scale=job.init_scale) if job.precision == 'fp16' else {}))] if job.dtype else []
+def mixed(job):
+    return ([MixedPrecision(job.precision, **(dict(init_scale=job.init_scale) if job.precision == 'fp16' else {}))]
+            if job.dtype else [])
 
 def rate(lr, lr_at, pos): return lr*lr_at(pos)
 def wrapped(optimizer, params, **_): return OptimWrapper(params, optimizer)
@@ -102,7 +104,8 @@ def split(job, micro_batch_size=None):
     "Loader batches of `n_acc` micro-batches, which `micro_batch_size` splits again; smaller ones if they come in another order each epoch"
     if job.shuffle: return fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=job.micro_bs//2))
     coupled = 'batchnorm' if any(isinstance(m, nn.BatchNorm1d) for m in job.model.modules()) else False
-    fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=micro_batch_size or job.micro_bs, coupled=coupled), batches=accumulated(job))
+    fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=micro_batch_size or job.micro_bs, coupled=coupled),
+        batches=accumulated(job))
 
 def accelerate(job):
     from accelerate import Accelerator
@@ -149,14 +152,17 @@ def lightning(job):
     logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)
     kind = 'cpu' if job.device == 'cpu' else 'gpu'
     scaled = job.precision == 'fp16'
-    precision = dict(plugins=[Plugin('16-mixed', job.device, job.scaler())]) if scaled else dict(precision='bf16-mixed' if job.dtype else '32-true')
+    precision = (dict(plugins=[Plugin('16-mixed', job.device, job.scaler())]) if scaled
+                 else dict(precision='bf16-mixed' if job.dtype else '32-true'))
     saves,last = [],None
     if job.folder:
         from lightning.pytorch.callbacks import ModelCheckpoint
         saves,last = [ModelCheckpoint(job.folder, save_last=True, every_n_train_steps=1)],Path(job.folder)/'last.ckpt'
     valid = dict(val_check_interval=job.valid_every, num_sanity_val_steps=0) if job.valid else {}
-    trainer = L.Trainer(accelerator=kind, devices=1, max_epochs=job.epochs, accumulate_grad_batches=job.n_acc, gradient_clip_val=job.clip, logger=False,
-                        callbacks=saves, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=bool(saves), **valid, **precision)
+    trainer = L.Trainer(accelerator=kind, devices=1, max_epochs=job.epochs, accumulate_grad_batches=job.n_acc,
+                        gradient_clip_val=job.clip, logger=False,
+                        callbacks=saves, enable_progress_bar=False, enable_model_summary=False,
+                        enable_checkpointing=bool(saves), **valid, **precision)
     trainer.fit(Module(), job.loader(), job.valid and job.loader(job.valid), ckpt_path=last if last and last.exists() else None)
 
 def trainer(job, by_items=False):
@@ -165,7 +171,8 @@ def trainer(job, by_items=False):
     needs_gpu(job, job.precision == 'fp16')
     class Trainer(hf.Trainer):
         def get_train_dataloader(self):
-            loader = job.loader(collate_fn=lambda items: dict(zip(('x', 'labels'), default_collate(items)))) if job.shuffle else job.loader(batches)
+            loader = (job.loader(collate_fn=lambda items: dict(zip(('x', 'labels'), default_collate(items))))
+                      if job.shuffle else job.loader(batches))
             return self.accelerator.prepare(loader)
         def get_eval_dataloader(self, _=None): return self.accelerator.prepare(job.loader(named(job.valid)))
     class Model(nn.Module):
@@ -184,7 +191,8 @@ def trainer(job, by_items=False):
     more = dict(save_strategy='steps', save_steps=1) if job.folder else dict(save_strategy='no')
     if job.valid: more.update(eval_strategy='steps', eval_steps=1)           # it counts steps only
     with tempfile.TemporaryDirectory() as tmp:
-        args = hf.TrainingArguments(job.folder or tmp, num_train_epochs=job.epochs, per_device_train_batch_size=job.micro_bs, gradient_accumulation_steps=job.n_acc,
+        args = hf.TrainingArguments(job.folder or tmp, num_train_epochs=job.epochs,
+                                    per_device_train_batch_size=job.micro_bs, gradient_accumulation_steps=job.n_acc,
             use_cpu=True, bf16=job.precision == 'bf16', max_grad_norm=job.clip or 0, report_to='none', logging_strategy='no',
             logging_nan_inf_filter=False, disable_tqdm=True, remove_unused_columns=False, **more)
         t = Trainer(model, args, optimizers=(opt, sched), eval_dataset=job.valid, compute_loss_func=summed if by_items else None)
@@ -212,9 +220,12 @@ def composer(job):
     valid = {}
     if job.valid:      # it counts loader batches, which are steps here
         from composer import Evaluator
-        valid = dict(eval_dataloader=Evaluator(label='valid', dataloader=job.loader(job.valid), device_eval_microbatch_size=job.micro_bs), eval_interval='1ba')
-    Trainer(model=model, **valid, train_dataloader=job.loader(accumulated(job)), max_duration=f'{job.epochs}ep', optimizers=opt, schedulers=job.lr_at and job.scheduler(opt),
-            step_schedulers_every_batch=True, device_train_microbatch_size=job.micro_bs, algorithms=clip, device=job.device, precision='fp32',
+        valid = dict(eval_dataloader=Evaluator(label='valid', dataloader=job.loader(job.valid),
+                                               device_eval_microbatch_size=job.micro_bs), eval_interval='1ba')
+    Trainer(model=model, **valid, train_dataloader=job.loader(accumulated(job)), max_duration=f'{job.epochs}ep',
+            optimizers=opt, schedulers=job.lr_at and job.scheduler(opt),
+            step_schedulers_every_batch=True, device_train_microbatch_size=job.micro_bs, algorithms=clip,
+            device=job.device, precision='fp32',
             progress_bar=False, log_to_console=False).fit()
 
 class Peer(NamedTuple):

@@ -28,7 +28,9 @@ def speed(rows, *models):
     "Processor time of a micro-batch, in us: the hand-written loop's own, and what the others take beyond it; of all `models`, or of some"
     rows = [r for r in rows if not models or r['model'] in models]
     def column(r): return r['model'],f"{r['precision']}, {r['n_acc']} a step"
-    def cell(r): return (f"{r['cpu']['us']:.0f}" if r['peer'].startswith('hand') else '{over:+.0f} ({low:+.0f} to {high:+.0f})'.format(**r['cpu']))
+    def cell(r):
+        return (f"{r['cpu']['us']:.0f}" if r['peer'].startswith('hand')
+                else '{over:+.0f} ({low:+.0f} to {high:+.0f})'.format(**r['cpu']))
     return _table(rows, column, cell)
 
 def gpu(rows):
@@ -52,7 +54,8 @@ def syncs(rows):
     return _table(rows, column, lambda r: f"{r['micro_batch']:g} and {r['step']:g}")
 
 def exact(rows, cases=None):
-    "How far the weights are off those of training in big batches; in all `cases`, or in the first five, the second five or the others: a page has no room for more"
+    """How far the weights are off those of training in big batches; in all `cases`, or in the first five, the second
+    five or the others: a page has no room for more"""
     from fastaccum.conformance import CASES   # here, as `--against` starts processes that import this file first
     names = list(CASES)
     wanted = dict(first=names[:5], second=names[5:10], third=names[10:]).get(cases, names)
@@ -63,16 +66,22 @@ def result(row):
     return Result(**{k: v for k,v in row.items() if k != 'peer'})
 
 def comm(rows):
-    "What two ranks send for a step, in multiples of the gradients' size, and what each keeps between steps and takes at most, in bytes a weight"
-    def shown(r): return {'': r['peer'], 'messages': f"{r['calls']:g}", 'KB': f"{r['bytes']/1000:.0f}", 'times the gradients': f"{r['bytes']/4/r['parameters']:.2f}",
-                          'bytes kept a weight': f"{r['kept']/r['parameters']:.1f}", 'and at most': '' if r.get('peak') is None else f"{r['peak']:.1f}"}
+    """What two ranks send for a step, in multiples of the gradients' size, and what each keeps between steps and takes
+    at most, in bytes a weight"""
+    def shown(r):
+        return {'': r['peer'], 'messages': f"{r['calls']:g}", 'KB': f"{r['bytes']/1000:.0f}",
+                'times the gradients': f"{r['bytes']/4/r['parameters']:.2f}",
+                          'bytes kept a weight': f"{r['kept']/r['parameters']:.1f}",
+                          'and at most': '' if r.get('peak') is None else f"{r['peak']:.1f}"}
     return pd.DataFrame(map(shown, rows)).set_index('')
 
 def coupled(rows):
     "Time relative to the split batch, peak in MiB, and how far the gradient is off"
     def shown(r):
         off = 'exact' if r['off'] < 1e-6 else f"{r['off']:.0%}" if r['off'] > .01 else f"{r['off']:.0e}"
-        return {'model': r['model'], 'loss over': r['peer'], 'time': '{median:.2f} ({low:.2f} to {high:.2f})'.format(**r['time']), 'MiB': f"{r['peak']/2**20:.1f}", 'gradient off by': off}
+        return {'model': r['model'], 'loss over': r['peer'],
+                'time': '{median:.2f} ({low:.2f} to {high:.2f})'.format(**r['time']), 'MiB': f"{r['peak']/2**20:.1f}",
+                'gradient off by': off}
     return pd.DataFrame(map(shown, rows)).set_index(['model', 'loss over']).rename_axis([None, None])
 
 def plot(rows, model, n_acc=8):
@@ -84,7 +93,8 @@ def plot(rows, model, n_acc=8):
         for r in rows:
             if r['precision'] != precision: continue
             o,i = r['cpu'],names.index(r['peer'])
-            ax.barh(i, o['over'], xerr=[[o['over']-o['low']], [o['high']-o['over']]], color='tab:blue' if 'fastaccum' in r['peer'] else 'silver')
+            ax.barh(i, o['over'], xerr=[[o['over']-o['low']], [o['high']-o['over']]],
+                    color='tab:blue' if 'fastaccum' in r['peer'] else 'silver')
             ax.text(max(o['over'], o['high'], 0), i, f"  {o['over']:.0f}", va='center')
         ax.set_title(f'{model}, {precision}')
         ax.set_yticks(range(len(names)), names)

@@ -1,7 +1,8 @@
 """Ranks of different speeds: the time of a step with even parts of each loader batch, and with `shares='auto'`
 
-`python -m bench.shares` takes some minutes and writes shares.json. Two processes train on a CPU, and sleep so many milliseconds an item, as if they
-had cards of these speeds. A fit with even parts and one with the shares that have settled take turns; each figure is the median of all their steps."""
+`python -m bench.shares` takes some minutes and writes shares.json. Two processes train on a CPU, and sleep so many
+milliseconds an item, as if they had cards of these speeds. A fit with even parts and one with the shares that have
+settled take turns; each figure is the median of all their steps."""
 import json, time
 from datetime import date
 from pathlib import Path
@@ -58,8 +59,10 @@ def table(rows) -> pd.DataFrame: # Indexed by the speeds
     "The ratios of the times of a step, and what the two speeds allow"
     def shown(r):
         best,slowest = allowed(r['ms']),BS/len(r['ms'])*max(r['ms'])/1000
-        return {'ms an item': ' and '.join(f'{m:g}' for m in r['ms']), 'items of 64': ' and '.join(map(str, r['row'])), 'even parts, ms a step': f"{1000*r['even']:.0f}",
-                "shares='auto', ms a step": f"{1000*r['auto']:.0f}", 'faster': f"{r['even']/r['auto']:.2f}", 'the speeds allow': f'{slowest/best:.2f}'}
+        return {'ms an item': ' and '.join(f'{m:g}' for m in r['ms']), 'items of 64': ' and '.join(map(str, r['row'])),
+                'even parts, ms a step': f"{1000*r['even']:.0f}",
+                "shares='auto', ms a step": f"{1000*r['auto']:.0f}", 'faster': f"{r['even']/r['auto']:.2f}",
+                'the speeds allow': f'{slowest/best:.2f}'}
     return pd.DataFrame(map(shown, rows)).set_index('ms an item')
 
 if __name__ == '__main__':

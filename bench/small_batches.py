@@ -1,8 +1,10 @@
-"""Does a small batch do as well, if it is tuned? The two problems of `batch_size`, in steps of several sizes, after the same number of items
+"""Does a small batch do as well, if it is tuned? The two problems of `batch_size`, in steps of several sizes, after the
+same number of items
 
-`python -m bench.small_batches` takes some minutes on two cores and writes small_batches.json, which the tutorial *When not to
-accumulate* shows. For each size, one seed chooses the learning rate from a grid, and three others give the score. Adam's averages either
-have the same decay in each step, or the same half-life in items, which arXiv:2507.07101 recommends for small batches."""
+`python -m bench.small_batches` takes some minutes on two cores and writes small_batches.json, which the tutorial *When
+not to accumulate* shows. For each size, one seed chooses the learning rate from a grid, and three others give the
+score. Adam's averages either have the same decay in each step, or the same half-life in items, which arXiv:2507.07101
+recommends for small batches."""
 import json, os, random, time, warnings
 from datetime import date
 from functools import partial
@@ -41,7 +43,8 @@ def tuned(case) -> list: # A dict for each training
         scores[times] = mean(r['score'] for r in new)
         rows.extend(new)
     for times in GRID: tune(times)
-    while (best := is_better(name)(scores, key=scores.get)) in (end := (min(scores), max(scores))): tune(best/2 if best == end[0] else best*2)
+    while (best := is_better(name)(scores, key=scores.get)) in (end := (min(scores), max(scores))):
+        tune(best/2 if best == end[0] else best*2)
     rows += [score(*case, best, seed) for seed in SEEDS]
     print(f"{name}, steps of {size}, {how}: {', '.join(f'{k:g}: {v:.4g}' for k,v in sorted(scores.items()))}; "
           f"then {[round(r['score'], 3) for r in rows[-len(SEEDS):]]}, {rows[-1]['seconds']:.1f} s", flush=True)
@@ -96,7 +99,9 @@ def results(): return json.loads(FILE.read_text(encoding='utf-8'))
 def table(rows, name) -> pd.DataFrame: # Indexed by how and size; `score` and its standard deviation over `SEEDS`
     "Of one task, with the best learning rate of each size"
     runs = pd.DataFrame([r for r in rows if r['task'] == name and r['seed'] in SEEDS])
-    return runs.groupby(['how','size'], sort=False).agg(times=('times','first'), steps=('steps','mean'), items=('items','mean'), score=('score','mean'), std=('score','std'))
+    return runs.groupby(['how','size'], sort=False).agg(times=('times','first'), steps=('steps','mean'),
+                                                        items=('items','mean'), score=('score','mean'),
+                                                        std=('score','std'))
 
 def plot(rows):
     "Score against the items of a step, a panel for each task; bars are a standard deviation over the seeds to each side"
@@ -105,7 +110,8 @@ def plot(rows):
         of = table(rows, name)
         for how,marker in zip(HOW, 'so'): ax.errorbar(sizes, of.loc[how].score, of.loc[how]['std'], marker=marker, capsize=3, label=how)
         ax.axvspan(TASKS[name].small*1.5, sizes[-1]*1.5, color='.93', zorder=0)
-        ax.set(xlabel='items of a step (gray: accumulated)', title=f'{name}: {"accuracy, %" if TASKS[name].score == "accuracy" else "validation loss"}')
+        ax.set(xlabel='items of a step (gray: accumulated)',
+               title=f'{name}: {"accuracy, %" if TASKS[name].score == "accuracy" else "validation loss"}')
         ax.set_xscale('log', base=2)
         ax.set_xticks(sizes, sizes)
         ax.set_xlim(sizes[0]/1.5, sizes[-1]*1.5)

@@ -1,7 +1,8 @@
 """Texts of very different lengths: micro-batches of so many rows, and of so many tokens
 
-`python -m bench.tokens` takes about a minute on one core and writes tokens.json, which the tutorial *Token losses* shows. The lengths of the texts are
-drawn from a distribution like Zipf's; with `wide=False` they differ little. Time is the processor's, the least of several fits."""
+`python -m bench.tokens` takes about a minute on one core and writes tokens.json, which the tutorial *Token losses*
+shows. The lengths of the texts are drawn from a distribution like Zipf's; with `wide=False` they differ little. Time is
+the processor's, the least of several fits."""
 import json, time, warnings
 from datetime import date
 from pathlib import Path
@@ -14,7 +15,8 @@ from .__main__ import machine, versions
 
 FILE = Path(__file__).with_suffix('.json')
 N_WORDS,PAD,BS,LONGEST = 200,0,64,256
-WAYS = {'the whole loader batch': {}, 'micro_batch_size=8': dict(micro_batch_size=8), 'micro_batch_tokens=512': dict(micro_batch_tokens=512)}
+WAYS = {'the whole loader batch': {}, 'micro_batch_size=8': dict(micro_batch_size=8),
+        'micro_batch_tokens=512': dict(micro_batch_tokens=512)}
 
 def lengths(n, wide=True, seed=0):
     "Of texts: most are short, a few are long; or between 3/4 of the longest and the longest"
@@ -41,7 +43,8 @@ def learner(wide, **kwargs):
         ns = lengths(BS, wide, i)
         x = torch.randint(1, N_WORDS, (BS, int(ns.max())))
         batches.append((torch.where(torch.arange(x.shape[1]) < ns[:,None], x, PAD), torch.randint(4, (BS,))))
-    learn = Learner(DataLoaders(batches, [], device='cpu'), Classifier(), CrossEntropyLossFlat(), SGD, cbs=GradientAccumulation(BS, **kwargs))
+    learn = Learner(DataLoaders(batches, [], device='cpu'), Classifier(), CrossEntropyLossFlat(), SGD,
+                    cbs=GradientAccumulation(BS, **kwargs))
     learn.remove_cb(ProgressCallback)
     learn.logger = noop
     return learn
@@ -67,11 +70,13 @@ def run():
         for name,kwargs in WAYS.items():
             weights,found = measure(wide, kwargs)
             whole = weights if whole is None else whole
-            rows.append(dict(lengths='wide' if wide else 'narrow', way=name, no_padding=share, off=float((weights-whole).norm()/whole.norm()), **found))
+            rows.append(dict(lengths='wide' if wide else 'narrow', way=name, no_padding=share,
+                             off=float((weights-whole).norm()/whole.norm()), **found))
     return rows
 
 def table(rows):
-    df = pd.DataFrame(rows).rename(columns=dict(no_padding='tokens that are no padding', off='weights off by', mib='MiB', seconds='ms a loader batch'))
+    df = pd.DataFrame(rows).rename(columns=dict(no_padding='tokens that are no padding', off='weights off by',
+                                                mib='MiB', seconds='ms a loader batch'))
     df['ms a loader batch'] = (1000*df['ms a loader batch']).round().astype(int)
     df['tokens that are no padding'] = df['tokens that are no padding'].map('{:.0%}'.format)
     df['weights off by'],df['MiB'] = df['weights off by'].map('{:.0e}'.format),df['MiB'].round(1)
@@ -84,4 +89,5 @@ if __name__ == '__main__':
     torch.set_num_threads(1)
     rows = run()
     print(table(rows).to_string())
-    FILE.write_text(json.dumps(dict(date=date.today().isoformat(), machine=machine(), versions=versions(), rows=rows), indent=1)+'\n', encoding='utf-8')
+    FILE.write_text(json.dumps(dict(date=date.today().isoformat(), machine=machine(), versions=versions(), rows=rows),
+                               indent=1)+'\n', encoding='utf-8')

@@ -1,11 +1,13 @@
 """The memory toolbox: each tool alone, and together with every other one
 
-`TOOLS` is the table. One line more there is a row more in the test of exactness (tests/memory/test_toolbox.py), in what is measured here, and on the page
+`TOOLS` is the table. One line more there is a row more in the test of exactness (tests/memory/test_toolbox.py), in what
+is measured here, and on the page
 *Benchmarks*. `python -m bench.toolbox` takes some minutes on one core and writes toolbox.json.
 
-A fit trains on one batch again and again. Time is the processor's: the fastest of the steps after the first ones, in which models are compiled,
-next to the fastest of a plain fit just before. Memory is what PyTorch's profiler sees allocated in one step, as compiled code allocates where a
-`TorchDispatchMode` cannot follow. Weights and the batch are there before and do not count; gradients do."""
+A fit trains on one batch again and again. Time is the processor's: the fastest of the steps after the first ones, in
+which models are compiled, next to the fastest of a plain fit just before. Memory is what PyTorch's profiler sees
+allocated in one step, as compiled code allocates where a `TorchDispatchMode` cannot follow. Weights and the batch are
+there before and do not count; gradients do."""
 import json, time, warnings
 from datetime import date
 from itertools import combinations_with_replacement
@@ -99,7 +101,8 @@ def measure(names, model, data, bs, n_steps=8) -> dict: # Seconds of a step, and
 def row(names, *args, **kwargs) -> dict: # With the time of a plain fit too
     plain = measure((), *args, **kwargs)
     res = dict(names=list(names), plain_s=plain['s'], **measure(names, *args, **kwargs))
-    print(f"{' + '.join(dict.fromkeys(names)) or 'plain'}: {res['peak']/2**20:.1f} MiB, {res['s']*1000:.4g} ms, {res['s']/plain['s']:.2f} times the plain step", flush=True)
+    print(f"{' + '.join(dict.fromkeys(names)) or 'plain'}: {res['peak']/2**20:.1f} MiB, {res['s']*1000:.4g} ms, "
+          f"{res['s']/plain['s']:.2f} times the plain step", flush=True)
     return res
 
 def run(bs=16) -> list: # One dict for the plain fit, and for each of `pairs`

@@ -18,7 +18,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What trains through `learner` of reference.py; on a machine with a GPU there may be no W&B
 with_wandb = 'test_checkpoint_wandb','test_wandb'
-numeric = ('test_exact', 'test_microbatch', 'test_coupled', 'test_properties', 'test_precision', 'test_scaler', 'test_steps', 'test_epoch_ends', 'test_checkpoint', 'test_toolbox', 'test_exact_batchnorm', *with_wandb)
+numeric = ('test_exact', 'test_microbatch', 'test_coupled', 'test_properties', 'test_precision', 'test_scaler',
+           'test_steps', 'test_epoch_ends', 'test_checkpoint', 'test_toolbox', 'test_exact_batchnorm', *with_wandb)
 on_gpu = {*numeric, 'test_accelerator'} - {*with_wandb}
 
 @pytest.fixture(autouse=True)
@@ -43,9 +44,9 @@ in_full = 'test_toolbox',   # every case on the simulated device too
 sweeps = 'test_robust',     # each setup goes through each test: quickly, each of both occurs once
 
 def pytest_collection_modifyitems(config, items):
-    """With `QUICK=1`, as `make test` runs them, each value of each parameter of a test occurs, but not with every value of the others; what is marked
-    as `slow` does not, and of a file that says what is `quick` only that. Without, all cases are run, of those on the simulated device a few; with
-    `ALL_CASES=1` all of these too"""
+    """With `QUICK=1`, as `make test` runs them, each value of each parameter of a test occurs, but not with every value
+    of the others; what is marked as `slow` does not, and of a file that says what is `quick` only that. Without, all
+    cases are run, of those on the simulated device a few; with `ALL_CASES=1` all of these too"""
     items.sort(key=lambda i: i.module.__name__ not in slow)
     tests = defaultdict(list)
     for i in items:

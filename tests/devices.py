@@ -1,6 +1,8 @@
-"""The devices that the numeric tests train on. `DEVICE=cuda make test` (or xpu, mps) takes that one instead of the CPU and the simulated one
+"""The devices that the numeric tests train on. `DEVICE=cuda make test` (or xpu, mps) takes that one instead of the CPU
+and the simulated one
 
-The fixture `device` (conftest.py) sets `now`; what reference.py makes goes there, and what it reads comes back to the host."""
+The fixture `device` (conftest.py) sets `now`; what reference.py makes goes there, and what it reads comes back to the
+host."""
 from __future__ import annotations
 import os
 from copy import copy, deepcopy
@@ -18,8 +20,10 @@ torch.backends.cudnn.allow_tf32 = False
 _host = 'it feeds the model itself, with tensors of the host, or asks for what the CPU does'
 _simulated = 'the simulated device has no sparse tensors, no classes of tensors, and files of its own'
 _cannot = {
-    _host: ('test_computes_in test_call_within_a_call test_exception_at test_exception_in test_gives_up test_refuses test_device_cannot test_training_metrics '
-            'test_auto_memory test_auto_tries_more_where_memory_can_be_read test_cost test_memory test_memory_of_predictions').split(),
+    _host: (
+        'test_computes_in test_call_within_a_call test_exception_at test_exception_in test_gives_up test_refuses '
+        'test_device_cannot test_training_metrics '
+        'test_auto_memory test_auto_tries_more_where_memory_can_be_read test_cost test_memory test_memory_of_predictions').split(),
     _simulated: 'test_sparse test_auto_unusual_models test_batch_is_put_back test_cancelled test_damaged test_killed test_fit'.split()}
 
 def cannot(name, test) -> str|None: # Why the device of that name cannot run it
@@ -50,7 +54,9 @@ class Device:
                 if isinstance(v, Tensor): setattr(m, k, v.to(self.device))
         return simulated.move(module, self.device) if self.name == 'sim' else module.to(self.device)
 
-def holds_tensors(module): return any(isinstance(o, Tensor) for m in module.modules() for d in (vars(m), m._parameters, m._buffers) for o in d.values())
+def holds_tensors(module):
+    return any(isinstance(o, Tensor) for m in module.modules() for d in (vars(m), m._parameters, m._buffers)
+               for o in d.values())
 
 def host(t):
     "A tensor on the host; nothing counts that"

@@ -13,6 +13,7 @@ def test_notebook(nb, monkeypatch):
     cells = [''.join(c['source']) for c in json.loads(nb.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code']
     flags = [set(re.findall(r'^#\s*\|\s*(\w+)', c, re.M)) for c in cells]
     module, = re.findall(r'^#\s*\|\s*default_exp\s+(\S+)', '\n'.join(cells), re.M)
-    names = {k: v for k,v in vars(import_module(f'fastaccum.{module}'.removesuffix('.__init__'))).items() if not k.startswith('__')} | {'__name__': '__main__'}
+    names = {k: v for k,v in vars(import_module(f'fastaccum.{module}'.removesuffix('.__init__'))).items()
+             if not k.startswith('__')} | {'__name__': '__main__'}
     for cell,f in zip(cells, flags):
         if not f & {'default_exp', 'export', 'exporti', 'exports', 'eval'}: exec(cell, names)

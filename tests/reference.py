@@ -54,8 +54,9 @@ def train(model, loss_func, opt_func, batches, lr, clip=None):
 _before = 'before_batch','after_pred','after_loss','before_backward'
 _no_step = *_before,'after_backward','before_step'
 def accumulated(sizes, accum_bs, remainder='step', n_epoch=1, stop=None):
-    """The loader batches `(epoch, i)` of each step. `accum_bs` may be a function of the first of them. `stop`, an event, an exception and the loader batches at which a callback
-    raises it: before `backward` the loader batch does not count; before the step the accumulated batch goes on"""
+    """The loader batches `(epoch, i)` of each step. `accum_bs` may be a function of the first of them. `stop`, an
+    event, an exception and the loader batches at which a callback raises it: before `backward` the loader batch does
+    not count; before the step the accumulated batch goes on"""
     event,ex,at = stop or (None,None,())
     steps,taken = [],[]
     def full(): return sum(sizes[i] for _,i in taken) >= (accum_bs(*taken[0]) if callable(accum_bs) else accum_bs)
@@ -88,7 +89,8 @@ class Spy(Callback):
 
     def _step(self, step):
         batches,xs,ys = zip(*self.pending)
-        self.steps.append(SimpleNamespace(weights=weights(self.learn.model), grad=grads(self.learn.model), lr=self.learn.opt.hypers[-1]['lr'],
+        self.steps.append(SimpleNamespace(weights=weights(self.learn.model), grad=grads(self.learn.model),
+                                          lr=self.learn.opt.hypers[-1]['lr'],
                                           batches=list(dict.fromkeys(batches)), xs=xs, ys=ys, n_items=sum(map(find_bs, xs))))
         self.pending = []
         step()

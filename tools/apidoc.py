@@ -24,7 +24,9 @@ def table(head, rows): return '\n'.join([row(*head), row(*['---']*len(head)), *(
 
 def type_name(anno, value=empty):
     "What an annotation is called; nothing for the type of a default `value` that says less than the value does"
-    if anno in (empty, None, type(None), 'None') or type(value) is anno and anno not in (int, float, bool, str, tuple, list, dict): return ''
+    if anno in (empty, None, type(None),
+                'None') or type(value) is anno and anno not in (int, float, bool, str, tuple, list, dict):
+        return ''
     return anno if isinstance(anno, str) else inspect.formatannotation(anno).replace('typing.', '').replace('torch.', '')
 
 _address = re.compile(r'<[\w.]*?(\w+) object at 0x\w+>')  # in the repr of an object: another one in every build
@@ -52,13 +54,18 @@ def first_line(sym): return (inspect.getdoc(sym) or '').partition('\n')[0]
 
 # Methods and properties of public classes that only other modules call: the source explains them, no page does
 called_by_modules = {
-    'GradientAccumulation': 'so_far opens cancelled auto splits step_values size_at epoch_plan during_fit apart warn_of_loss keeps tell train_batch give_up_batch is_done predict',
-    'GradientAccumulationSchedule': 'size_at', 'AdaptiveGradientAccumulation': 'size_at plan', 'GradientNoiseScale': 'rank_sums summed_over_ranks',
+    'GradientAccumulation': 'so_far opens cancelled auto splits step_values size_at epoch_plan during_fit apart '
+                            'warn_of_loss keeps tell train_batch give_up_batch is_done predict',
+    'GradientAccumulationSchedule': 'size_at', 'AdaptiveGradientAccumulation': 'size_at plan',
+    'GradientNoiseScale': 'rank_sums summed_over_ranks',
     'GradientAccumulator': 'so_far rollback settled counted set_target count_for_all correct reopen',
-    'LossRule': 'is_sum may_be_nan key sure due begin_epoch adopt sum_message uneven end note', 'DynamicLossScaler': 'may_give_up reset_step',
+    'LossRule': 'is_sum may_be_nan key sure due begin_epoch adopt sum_message uneven end note',
+    'DynamicLossScaler': 'may_give_up reset_step',
     'WandbCallback': 'log_predictions', 'BatchLoop': 'begin_epoch extra_step table lr_finder fire around fit',
-    'ActivationCheckpointing': 'recomputed', 'ActivationOffload': 'mover', 'Compile': 'cuda_graphs during_fit', 'ChunkedHead': 'during_fit in_chunks scale defers only_loss after_backward',
-    'HostGradients': 'follow', 'MemoryAdvice': 'cost', 'DataParallel': 'many errors_told', 'FullyShard': 'exporting sharding', 'MixedPrecision': 'predict opt opt_step undo_step'}
+    'ActivationCheckpointing': 'recomputed', 'ActivationOffload': 'mover', 'Compile': 'cuda_graphs during_fit',
+    'ChunkedHead': 'during_fit in_chunks scale defers only_loss after_backward',
+    'HostGradients': 'follow', 'MemoryAdvice': 'cost', 'DataParallel': 'many errors_told',
+    'FullyShard': 'exporting sharding', 'MixedPrecision': 'predict opt opt_step undo_step'}
 
 def own(cls):
     "name -> method or property with a docstring that `cls` itself has, without what is private, and what only modules call"
@@ -75,7 +82,9 @@ def signature(sym, name):
     if not inspect.isclass(sym) and params[:1]==['self']: params = params[1:]
     one = f'{name}({", ".join(params)})'
     if len(one) <= 88: return one
-    lines = params if len(params) <= 8 else textwrap.wrap(', '.join(p.replace(' ', '\0') for p in params), 84, break_long_words=False, break_on_hyphens=False)
+    lines = (params if len(params) <= 8
+             else textwrap.wrap(', '.join(p.replace(' ', '\0') for p in params), 84, break_long_words=False,
+                                break_on_hyphens=False))
     return f'{name}(\n    ' + ',\n    '.join(l.replace('\0', ' ').removesuffix(',') for l in lines) + '\n)'
 
 def parameters(sym):
@@ -145,7 +154,8 @@ def head(sym, name, level):
 def details(sym, name, methods=True):
     "What else is said of it, its parameters, and the attributes of a class"
     sym = getattr(sym, 'fget', sym)
-    parts = [linkify(inspect.getdoc(sym).partition('\n\n')[2]), '' if isinstance(sym, EnumMeta) else parameters(sym), attributes(sym, name) if inspect.isclass(sym) and methods else '']
+    parts = [linkify(inspect.getdoc(sym).partition('\n\n')[2]), '' if isinstance(sym, EnumMeta) else parameters(sym),
+             attributes(sym, name) if inspect.isclass(sym) and methods else '']
     return '\n\n'.join(filter(None, parts))
 
 def methods_of(sym, name, level, skip=()):
@@ -197,7 +207,8 @@ def overview():
     given = {k: o for m in modules() for k,o in patched(module_of(m)).items() if k.startswith('Learner.')}
     callbacks = {n: o for n,o in users.items() if inspect.isclass(o) and issubclass(o, Callback) and n != 'LoopCallback'}
     alone = set(module_of('all').__all__) - callbacks.keys()
-    groups = {'Callbacks': callbacks, 'What a `Learner` gets': given, 'Functions and other classes': {n: o for n,o in users.items() if n in alone},
+    groups = {'Callbacks': callbacks, 'What a `Learner` gets': given,
+              'Functions and other classes': {n: o for n,o in users.items() if n in alone},
               'Imported from a folder or module of the package': {n: o for n,o in users.items() if n not in callbacks and n not in alone}}
     return '\n\n'.join(f'## {head}\n\n{listed(names)}' for head,names in groups.items())
 
@@ -221,19 +232,23 @@ class exec_show_docs(processors.Processor):
 
     def cell(self, cell):
         docs = [self.doc(t) for t in calls(cell)] + [self.source(t) for t in calls(cell, 'show_source')]
-        if docs: cell.outputs = processors.mk_cell('', outputs=[dict(output_type='display_data', metadata={}, data={'text/markdown': '\n\n'.join(docs)})]).outputs
+        if docs:
+            shown = dict(output_type='display_data', metadata={}, data={'text/markdown': '\n\n'.join(docs)})
+            cell.outputs = processors.mk_cell('', outputs=[shown]).outputs
 
     def doc(self, call):
         name = ast.unparse(call.args[0])
         if is_lead(self.mod, name):
             text = methods_of(eval(name, self.names), name, 4, self.described)
             return f'### Methods of {name}\n\n{text}' if text else ''
-        level = next((ast.literal_eval(k.value) for k in call.keywords if k.arg=='title_level'), 4 if '.' in name and name.split('.')[0] in self.described else 3)
+        level = next((ast.literal_eval(k.value) for k in call.keywords if k.arg=='title_level'),
+                     4 if '.' in name and name.split('.')[0] in self.described else 3)
         return describe(eval(name, self.names), name, level, name in public(self.mod)[0], self.described)
 
     def source(self, call):
         sym = eval(ast.unparse(call.args[0]), self.names)
-        return f'```python\n{fitted(textwrap.dedent(inspect.getsource(sym)).strip())}\n```\n\n[source]({source(sym)}){{ .src data-search-exclude }}'
+        code = fitted(textwrap.dedent(inspect.getsource(sym)).strip())
+        return f'```python\n{code}\n```\n\n[source]({source(sym)}){{ .src data-search-exclude }}'
 
 def defined(cell): return [t.name for t in cell.parsed_() or [] if isinstance(t, (ast.FunctionDef,ast.ClassDef))]
 

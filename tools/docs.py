@@ -15,12 +15,15 @@ from menu import folders, menu, names, words
 def entries(titles, pages): return [{titles[p]: p} for p in pages]
 
 def reference(titles, internal):
-    """The menu of the package for `titles`, path -> title: the overview; each folder's face, and below it its pages for users in the order of their
-    notebooks; pages in no folder; and, folded away, those that are `internal`, by folder too"""
+    """The menu of the package for `titles`, path -> title: the overview; each folder's face, and below it its pages for
+    users in the order of their notebooks; pages in no folder; and, folded away, those that are `internal`, by folder
+    too"""
     where = {p: p.rpartition('/')[0] for p in titles}
     places = dict.fromkeys(o for o in [*folders, *where.values()] if o != 'api')
     def section(place, which):
-        face,mine = f'{place}/index.md',[p for p in titles if where[p] == place and (p in internal) == which and not p.endswith('/index.md')]
+        face,mine = (f'{place}/index.md',
+                     [p for p in titles if where[p] == place and (p in internal) == which
+                      and not p.endswith('/index.md')])
         front = [face] if face in titles and not which else []
         return [{titles.get(face, place.rpartition('/')[2]): front + entries(titles, mine)}] if front or mine else []
     def sections(which): return [e for place in places for e in section(place, which)]
@@ -36,7 +39,8 @@ def pages_of(place):
     return [p for part in (place.values() if isinstance(place, dict) else place) for p in pages_of(part)]
 
 def navigation(titles, internal=()):
-    "The menu for `titles`, path -> title of all pages in the order of their notebooks; `internal`: those of the package that are not for users"
+    """The menu for `titles`, path -> title of all pages in the order of their notebooks; `internal`: those of the
+    package that are not for users"""
     titles = {p: names.get(p[:-3], t) for p,t in titles.items()}
     def those(paths): return [f'{p}.md' for p in paths if f'{p}.md' in titles]
     placed = those(pages_of(menu))
@@ -44,7 +48,9 @@ def navigation(titles, internal=()):
     def below(folder): return [p for p in left if p.startswith(folder)]
     def entry(name, place):
         if not place: return entries(titles, [p for p in left if not p.startswith(('api/', 'tutorials/'))])
-        if isinstance(place, dict): mine = [e for group,paths in place.items() for e in entry(group, paths)] + entries(titles, below('tutorials/'))
+        if isinstance(place, dict):
+            mine = [e for group,paths in place.items()
+                    for e in entry(group, paths)] + entries(titles, below('tutorials/'))
         elif isinstance(place, list): mine = entries(titles, those(place))
         elif place.endswith('/'): mine = reference({p: titles[p] for p in below(place)}, internal)
         else: return [{name: p} for p in those([place])]
@@ -75,7 +81,8 @@ def write_markdown(cfg, md):
     for f in ('extra.css', 'iframe-worker.js', 'search-order.js'): shutil.copy(root/'tools'/f, out/'assets')
     (out/'llms.txt').write_text(llms_txt(cfg, nbs), encoding='utf-8')
     conf = yaml.safe_load((root/'mkdocs.yml').read_text(encoding='utf-8'))
-    conf.update(site_name=cfg.lib_path.name, site_url=cfg.doc_url, site_description=cfg.description, docs_dir='docs', site_dir='site', nav=navigation(titles, {p.path for p in nbs if p.internal}))
+    conf.update(site_name=cfg.lib_path.name, site_url=cfg.doc_url, site_description=cfg.description, docs_dir='docs',
+                site_dir='site', nav=navigation(titles, {p.path for p in nbs if p.internal}))
     (md/'mkdocs.yml').write_text(yaml.safe_dump(conf, sort_keys=False), encoding='utf-8')
     return list(titles)
 
@@ -91,7 +98,8 @@ _line = re.compile(r'<span id="line-\d+-\d+">(?=(?:<span[^>]*>)*( *))')
 _table = re.compile(r'<table>\n<thead>\n<tr>\n(?P<head>.*?)</thead>.*?</table>', re.S)
 
 def indented(m):
-    "The beginning of a line of code that knows how far it is indented: where it is too long for the screen, it goes on at the right of that"
+    """The beginning of a line of code that knows how far it is indented: where it is too long for the screen, it goes
+    on at the right of that"""
     return f'<span class="line" style="--at: {len(m[1])}ch">'
 
 def labelled(m):
@@ -120,13 +128,15 @@ def build(md):
     site = md/'site'
     for f in site.rglob('*.html'): f.write_text(finished(f.read_text(encoding='utf-8')), encoding='utf-8')
     rank(site)
-    for f in (md/'docs').rglob('*.md'): shutil.copy(f, (site/f.relative_to(md/'docs')).with_suffix('.html.md'))  # `Docs:` in a module's docstring
+    # `Docs:` in a module's docstring
+    for f in (md/'docs').rglob('*.md'): shutil.copy(f, (site/f.relative_to(md/'docs')).with_suffix('.html.md'))
     return site
 
 # -- Search ------------------------------------------------------------------------------------------------------
 def ranked(items):
-    """Entries of the search's index with a `tier`, by which tools/search-order.js lists them: guides, what is public, internals; and with the
-    other words that users type. A helper has its name in its text, not in its title, as a match in a title comes before all others"""
+    """Entries of the search's index with a `tier`, by which tools/search-order.js lists them: guides, what is public,
+    internals; and with the other words that users type. A helper has its name in its text, not in its title, as a match
+    in a title comes before all others"""
     helpers = {f'api/{m.replace(".", "/")}.html#{n.partition(".")[0].lower()}': m for m,names in apidoc.helpers().items() for n in names}
     inner = {f'api/{m.replace(".", "/")}.html' for m in apidoc.modules() if not apidoc.is_public(apidoc.module_of(m))}
     def entry(o):
@@ -182,7 +192,8 @@ def wrong_links(site, published=' '):
             target = (f.parent/unquote(url.path)).resolve() if url.path else f
             if target.is_dir(): target = target/'index.html'
             if not target.exists(): res.append(f'{f.relative_to(site)}: {to} leads nowhere')
-            elif target in found and unquote(url.fragment) not in found[target].anchors: res.append(f'{f.relative_to(site)}: no such anchor, {to}')
+            elif target in found and unquote(url.fragment) not in found[target].anchors:
+                res.append(f'{f.relative_to(site)}: no such anchor, {to}')
     return sorted(res)
 
 def main():

@@ -1,14 +1,19 @@
-"""Do the fits of fastai's own notebooks come out the same when they are accumulated? `make foreign`, or with FASTAI=path/to/a/checkout
+"""Do the fits of fastai's own notebooks come out the same when they are accumulated? `make foreign`, or with
+FASTAI=path/to/a/checkout
 
-A notebook runs in a process of its own, without network, on the data of `foreign_data.py`. Just before each of its fits the process is copied
-(`os.fork`), so that all fits start alike, random numbers included:
+A notebook runs in a process of its own, without network, on the data of `foreign_data.py`. Just before each of its fits
+the process is copied (`os.fork`), so that all fits start alike, random numbers included:
 
-- each a step: the fit as it is, beside the same with `GradientAccumulation(accum_bs=1)`, with which every loader batch is a step
-- micro-batches: the fit with dropout off and BatchNorm frozen, which see micro-batches by their nature, and without fastai's
+- each a step: the fit as it is, beside the same with `GradientAccumulation(accum_bs=1)`, with which every loader batch
+is a step
+- micro-batches: the fit with dropout off and BatchNorm frozen, which see micro-batches by their nature, and without
+fastai's
   MixedPrecision, which ours refuses, beside the same in micro-batches
-- loader batches: the same in loader batches of a quarter, which accumulate to the old batch, with `exact_sentence_encoder` in text classifiers
+- loader batches: the same in loader batches of a quarter, which accumulate to the old batch, with
+`exact_sentence_encoder` in text classifiers
 
-Weights (by the distance that they moved), optimizer state, learning rates, losses, tables and predictions must agree. Each is then
+Weights (by the distance that they moved), optimizer state, learning rates, losses, tables and predictions must agree.
+Each is then
 
 - exact: they do, or are off no more than training carries a rounding error of the gradients
 - told: they do not, and a warning says so (or one of the notebook's own callbacks fails after a warning)
@@ -17,8 +22,8 @@ Weights (by the distance that they moved), optimizer state, learning rates, loss
 
 or it cannot be compared: fastai fails too, its fit does not repeat itself (random) or is chaotic (a rounding error
 changes it by a tenth), or it draws at random or keeps state for each
-loader batch. Then the whole notebook runs once more with `GradientAccumulation(accum_bs=1)` on every Learner, for the cells' own
-tests. With prefixes after the path, as `18a 20`, only these notebooks run."""
+loader batch. Then the whole notebook runs once more with `GradientAccumulation(accum_bs=1)` on every Learner, for the
+cells' own tests. With prefixes after the path, as `18a 20`, only these notebooks run."""
 import functools, inspect, io, os, pickle, random, re, signal, subprocess, sys, tempfile, traceback, warnings
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
@@ -40,16 +45,20 @@ ONE_ROW = 'losses inf off, learning rates inf off'
 EXPLAINED = (
     ('13a_learner', 'class TestTrainEvalCallback', 'AssertionError: Exception occured in `TestTrainEvalCallback`',
      'it expects every loader batch to be a step'),
-    ('13a_learner', 'def _get_learn()', 'AssertionError: Exception occured in `TestRecorderCallback`', 'it expects every loader batch to be a row'),
+    ('13a_learner', 'def _get_learn()', 'AssertionError: Exception occured in `TestRecorderCallback`',
+     'it expects every loader batch to be a row'),
     ('15_callback.hook', 'class TstCallback', 'AssertionError: Exception occured in `TstCallback`',
      'it compares what a hook sees, one micro-batch and its part of the gradient, with the loader batch'),
-    ('17_callback.tracker', 'lr=100', ONE_ROW, 'it diverges: the squares of a loader batch of 16 add up to infinity one step before those of 4'),
+    ('17_callback.tracker', 'lr=100', ONE_ROW,
+     'it diverges: the squares of a loader batch of 16 add up to infinity one step before those of 4'),
     ('18a_callback.training', 'ShortEpochCallback(', ONE_ROW,
      'it ends the epoch before the Recorder sees the last batch; with ours the row of that step is there'),
     ('18a_callback.training', 'ShortEpochCallback(', 'weights', 'it ends the epoch after two loader batches, whatever their size'),
-    ('24_vision.gan', 'learn.fit(1, 2e-4, wd=0.)', ('losses', 'tables'), 'not a comparison: its critic, of weights clipped to .01 and with BatchNorm frozen, answers '
+    ('24_vision.gan', 'learn.fit(1, 2e-4, wd=0.)', ('losses', 'tables'),
+     'not a comparison: its critic, of weights clipped to .01 and with BatchNorm frozen, answers '
      'all pictures alike; losses of 1e-11 are rounding errors'),
-    ('70a_callback.tensorboard', 'TensorBoardCallback(', 'weights', 'it traces the model in training mode on one loader batch, of which BatchNorm keeps statistics'),
+    ('70a_callback.tensorboard', 'TensorBoardCallback(', 'weights',
+     'it traces the model in training mode on one loader batch, of which BatchNorm keeps statistics'),
 )
 
 # -- In the process that runs a notebook: one fit ------------------------------------------------------------------
@@ -128,7 +137,8 @@ def differences(a, b): # Name -> by how much
     if 'losses' in both: both['losses'] = until_divergence(*both['losses'])
     return {k: off(*both[k]) if k in both else float('inf') for k in {**a, **b}}
 
-def verdict(plain, ours, repeated, rounded): # (result, what is said); `repeated()` is the plain fit again, `rounded(seed)` with other last bits
+# (result, what is said); `repeated()` is the plain fit again, `rounded(seed)` with other last bits
+def verdict(plain, ours, repeated, rounded):
     (a,before,*_),(b,said,error,refused) = plain,ours
     new = [o for o in said if o not in before and not any(part in o for part in GENERAL)]
     if error: return ('refused' if refused else 'told' if new else 'bug'),(error if refused or not new else f'{error}: {new[0]}')
@@ -136,7 +146,8 @@ def verdict(plain, ours, repeated, rounded): # (result, what is said); `repeated
     says = ', '.join(f'{k} {v:.1g} off' for k,v in wrong.items())
     if not wrong: return 'exact',''
     again,results = repeated(),[rounded(seed) for seed in range(3)]
-    if not again or again[2] or any(v for v in differences(a, again[0]).values()): return 'random',f"{says}, and fastai's fit does not repeat itself"
+    if not again or again[2] or any(v for v in differences(a, again[0]).values()):
+        return 'random',f"{says}, and fastai's fit does not repeat itself"
     found = [differences(a, res[0]) for res in results if res and res[0]]
     far = {k: max((of.get(k, 0) for of in found), default=0) for k in wrong}
     if any(v > 10*far[k] for k,v in wrong.items()): return ('told',f'{says}: {new[0]}') if new else ('bug',says)
@@ -171,7 +182,8 @@ def not_cut(learn, cbs): # Why this fit cannot be made of smaller loader batches
     dl = learn.dls.train
     if not isinstance(dl, DataLoader) or dl.n is None: return 'not a loader that fastai can cut'
     if isinstance(dl, LMDataLoader): return 'a loader batch goes on where the last one ended'
-    if any(isinstance(cb, MixHandler) or 'mix' in type(cb).__name__.lower() for cb in [*learn.cbs, *cbs]): return 'mixes the items of a loader batch at random'
+    if any(isinstance(cb, MixHandler) or 'mix' in type(cb).__name__.lower() for cb in [*learn.cbs, *cbs]):
+        return 'mixes the items of a loader batch at random'
 
 def cut(dl, bs):
     "Smaller batches with the items in the order that the large ones have them"
@@ -305,7 +317,8 @@ def compare(name, cells, ours): # Counts of cells and of fits
             total[what] += 1
             lines.append(f'  cell {i} with our callback: {what}: {" ".join(new.split())[:300]}' + (f'; explained: {why}' if why else ''))
             if what=='cells that fail': lines.append(source)
-    print(f'{name}: {total["cells"]} cells,', *(f'{n} skipped ({why}),' for why,n in skips.items()), sum(len(f) for *_,f in cells.values()), 'fits')
+    print(f'{name}: {total["cells"]} cells,', *(f'{n} skipped ({why}),' for why,n in skips.items()),
+          sum(len(f) for *_,f in cells.values()), 'fits')
     for way,n in ways.items():
         if n: print(f'  {way}:', counted(n))
         total.update({(way, k): v for k,v in n.items()})

@@ -55,7 +55,8 @@ def adult_sample(path, rng, n=10_200):
         'age': rng.integers(17, 90, n), 'workclass': pick(' Private', ' State-gov', ' ?'), 'fnlwgt': rng.integers(20_000, 400_000, n),
         'education': pick(' Bachelors', ' HS-grad', ' Masters'), 'education-num': rng.integers(1, 17, n).astype(float),
         'marital-status': pick(' Divorced', ' Never-married'), 'occupation': pick(' Sales', ' Tech-support', ' ?'),
-        'relationship': pick(' Husband', ' Wife', ' Unmarried'), 'race': pick(' White', ' Black', ' Other'), 'sex': pick(' Male', ' Female'),
+        'relationship': pick(' Husband', ' Wife', ' Unmarried'), 'race': pick(' White', ' Black', ' Other'),
+        'sex': pick(' Male', ' Female'),
         'capital-gain': rng.integers(0, 9999, n), 'capital-loss': rng.integers(0, 999, n), 'hours-per-week': rng.integers(1, 99, n),
         'native-country': pick(' Cuba', ' United-States')})
     df['salary'] = np.where(df['age'] + rng.normal(0, 9, n) > 50, '>=50k', '<50k')
@@ -135,7 +136,8 @@ def offline(root):
     torchvision.models._api.WeightsEnum.get_state_dict = seeded_weights
     TextLearner.load_pretrained = lambda self, *args, **kwargs: self
     init,connect = fastai.data.load._FakeLoader.__init__,socket.socket.connect
-    def no_workers(self, d, pin_memory, num_workers, *args, **kwargs): init(self, d, pin_memory, 0, *args, **{**kwargs, 'persistent_workers': False})
+    def no_workers(self, d, pin_memory, num_workers, *args, **kwargs):
+        init(self, d, pin_memory, 0, *args, **{**kwargs, 'persistent_workers': False})
     def local(self, address):
         if self.family!=getattr(socket, 'AF_UNIX', None) and address[0] not in ('127.0.0.1', '::1', 'localhost'):
             raise ConnectionError('the notebooks run without network')

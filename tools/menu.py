@@ -8,7 +8,8 @@ menu = {
     'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipes': 'recipes', 'Troubleshooting': 'troubleshooting',
     'Migrating from other libraries': 'coming_from', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks',
     'Works with': 'works_with', 'Glossary': 'glossary',
-    'First steps': ['tutorials/bigger_batch', 'tutorials/any_gpu', 'tutorials/from_the_course', 'tutorials/token_losses', 'tutorials/when_not_to',
+    'First steps': ['tutorials/bigger_batch', 'tutorials/any_gpu', 'tutorials/from_the_course',
+                    'tutorials/token_losses', 'tutorials/when_not_to',
                     'tutorials/how_exact'],
     'Tutorials': {
         'Memory': ['tutorials/fit_memory', 'tutorials/batchnorm', 'tutorials/contrastive', 'tutorials/optimizers', 'tutorials/attention'],
@@ -24,7 +25,8 @@ folders = ['api/' + o for o in ('accumulation', 'precision', 'batch_size', 'chec
 
 # What the menu calls a page whose title is longer, or lacks the word that a user knows
 names = {
-    'tutorials/fit_memory': 'Fit it into memory: gradient checkpointing and more', 'tutorials/attention': 'FlashAttention', 'tutorials/quantization': 'Quantization',
+    'tutorials/fit_memory': 'Fit it into memory: gradient checkpointing and more',
+    'tutorials/attention': 'FlashAttention', 'tutorials/quantization': 'Quantization',
     'tutorials/distillation': 'Distillation', 'tutorials/many_devices': 'Multi-GPU',
     'tutorials/token_losses': 'Token losses and class weights', 'tutorials/mixed_precision': 'Mixed precision: fp16 and bf16'}
 

@@ -63,7 +63,9 @@ def callouts(text):
 
 def folded(line, width=92):
     "A line of words that is longer than a page is wide, in several"
-    return line if len(line)<=width or re.search(r'\S\s{2,}\S', line) else '\n'.join(textwrap.wrap(line, width, subsequent_indent='    ', break_long_words=False, break_on_hyphens=False))
+    return (line if len(line)<=width or re.search(r'\S\s{2,}\S', line)
+            else '\n'.join(textwrap.wrap(line, width, subsequent_indent='    ', break_long_words=False,
+                                         break_on_hyphens=False)))
 
 def printed(text):
     "What a cell printed, set apart from its source"
@@ -74,7 +76,8 @@ def streams(outputs):
     "`outputs` with those that were printed one after the other as one. Of stderr, warnings are left: see `export`"
     res = []
     for o in outputs:
-        if o.output_type=='stream' and res and res[-1].output_type=='stream' and o.name==res[-1].name: res[-1].text = ''.join(res[-1].text) + ''.join(o.text)
+        if o.output_type=='stream' and res and res[-1].output_type=='stream' and o.name==res[-1].name:
+            res[-1].text = ''.join(res[-1].text) + ''.join(o.text)
         else: res.append(o)
     return res
 
@@ -171,7 +174,8 @@ class Page:
         about = [linked(o, self.name, self.cfg) for o in self.about]
         names = overview() if self.path == 'api/all.md' else '' if about and not several(self.mod) else contents(self.mod)
         code = any(c.cell_type == 'code' and not calls(c) and is_typed(c) for c in self.nb.cells)
-        return [f'`from {self.mod.__name__} import *`'*bool(self.mod.__all__), *about[:1], self.text(self.example()), *about[1:], linked(names, self.name, self.cfg), self.notebook(),
+        return [f'`from {self.mod.__name__} import *`'*bool(self.mod.__all__), *about[:1], self.text(self.example()),
+                *about[1:], linked(names, self.name, self.cfg), self.notebook(),
                 fold('Imports of the examples', fence(self.imports(), 'python'), 'quote') if code else '']
 
     def example(self):
@@ -192,7 +196,8 @@ class Page:
         "Where the notebook of this page is, for those who want to run it"
         at = f'nbs/{self.name}'
         colab = self.cfg.git_url.replace('https://github.com', 'https://colab.research.google.com/github')
-        links = [f'[notebook at GitHub]({self.cfg.git_url}/blob/{self.cfg.branch}/{at})', f'[download]({Path(self.name).name}){{ download }}',
+        links = [f'[notebook at GitHub]({self.cfg.git_url}/blob/{self.cfg.branch}/{at})',
+                 f'[download]({Path(self.name).name}){{ download }}',
                  f'[open in Colab]({colab}/blob/{self.cfg.branch}/{at}) (there, first `!pip install git+{self.cfg.git_url}`)']
         return ' · '.join(links) + '\n{ .notebook data-search-exclude }'
 
@@ -239,7 +244,8 @@ class Page:
         own = {getattr(t, 'name', getattr(t, 'id', '')) for n in nodes for t in [n, *getattr(n, 'targets', [])]} - {*self.mod.__all__}
         own = sorted(n for n in own & set(re.findall(r'\w+', src)) if hasattr(self.mod, n))
         lines = [l for l in lines if not re.search('__future__|showdoc|import nbdev', l)]
-        lines += [f'from {self.mod.__name__} import *']*bool(self.mod.__all__) + [f'from {self.mod.__name__} import {", ".join(own)}']*bool(own)
+        lines += [f'from {self.mod.__name__} import *']*bool(self.mod.__all__) + [
+            f'from {self.mod.__name__} import {", ".join(own)}']*bool(own)
         return '\n'.join(lines)
 
     def snippets(self):
@@ -267,7 +273,9 @@ class Page:
         if 'code-fold' in d:
             src = fold(d.get('code-summary', 'Code').strip('"'), src, 'quote')
         res = [] if d.get('echo')=='false' else [src]
-        if d.get('output')!='false': res += [self.output(o, f'{i}_{j}', d.get('output')=='asis') for j,o in enumerate(streams(cell.get('outputs', [])))]
+        if d.get('output')!='false':
+            res += [self.output(o, f'{i}_{j}', d.get('output')=='asis')
+                    for j,o in enumerate(streams(cell.get('outputs', [])))]
         if checks and d.get('echo') != 'false': res.append(fold('Checked', fence(fitted(checks), 'python'), 'quote'))
         return res
 

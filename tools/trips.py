@@ -1,4 +1,5 @@
-"""How far does a batch travel? Functions of fastaccum, calls, and changes of file, for one loader batch that ends an accumulated batch: `make trips`
+"""How far does a batch travel? Functions of fastaccum, calls, and changes of file, for one loader batch that ends an
+accumulated batch: `make trips`
 
 With `--route` also the way through the files. A short way is one that a reader can follow."""
 import sys, tempfile, warnings
@@ -12,7 +13,8 @@ from fastaccum.all import *
 from fastaccum.loop import BatchLoop
 
 # Most functions and changes of file that a trip may take; of a checkpoint's save, calls and changes of file
-goals = {'whole loader batch': dict(functions=42, changes=22), 'split in 2': dict(functions=47, changes=27), 'split in 2, fp16': dict(functions=64, changes=44),
+goals = {'whole loader batch': dict(functions=42, changes=22), 'split in 2': dict(functions=47, changes=27),
+         'split in 2, fp16': dict(functions=64, changes=44),
          'coupled': dict(functions=70, changes=40), 'checkpoint': dict(calls=600, changes=100)}
 package = f'{Path(fastaccum.__file__).parent}/'
 
@@ -21,7 +23,8 @@ def learner(*cbs):
     set_seed(0)
     items = L(zip(torch.randn(64, 4), torch.randint(3, (64,))))
     dls = DataLoaders(DataLoader(items, bs=8), DataLoader(items, bs=8), device='cpu')
-    learn = Learner(dls, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs, path=tempfile.mkdtemp())
+    learn = Learner(dls, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), loss_func=CrossEntropyLossFlat(),
+                    opt_func=SGD, cbs=cbs, path=tempfile.mkdtemp())
     learn.remove_cb(ProgressCallback)
     return learn
 
@@ -60,7 +63,8 @@ def largest(calls, folder):
 def trips():
     "Name -> calls"
     two = dict(micro_batch_size=4)
-    res = {'whole loader batch': last_batch(learner(GradientAccumulation(16))), 'split in 2': last_batch(learner(GradientAccumulation(16, **two))),
+    res = {'whole loader batch': last_batch(learner(GradientAccumulation(16))),
+           'split in 2': last_batch(learner(GradientAccumulation(16, **two))),
            'split in 2, fp16': last_batch(learner(GradientAccumulation(16, **two), MixedPrecision('fp16', device='cpu'))),
            'coupled': last_batch(learner(GradientAccumulation(**two, coupled=True)))}
     saving = last_batch(learner(GradientAccumulation(16), TrainingCheckpoint(every_steps=1, every_minutes=None)))

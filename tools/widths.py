@@ -7,11 +7,13 @@ limit = 95     # characters; a browser would break longer lines anywhere, and go
 def tokens(src): return list(tokenize.generate_tokens(io.StringIO(src).readline))
 
 def with_long_lines(src, lines_for):
-    "`src` with the long line of each comment and operator, the last first, in the lines that `lines_for(token, line)` gives, if it gives any"
+    """`src` with the long line of each comment and operator, the last first, in the lines that `lines_for(token, line)`
+    gives, if it gives any"""
     lines = src.split('\n')
     for t in reversed(tokens(src)):
         row = t.start[0]-1
-        if t.type in (tokenize.COMMENT, tokenize.OP) and len(lines[row]) > limit: lines[row:row+1] = lines_for(t, lines[row]) or [lines[row]]
+        if t.type in (tokenize.COMMENT, tokenize.OP) and len(lines[row]) > limit:
+            lines[row:row+1] = lines_for(t, lines[row]) or [lines[row]]
     return '\n'.join(lines)
 
 def indent_of(line): return re.match(' *', line)[0]
@@ -37,7 +39,8 @@ def bodies(src):
     for node in ast.walk(ast.parse(src)):
         for name in ('body','orelse','finalbody'):
             group = getattr(node, name, None)
-            if isinstance(group, list) and group and not isinstance(node, ast.Module): found.append((group[0].lineno-1, group[0].col_offset))
+            if isinstance(group, list) and group and not isinstance(node, ast.Module):
+                found.append((group[0].lineno-1, group[0].col_offset))
     for row,col in sorted(found, reverse=True):
         before,after = lines[row][:col].rstrip(),lines[row][col:]
         if len(lines[row]) <= limit or not before.endswith(':'): continue
@@ -56,10 +59,14 @@ def bracketed(src):
     lines = src.split('\n')
     for node in ast.walk(ast.parse(src)):
         value = getattr(node, 'test' if isinstance(node, ast.Assert) else 'value', None)
-        if not isinstance(node, (ast.Assert, ast.Assign, ast.Return, ast.Expr)) or value is None or value.lineno != value.end_lineno: continue
+        if not isinstance(node, (ast.Assert, ast.Assign, ast.Return,
+                                 ast.Expr)) or value is None or value.lineno != value.end_lineno:
+            continue
         line = lines[value.lineno-1]
         chain = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Call)
-        if len(line) <= limit or not line.isascii() or not (chain or isinstance(value, (ast.Tuple, ast.BoolOp, ast.BinOp, ast.Compare, ast.IfExp))): continue
+        if len(line) <= limit or not line.isascii() or not (
+                chain or isinstance(value, (ast.Tuple, ast.BoolOp, ast.BinOp, ast.Compare, ast.IfExp))):
+            continue
         a,b = value.col_offset,value.end_col_offset
         if isinstance(value, ast.Tuple) and line[a] == '(' and line[b-1] == ')': continue
         lines[value.lineno-1] = f'{line[:a]}({line[a:b]}){line[b:]}'

@@ -1,15 +1,19 @@
-"""Do the clients of fastai, and the libraries that its users take losses, models and optimizers from, work with accumulation? `make clients`
+"""Do the clients of fastai, and the libraries that its users take losses, models and optimizers from, work with
+accumulation? `make clients`
 
-Each case is a Learner as the client makes it. It trains as plain fastai with the big batch, and with `GradientAccumulation`: the big batch
-in micro-batches, and smaller loader batches. Dropout is off and BatchNorm is frozen: both see micro-batches by their nature. A result is
+Each case is a Learner as the client makes it. It trains as plain fastai with the big batch, and with
+`GradientAccumulation`: the big batch in micro-batches, and smaller loader batches. Dropout is off and BatchNorm is
+frozen: both see micro-batches by their nature. A result is
 
-- exact: the weights are the big batch's, to a thousandth of the distance that they moved, or to where training carries a rounding error
+- exact: the weights are the big batch's, to a thousandth of the distance that they moved, or to where training carries
+a rounding error
 - told: they are not, and a warning says so
 - refused: an error before the first step says why
 - fails: the client fails so without fastaccum, too
 - bug: anything else
 
-What other libraries' own tests claim of accumulation is in the same file, from `claims`; these have a `read`: which version of their sources."""
+What other libraries' own tests claim of accumulation is in the same file, from `claims`; these have a `read`: which
+version of their sources."""
 import io, json, re, warnings
 from collections import Counter
 from contextlib import redirect_stdout
@@ -137,11 +141,13 @@ def claims_of(library): # A row for each claim: what it says, who tests it, and 
     def first_words(said): return re.split('[.:,;] ', re.sub(r'^\w+Error: |Exception occured in .*?: ', '', said))[0]
     def breakable(path): return re.sub('([/_])', '\\1\u200b', path)      # a browser may begin a new line there
     def there(theirs): return theirs.removeprefix(f"{library['read']['name']}: ")
-    return pd.DataFrame([dict(claim=k, where=breakable(rs[0]['where']), here=outcome(rs), there=there(rs[0]['theirs'])) for k,rs in rows.items()])
+    return pd.DataFrame([dict(claim=k, where=breakable(rs[0]['where']), here=outcome(rs), there=there(rs[0]['theirs']))
+                         for k,rs in rows.items()])
 
 def read_from(library): # Which sources were read, and which version was measured
     read = library['read']
-    what = f"version {read['version']}, commit {read['commit'][:7]} of {read['date']}" if read['commit'] else 'single files; a commit is named where it is known'
+    what = (f"version {read['version']}, commit {read['commit'][:7]} of {read['date']}" if read['commit']
+            else 'single files; a commit is named where it is known')
     below = f", below `{read['folder']}`" if read['folder'] else ''
     return f"Read: {what}{below}. Measured: {read['name']} {library['measured']}. The claims were {about({'': library})}."
 
@@ -152,4 +158,5 @@ def others(res, what): # The cases with this result, and what was said
 
 def markdown(df): # A table
     def cell(v): return str(v).replace('|', '\\|').replace('<', '&lt;').replace('__', r'\_\_')
-    return '\n'.join(f"| {' | '.join(row)} |" for row in [[*df.columns], ['---']*len(df.columns), *([cell(v) for v in r] for r in df.values)])
+    return '\n'.join(f"| {' | '.join(row)} |"
+                     for row in [[*df.columns], ['---']*len(df.columns), *([cell(v) for v in r] for r in df.values)])

@@ -1,4 +1,5 @@
-"""Run all clients, and the claims of other libraries, each in a process of its own, and write `bench/clients.json`. `python -m bench.clients tsai timm` runs only these"""
+"""Run all clients, and the claims of other libraries, each in a process of its own, and write `bench/clients.json`.
+`python -m bench.clients tsai timm` runs only these"""
 import json, subprocess, sys
 from datetime import date
 from importlib import import_module, metadata
@@ -8,7 +9,8 @@ from . import OUT, claims, results, run
 
 # Package -> the module here with its `cases()`
 CLIENTS = {'tsai': 'tsai', 'fasterai': 'fasterai', 'fastMONAI': 'fastmonai', 'self-supervised': 'self_supervised', 'timm': 'timm',
-           'pytorch-metric-learning': 'metric_learning', 'segmentation-models-pytorch': 'segmentation', 'monai': 'monai', 'kornia': 'kornia',
+           'pytorch-metric-learning': 'metric_learning', 'segmentation-models-pytorch': 'segmentation',
+           'monai': 'monai', 'kornia': 'kornia',
            'pytorch-optimizer': 'pytorch_optimizer'}
 # Libraries whose tests and examples were read; `of_` them has their claims. They need not be installed
 READ = 'accelerate','lightning','transformers'
@@ -27,7 +29,9 @@ def one(package): # In a process of its own
         res['error'] = f'{type(e).__name__}: {e}'[:300]
         print(res['error'], flush=True)
         return res
-    if package in READ: return res | dict(version=module.READ['version'], read=module.READ, measured=report.results()['versions'][package], rows=claims.run(cases))
+    if package in READ:
+        return res | dict(version=module.READ['version'], read=module.READ,
+                          measured=report.results()['versions'][package], rows=claims.run(cases))
     return res | dict(rows=run(cases))
 
 def merge(package, res): # Into the file, next to what others have written there

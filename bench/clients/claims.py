@@ -1,8 +1,11 @@
-"""What the tests and examples of other libraries claim of their accumulation, tried with a fastai `Learner` and fastaccum: `python -m bench.clients accelerate`
+"""What the tests and examples of other libraries claim of their accumulation, tried with a fastai `Learner` and
+fastaccum: `python -m bench.clients accelerate`
 
-Their sources were read, not run: each claim is a case of our own. What fastaccum gives is compared with the big batch in plain fastai or PyTorch: weights,
-and what else the claim is about, such as losses, rates or the number of steps. The largest difference counts, relative to what it should be. Some claims are cases of
-`fastaccum.conformance`, in which `bench.exact` has measured the library, too. A result is named as for clients; refused is what such a claim asks for, where it says so."""
+Their sources were read, not run: each claim is a case of our own. What fastaccum gives is compared with the big batch
+in plain fastai or PyTorch: weights, and what else the claim is about, such as losses, rates or the number of steps. The
+largest difference counts, relative to what it should be. Some claims are cases of `fastaccum.conformance`, in which
+`bench.exact` has measured the library, too. A result is named as for clients; refused is what such a claim asks for,
+where it says so."""
 import io, os, subprocess, sys, tempfile, warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -72,9 +75,12 @@ def values(learn, fit=twice, **more): # Of a fit; `more`: name -> function of th
     start = flat(learn.model)
     with learn.no_bar(), learn.no_logging(): fit(learn)
     rec = learn.recorder
-    return dict(moved=flat(learn.model)-start, losses=tensor(rec.losses), rates=tensor(rec.lrs), **{k: tensor(f(learn)) for k,f in more.items()})
+    return dict(moved=flat(learn.model)-start, losses=tensor(rec.losses), rates=tensor(rec.lrs),
+                **{k: tensor(f(learn)) for k,f in more.items()})
 
-def tensor(o): return o.double() if isinstance(o, torch.Tensor) else torch.tensor([float(v) for v in (o if isinstance(o, (list,tuple)) else [o])], dtype=torch.float64)
+def tensor(o):
+    return (o.double() if isinstance(o, torch.Tensor)
+            else torch.tensor([float(v) for v in (o if isinstance(o, (list,tuple)) else [o])], dtype=torch.float64))
 
 def by_hand(batches, model=net, loss_func=F.cross_entropy, opt=partial(torch.optim.SGD, lr=.1), after_step=lambda: None):
     "Weights of a loop in plain PyTorch that steps after each of the `batches`"
@@ -111,8 +117,8 @@ def distance(found, expected): # The largest relative difference of all values
     if found.keys() != expected.keys(): return float('inf')
     return max(one(found[k], expected[k]) for k in expected)
 
-# What `fn`, a function of a module, gives on the first of two ranks, and how far the other one is from it. In a process of its own: one that
-# has trained cannot be forked if it knows a device other than the CPU
+# What `fn`, a function of a module, gives on the first of two ranks, and how far the other one is from it. In a process
+# of its own: one that has trained cannot be forked if it knows a device other than the CPU
 def both(fn):
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, '-W', 'ignore', '-m', 'bench.clients.claims', fn.__module__, fn.__name__, f'{folder}/values']

@@ -10,7 +10,9 @@ from fastaccum.core.accumulator import GradientAccumulator
 from fastaccum.parallel import DataParallel, LocalSGD
 from ..comm import CommCounter
 from . import BS, flat
-from .claims import CLOSE, Claim, Conformance, N, OnlyFits, Steps, alike, batches, both, by_hand, distance, learner, measured, net, next_words, of_words, same, tensor, values, words, x, y
+from .claims import (
+    CLOSE, Claim, Conformance, N, OnlyFits, Steps, alike, batches, both, by_hand, distance, learner, measured, net,
+    next_words, of_words, same, tensor, values, words, x, y)
 
 READ = dict(name='Accelerate', version='1.15.0.dev0', commit='16cb6eb80dd9aa8b4df1a63ef57863e455d53b83', date='2026-07-24', folder=None)
 labels = ('Accelerate',)
@@ -83,7 +85,9 @@ def counted_words():
         opt.step()
         opt.zero_grad()
     return flat(model)-start
-def their_words(): return f"{measured(labels, 'tokens')}; the example's loop, which counts the tokens itself: {words_of(counted_words(), of_words(BS, [])['moved'])}"
+def their_words():
+    return (f"{measured(labels, 'tokens')}; the example's loop, which counts the tokens itself: "
+            f"{words_of(counted_words(), of_words(BS, [])['moved'])}")
 
 # -- Loops of one's own
 def forwards_first():
@@ -170,14 +174,17 @@ def cases():
         claim('Accumulated loader batches give the gradient of the whole batch', sync+'test_gradient_accumulation', 'any size'),
         claim('So do the fewer loader batches that end an epoch', sync+'test_gradient_accumulation', 'two epochs'),
         claim('The last loader batch has fewer items', example('gradient_accumulation'), 'ragged end'),
-        same('The schedule moves once a step (AdamW, LambdaLR)', sync+'test_gradient_accumulation_with_opt_and_scheduler', scheduled, theirs=their_schedule),
+        same('The schedule moves once a step (AdamW, LambdaLR)',
+             sync+'test_gradient_accumulation_with_opt_and_scheduler', scheduled, theirs=their_schedule),
         Claim('No message before the last micro-batch, and then the gradient of one process', sync+'test_distributed_sync',
               lambda: alike({**values(learner(BS)), 'messages': tensor([0, 1])}), {'two ranks': lambda: both(silent)}),
         Claim('Several forward passes, then their backward passes', sync+'test_distributed_sync_multiple_fwd',
               lambda: dict(moved=by_hand([(x, y)]*3)), {'own loop': forwards_first}),
         claim('A loop over another loader inside that of training changes nothing', sync+'test_dataloader_break', 'validation'),
-        same('Each token counts alike in batches of different lengths', example('gradient_accumulation_for_autoregressive_models'), of_words, theirs=their_words),
-        same('If memory runs out, smaller batches are accumulated to the size that was asked for', example('automatic_gradient_accumulation'), fitting,
+        same('Each token counts alike in batches of different lengths',
+             example('gradient_accumulation_for_autoregressive_models'), of_words, theirs=their_words),
+        same('If memory runs out, smaller batches are accumulated to the size that was asked for',
+             example('automatic_gradient_accumulation'), fitting,
              micro='auto', small=None, theirs=their_size),
         same('Training stops early in the same epoch', example('early_stopping'), stopped),
         same('A tracker gets the losses of the big batch', example('tracking'), tracked),

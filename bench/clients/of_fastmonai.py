@@ -15,4 +15,6 @@ def cases():
     return [Case('UNet, CustomLoss(DiceLoss)', make(x, masks, unet, dice)),
             Case('UNet, CustomLoss(DiceCELoss)', make(x, masks, two, lambda: CustomLoss(DiceCELoss(softmax=True, to_onehot_y=True)))),
             Case('UNet, TverskyFocalLoss', make(x, masks, unet, lambda: TverskyFocalLoss(gamma=1, include_background=True, sigmoid=True))),
-            Case('resnet10 of volumes', make(x, y, lambda: resnet10(spatial_dims=3, n_input_channels=1, num_classes=3), nn.CrossEntropyLoss), lr=.01)]
+            Case('resnet10 of volumes',
+                 make(x, y, lambda: resnet10(spatial_dims=3, n_input_channels=1, num_classes=3), nn.CrossEntropyLoss),
+                 lr=.01)]

@@ -14,7 +14,8 @@ from fastaccum.precision.callback import MixedPrecision
 from . import BS, flat
 from .claims import Claim, Conformance, Steps, batches, by_hand, learner, net, refused, same, tensor, values, x, y
 
-READ = dict(name='Lightning', version='2.6.2', commit='7f0c3436cd3f6ad3753125672024fc415cbcb414', date='2026-07-20', folder='tests/tests_pytorch')
+READ = dict(name='Lightning', version='2.6.2', commit='7f0c3436cd3f6ad3753125672024fc415cbcb414', date='2026-07-20',
+            folder='tests/tests_pytorch')
 labels = ('Lightning',)
 scheduler = 'callbacks/test_gradient_accumulation_scheduler.py: '
 
@@ -35,7 +36,8 @@ def zeroed(n_acc):
     def train(bs, cbs):
         learn = learner(bs, [*cbs, FromFirstBatch()], opt_func=partial(OptimWrapper, opt=CountedSGD))
         return values(learn, zeros=lambda l: l.opt.opt.n)
-    return same(f'Gradients are set to zero once a step: {n_acc} loader batches a step', scheduler+'test_trainer_accumulate_grad_batches_zero_grad',
+    return same(f'Gradients are set to zero once a step: {n_acc} loader batches a step',
+                scheduler+'test_trainer_accumulate_grad_batches_zero_grad',
                 train, big=4*n_acc, micro=3)
 
 def by_epoch(factors):
@@ -47,7 +49,8 @@ def by_epoch(factors):
     def big():
         steps = [b for f in factors for b in batches(4*f, 1)]
         return dict(moved=by_hand(steps), steps=tensor(len(steps)))
-    return Claim(f'Another number of loader batches a step in each epoch: {factors}', scheduler+'test_trainer_accumulate_grad_batches_with_callback', big,
+    return Claim(f'Another number of loader batches a step in each epoch: {factors}',
+                 scheduler+'test_trainer_accumulate_grad_batches_with_callback', big,
                  {'loader batches': ours, 'loader batches, split': lambda: ours(micro_batch_size=3)})
 
 class Changes(Callback):
@@ -168,7 +171,8 @@ def cases():
     acc = partial(GradientAccumulation, BS)
     return [
         *map(zeroed, (1, 2, 3)), by_epoch([1, 2, 2, 4]), by_epoch([2, 2, 1, 1]),
-        refused('An accumulation schedule with a size of 0', scheduler+'test_invalid_values_for_grad_accum_scheduler', partial(GradientAccumulationSchedule, 0, 4)),
+        refused('An accumulation schedule with a size of 0', scheduler+'test_invalid_values_for_grad_accum_scheduler',
+                partial(GradientAccumulationSchedule, 0, 4)),
         refused('An accumulation schedule with a size that is a string',
                 scheduler+'test_invalid_values_for_grad_accum_scheduler', partial(GradientAccumulationSchedule, 2, '2')),
         refused('An accumulation schedule from a negative epoch on',
@@ -177,17 +181,22 @@ def cases():
                 scheduler+'test_invalid_keys_for_grad_accum_scheduler', partial(GradientAccumulationSchedule, 2, 4, '2', 1)),
         refused('Accumulation is set twice', scheduler+'test_raises_when_accumulate_grad_batches_with_callback',
                 fits(acc, partial(GradientAccumulationSchedule, 4, 16))),
-        refused('Accumulation of a training that steps itself', 'trainer/test_config_validator.py: test_trainer_manual_optimization_config', fits(acc, cls=Manual)),
-        Claim('A training that steps itself may accumulate', 'trainer/optimization/test_manual_optimization.py: test_manual_optimization_and_accumulated_gradient',
+        refused('Accumulation of a training that steps itself',
+                'trainer/test_config_validator.py: test_trainer_manual_optimization_config', fits(acc, cls=Manual)),
+        Claim('A training that steps itself may accumulate',
+              'trainer/optimization/test_manual_optimization.py: test_manual_optimization_and_accumulated_gradient',
               lambda: dict(moved=by_hand([(x[:12], y[:12]), (x[12:32], y[12:32]), (x[32:], y[32:])])), {'own loop': own_loop}),
-        same('A step of the user\'s own is called once for each accumulated batch', scheduler+'test_warn_if_model_has_overridden_optimization_hooks', own_step),
+        same('A step of the user\'s own is called once for each accumulated batch',
+             scheduler+'test_warn_if_model_has_overridden_optimization_hooks', own_step),
         claim('The loader batches that end an epoch make a step, though they are fewer',
               'trainer/test_trainer.py: test_gradient_accumulation_scheduling_last_batch', 'remainder'),
         Claim('Weights change with the loader batch that completes a step, and with no other',
               'trainer/test_trainer.py: test_gradient_accumulation_scheduling_last_batch',
               changes_at_steps, {'loader batches': lambda: changing([acc()])}),
-        same('Training ends after so many steps, not loader batches', 'trainer/test_trainer.py: test_trainer_max_steps_accumulate_batches', four_steps),
-        Claim('One backward pass for each loader batch', 'trainer/optimization/test_backward_calls.py: test_backward_count_with_grad_accumulation',
+        same('Training ends after so many steps, not loader batches',
+             'trainer/test_trainer.py: test_trainer_max_steps_accumulate_batches', four_steps),
+        Claim('One backward pass for each loader batch',
+              'trainer/optimization/test_backward_calls.py: test_backward_count_with_grad_accumulation',
               lambda: {**backwards([], BS), 'backwards': tensor(22)}, {'loader batches': lambda: backwards([acc()])}),
         same('One backward pass for each loader batch, with an optimizer that calls a closure (LBFGS)',
              'trainer/optimization/test_backward_calls.py: test_backward_count_with_closure', with_lbfgs),
@@ -201,12 +210,16 @@ def cases():
               'loops/test_loops.py: test_validation_during_gradient_accumulation_window', 'validation'),
         Claim('An epoch of a few loader batches, always the same', 'trainer/flags/test_overfit_batches.py: test_overfit_basic',
               lambda: short([], BS, x=x[:28], y=y[:28]), {'loader batches': lambda: short([acc(), ShortEpochCallback(.5)], 4)}),
-        same('The search for a rate makes a step with each rate', 'tuner/test_lr_finder.py: test_accumulation_and_early_stopping', rates_tried),
+        same('The search for a rate makes a step with each rate',
+             'tuner/test_lr_finder.py: test_accumulation_and_early_stopping', rates_tried),
         same('An average of the weights moves once a step', 'callbacks/test_weight_averaging.py, test_stochastic_weight_avg.py', averaged),
         claim('Gradients are clipped once, when they are complete', 'models/test_cpu.py', 'clipping'),
-        Claim('fp16: gradients are unscaled once, and then clipped by value', 'plugins/test_amp_plugins.py: test_amp_gradient_unscale', scaled_by_hand,
+        Claim('fp16: gradients are unscaled once, and then clipped by value',
+              'plugins/test_amp_plugins.py: test_amp_gradient_unscale', scaled_by_hand,
               {'micro-batches': lambda: scaled(acc(micro_batch_size=6)), 'loader batches': lambda: scaled(acc(), bs=4)}, tol=3e-3),
-        claim('fp16: a step that overflows is skipped, and no other', 'plugins/test_amp_plugins.py: test_amp_skip_optimizer', 'precision skip'),
+        claim('fp16: a step that overflows is skipped, and no other',
+              'plugins/test_amp_plugins.py: test_amp_skip_optimizer', 'precision skip'),
         claim('An error ends a fit in the middle of an accumulated batch: the next fit begins with zero gradients',
               'loops/test_loops.py: test_loop_state_on_exception', 'exception'),
-        claim('A run goes on in the middle of an epoch (there: with a warning)', 'loops/test_training_epoch_loop.py: test_resume_mid_epoch_warning', 'resume')]
+        claim('A run goes on in the middle of an epoch (there: with a warning)',
+              'loops/test_training_epoch_loop.py: test_resume_mid_epoch_warning', 'resume')]

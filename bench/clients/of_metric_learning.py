@@ -8,8 +8,8 @@ from .data import conv_net, make, numbers, whole_numbers
 x,y = numbers(60, 1, 8, 8),whole_numbers(4, 60)
 # Losses with weights of their own get the sizes; some need embeddings of another kind
 sizes = dict(num_classes=4, embedding_size=8)
-other_calls = 'BaseMetricLossFunction','CrossBatchMemory','MultipleLosses','SelfSupervisedLoss','VICRegLoss','WeightMixin','GenericPairLoss', \
-    'BaseLossWrapper','MeanReducer'
+other_calls = ('BaseMetricLossFunction','CrossBatchMemory','MultipleLosses','SelfSupervisedLoss','VICRegLoss',
+               'WeightMixin','GenericPairLoss','BaseLossWrapper','MeanReducer')
 
 def cases():
     res = []

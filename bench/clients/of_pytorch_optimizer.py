@@ -12,5 +12,7 @@ def cases():
     res = []
     for name in sorted(po.get_supported_optimizers()):
         opt = po.load_optimizer(name)
-        res.append(Case(name, make(x, y, lambda: conv_net(4), nn.CrossEntropyLoss, opt_func=partial(OptimWrapper, opt=opt)), ways=('micro-batches',), lr=.01))
+        res.append(
+            Case(name, make(x, y, lambda: conv_net(4), nn.CrossEntropyLoss, opt_func=partial(OptimWrapper, opt=opt)),
+                 ways=('micro-batches',), lr=.01))
     return res

@@ -22,7 +22,8 @@ def encoder(): return conv_net(8)
 def cases():
     nets = dict(SimCLR=lambda: SimCLRModel(encoder(), mlp(8, 8)), BarlowTwins=lambda: BarlowTwinsModel(encoder(), mlp(8, 8)),
                 MOCO=lambda: MoCoModel(encoder(), mlp(8, 8)), BYOL=lambda: BYOLModel(encoder(), mlp(8, 8), mlp(8, 8)))
-    cbs = dict(SimCLR=lambda: [SimCLR(views)], BarlowTwins=lambda: [BarlowTwins(views)], MOCO=lambda: [MOCO(views, 32)], BYOL=lambda: [BYOL(views)])
+    cbs = dict(SimCLR=lambda: [SimCLR(views)], BarlowTwins=lambda: [BarlowTwins(views)], MOCO=lambda: [MOCO(views, 32)],
+               BYOL=lambda: [BYOL(views)])
     res = [Case(k, make(*data_of(k), nets[k], MSELossFlat), cbs[k], acc=dict(coupled=True), ways=('micro-batches',), lr=.01) for k in nets]
     res += [Case(f'{k}, not coupled', make(*data_of(k), nets[k], MSELossFlat), cbs[k], lr=.01) for k in nets]
     return [*res, Case('SWAV', make(*data_of('SWAV'), lambda: SwAVModel(encoder(), mlp(8, 8), nn.Linear(8, 12, bias=False)), MSELossFlat),

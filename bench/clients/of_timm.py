@@ -30,8 +30,10 @@ def cases():
     def net(name):
         size = dict(img_size=32, patch_size=8) if 'vit' in name else {}
         return timm.create_model(name, num_classes=4, **size)
-    losses = dict(LabelSmoothingCrossEntropy=(L.LabelSmoothingCrossEntropy, labels), SoftTargetCrossEntropy=(L.SoftTargetCrossEntropy, soft),
-                  BinaryCrossEntropy=(partial(L.BinaryCrossEntropy, smoothing=0.), bits), AsymmetricLossMultiLabel=(L.AsymmetricLossMultiLabel, bits),
+    losses = dict(LabelSmoothingCrossEntropy=(L.LabelSmoothingCrossEntropy, labels),
+                  SoftTargetCrossEntropy=(L.SoftTargetCrossEntropy, soft),
+                  BinaryCrossEntropy=(partial(L.BinaryCrossEntropy, smoothing=0.), bits),
+                  AsymmetricLossMultiLabel=(L.AsymmetricLossMultiLabel, bits),
                   AsymmetricLossSingleLabel=(L.AsymmetricLossSingleLabel, labels))
     return [*(Case(name, make(x, y, partial(net, name), nn.CrossEntropyLoss), lr=.01) for name in names),
             *(Case(k, make(small, t, lambda: conv_net(4), f)) for k,(f,t) in losses.items()),

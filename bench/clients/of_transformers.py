@@ -29,7 +29,8 @@ checkpointing = 'test_trainer_checkpointing.py (22c22fa): '
 # -- Weights, losses, steps
 def linear(bs, cbs):
     "AdamW, whose rate falls to zero"
-    learn = learner(bs, [*cbs, ParamScheduler(dict(lr=SchedLin(.01, 0)))], opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), x=x[:32], y=y[:32])
+    learn = learner(bs, [*cbs, ParamScheduler(dict(lr=SchedLin(.01, 0)))],
+                    opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), x=x[:32], y=y[:32])
     return values(learn, lambda l: l.fit(3, .01))
 
 def joint_words(): return of_words(4, [GradientAccumulation(BS), DataParallel()])
@@ -45,8 +46,10 @@ def steps_of(n, epochs):
         learn = learner(4, [GradientAccumulation(20, **kwargs), StepLogger()], x=torch.ones(n, 6), y=torch.zeros(n, dtype=torch.long))
         with learn.no_bar(), learn.no_logging(): learn.fit(epochs)
         return dict(items=tensor([*learn.step_logger.rows['items']]))
-    return Claim(f'The steps have all items of {n}, in {epochs} epoch{"s"*(epochs > 1)}', trainer+'test_num_batches_in_training_with_gradient_accumulation',
-                 lambda: dict(items=tensor(epochs*([20]*6 + [3]*(n == 123)))), {'loader batches': ours, 'loader batches, split': partial(ours, micro_batch_size=3)})
+    return Claim(f'The steps have all items of {n}, in {epochs} epoch{"s"*(epochs > 1)}',
+                 trainer+'test_num_batches_in_training_with_gradient_accumulation',
+                 lambda: dict(items=tensor(epochs*([20]*6 + [3]*(n == 123)))),
+                 {'loader batches': ours, 'loader batches, split': partial(ours, micro_batch_size=3)})
 
 # -- Loader batches of other lengths
 class PerNumber(nn.Module):
@@ -83,7 +86,8 @@ def resumed(model=net, at=6, bs=4, **kwargs):
     with tempfile.TemporaryDirectory() as folder:
         def new(*cbs):
             CheckpointFolder.in_use.clear()      # as in a new process
-            return learner(bs, [GradientAccumulation(BS, **kwargs), TrainingCheckpoint(every_steps=1, every_minutes=None), *cbs], model=model, path=folder)
+            return learner(bs, [GradientAccumulation(BS, **kwargs),
+                                TrainingCheckpoint(every_steps=1, every_minutes=None), *cbs], model=model, path=folder)
         start,seen = flat(model()),[]
         with suppress(Interrupted): values(new(Stops(at)))
         learn = new(Each(seen))
@@ -110,24 +114,32 @@ def recomputed(bs, cbs): return values(learner(bs, [*cbs, *([ActivationCheckpoin
 def cases():
     claim = partial(Conformance, peers=labels)
     return [
-        same('Half the batch, and twice the accumulation: the same weights (AdamW, a rate that falls)', trainer+'test_gradient_accumulation', linear),
+        same('Half the batch, and twice the accumulation: the same weights (AdamW, a rate that falls)',
+             trainer+'test_gradient_accumulation', linear),
         same('The logged losses of sentences of different lengths are the big batch\'s',
              trainer+'test_gradient_accumulation_loss_alignment_with_model_loss', of_words),
-        claim('Each token counts alike (`num_items_in_batch`)', trainer+'test_gradient_accumulation_loss_alignment_with_model_loss', 'tokens'),
-        same('Each token counts alike, with a loss of the user\'s own', trainer+'test_gradient_accumulation_loss_alignment_with_loss_func', of_own_loss),
+        claim('Each token counts alike (`num_items_in_batch`)',
+              trainer+'test_gradient_accumulation_loss_alignment_with_model_loss', 'tokens'),
+        same('Each token counts alike, with a loss of the user\'s own',
+             trainer+'test_gradient_accumulation_loss_alignment_with_loss_func', of_own_loss),
         *(steps_of(n, epochs) for epochs in (1, 2) for n in (123, 120)),
         claim('The last loader batch has fewer items', trainer+'test_num_batches_in_training_with_gradient_accumulation', 'ragged end'),
-        claim('What an epoch leaves over makes a step of its own', trainer+'test_num_batches_in_training_with_gradient_accumulation', 'two epochs'),
+        claim('What an epoch leaves over makes a step of its own',
+              trainer+'test_num_batches_in_training_with_gradient_accumulation', 'two epochs'),
         same('Label smoothing, where padding does not count', 'test_trainer_utils.py (08d4e4f): test_label_smoothing', smoothed),
         Claim('Loader batches of different lengths',
-              'test_trainer_evaluation.py (0941546), of evaluation', dynamic_by_hand, {'loader batches': dynamic, 'loader batches, split': lambda: dynamic(micro_batch_size=3)}),
+              'test_trainer_evaluation.py (0941546), of evaluation', dynamic_by_hand,
+              {'loader batches': dynamic, 'loader batches, split': lambda: dynamic(micro_batch_size=3)}),
         Claim('Each token counts alike on two devices (`average_tokens_across_devices`)', 'distributed/scripts/loss_averaging.py (0d7e95d)',
               lambda: alike(of_words(BS, [])), {'two ranks': lambda: both(joint_words)}),
-        claim('A run goes on in the middle of an epoch, with a loader of the user\'s own that shuffles', checkpointing+'test_can_resume_training', 'resume'),
-        Claim('A run goes on from the middle of an accumulated batch', checkpointing+'test_resume_training_with_gradient_accumulation', lambda: whole(18),
+        claim('A run goes on in the middle of an epoch, with a loader of the user\'s own that shuffles',
+              checkpointing+'test_can_resume_training', 'resume'),
+        Claim('A run goes on from the middle of an accumulated batch',
+              checkpointing+'test_resume_training_with_gradient_accumulation', lambda: whole(18),
               {'loader batches': resumed, 'loader batches, split': lambda: resumed(micro_batch_size=3)}),
         Claim('A run with frozen parameters goes on from the middle of an accumulated batch',
-              checkpointing+'test_resume_training_with_frozen_params', lambda: whole(18, frozen), {'loader batches': lambda: resumed(frozen)}),
+              checkpointing+'test_resume_training_with_frozen_params', lambda: whole(18, frozen),
+              {'loader batches': lambda: resumed(frozen)}),
         Claim('A run goes on whose micro-batch size was found when memory ran out',
               checkpointing+'test_auto_batch_size_with_resume_from_checkpoint', lambda: whole(4),
               {'micro-batches': lambda: resumed(small, at=2, bs=BS, micro_batch_size='auto')}),

@@ -20,7 +20,9 @@ def make(arch, loss_func=CrossEntropyLossFlat, y=classes, tfm=TSClassification):
 
 def cases():
     weights = torch.rand(96, generator=torch.manual_seed(0)) + .1
-    return [*(Case(arch.__name__, make(arch)) for arch in (FCN, ResNet, InceptionTimePlus, XceptionTime, TCN, LSTM, LSTM_FCN, TST, TSTPlus, gMLP)),
+    return [
+        *(Case(arch.__name__, make(arch))
+          for arch in (FCN, ResNet, InceptionTimePlus, XceptionTime, TCN, LSTM, LSTM_FCN, TST, TSTPlus, gMLP)),
             Case('regression', make(FCN, MSELossFlat, numbers, TSRegression)),
             Case('focal loss', make(FCN, FocalLossFlat)),
             Case('MixUp1d', make(TST), lambda: [MixUp1d()], ways=('micro-batches',)),

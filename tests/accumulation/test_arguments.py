@@ -6,8 +6,10 @@ from fastai.basics import DataLoader, DataLoaders, Learner, SGD
 from fastaccum.all import GradientAccumulation, GradientAccumulationSchedule
 
 @pytest.mark.parametrize('name,value,says', [
-    ('gradient_accumulation_steps', 4, 'accum_bs=4*16'), ('accumulate_grad_batches', 8, 'accum_bs=8*16'), ('accum_steps', 2, 'accum_bs=2*16'),
-    ('microbatch_size', 8, 'micro_batch_size=8'), ('device_train_microbatch_size', 'auto', "micro_batch_size='auto'"), ('n_accumulate', 32, 'accum_bs=32'),
+    ('gradient_accumulation_steps', 4, 'accum_bs=4*16'), ('accumulate_grad_batches', 8, 'accum_bs=8*16'),
+    ('accum_steps', 2, 'accum_bs=2*16'),
+    ('microbatch_size', 8, 'micro_batch_size=8'), ('device_train_microbatch_size', 'auto', "micro_batch_size='auto'"),
+    ('n_accumulate', 32, 'accum_bs=32'),
     ('drop_last', True, "remainder='drop'"), ('acum_bs', 4, "unexpected keyword argument 'acum_bs'")])
 def test_arguments_of_others(name, value, says):
     for make in (lambda **kw: GradientAccumulation(**kw), lambda **kw: GradientAccumulationSchedule(16, 32, **kw)):
@@ -28,7 +30,9 @@ def test_an_epoch_is_one_step(n, bs):
     msg, = told(n, bs, 32)
     assert 'accum_bs=32' in msg and f'{n} items' in msg
 
-@pytest.mark.parametrize('n,bs,args,kwargs', [(32, 8, (32,), {}), (33, 8, (32,), {}), (31, 8, (32,), dict(remainder='carry')), (20, 20, (), dict(micro_batch_size=4))])
+@pytest.mark.parametrize('n,bs,args,kwargs',
+                         [(32, 8, (32,), {}), (33, 8, (32,), {}), (31, 8, (32,), dict(remainder='carry')),
+                          (20, 20, (), dict(micro_batch_size=4))])
 def test_an_epoch_has_a_full_step(n, bs, args, kwargs): assert not told(n, bs, *args, **kwargs)
 
 def test_an_epoch_cut_short(): assert not told(64, 8, 32, cbs=[ShortEpochCallback(.3)])

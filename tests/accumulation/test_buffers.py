@@ -47,9 +47,13 @@ class Replaced(Follows):
 
 def first(m): return lambda: nn.Sequential(m(), nn.Linear(6, 4))
 def normed(norm): return lambda: nn.Sequential(norm(nn.Linear(6, 16)), nn.ReLU(), nn.Linear(16, 4))
-changing = {'spectral': (normed(spectral_norm), '0.parametrizations.weight.0._u'), 'own': (first(Centred), '0.mean'), 'in place': (first(InPlace), '0.mean'), 'large': (first(Large), '0.big'), 'follows': (first(Follows), r'0.slow.weight \(a frozen weight\)'), 'replaced': (first(Replaced), r'0.slow.weight \(a frozen weight\)'),
+changing = {'spectral': (normed(spectral_norm), '0.parametrizations.weight.0._u'), 'own': (first(Centred), '0.mean'),
+            'in place': (first(InPlace), '0.mean'), 'large': (first(Large), '0.big'),
+            'follows': (first(Follows), r'0.slow.weight \(a frozen weight\)'),
+            'replaced': (first(Replaced), r'0.slow.weight \(a frozen weight\)'),
             'old spectral': (normed(nn.utils.spectral_norm), '0.weight_u')}
-ways = {'split': (16, dict(micro_batch_size=4)), 'coupled': (16, dict(micro_batch_size=4, coupled=True)), 'loader batches': (4, {}), 'auto': (8, dict(micro_batch_size='auto'))}
+ways = {'split': (16, dict(micro_batch_size=4)), 'coupled': (16, dict(micro_batch_size=4, coupled=True)),
+        'loader batches': (4, {}), 'auto': (8, dict(micro_batch_size='auto'))}
 
 def train(make, bs, *cbs, **kwargs):
     learn = learner(Data(x, y), bs, GradientAccumulation(16, **kwargs), *cbs, model=make(), loss_func=CrossEntropyLossFlat())

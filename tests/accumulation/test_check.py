@@ -1,4 +1,5 @@
-"The step checks itself: a loss that the first look misjudges is weighted right, or the user is told. Against plain fastai with the big batch"
+"""The step checks itself: a loss that the first look misjudges is weighted right, or the user is told. Against plain
+fastai with the big batch"""
 import warnings
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.basics import Callback, DataLoader, DataLoaders, Learner, SGD
@@ -105,7 +106,8 @@ def test_contrastive_from_second_epoch():
 def test_gan_loss():
     from fastai.vision.gan import GANLoss
     def make():
-        gan = GANLoss(lambda fake, out, target: F.mse_loss(out, target, reduction='sum'), lambda real, fake: (real-fake).pow(2).sum(), nn.Identity())
+        gan = GANLoss(lambda fake, out, target: F.mse_loss(out, target, reduction='sum'),
+                      lambda real, fake: (real-fake).pow(2).sum(), nn.Identity())
         gan.generator = False
         return gan
     from fastaccum.core.probe import is_known
@@ -132,7 +134,9 @@ def test_constant_divisor(kind):
     class Read(Callback):
         n = 1
         def before_batch(self): self.n = len(self.learn.xb[0])
-        def before_fit(self): self.learn.loss_func = lambda p, t: F.cross_entropy(p, t, reduction='sum')/(self.learn.dls.bs if kind == 'loader' else self.n)
+        def before_fit(self):
+            self.learn.loss_func = lambda p, t: F.cross_entropy(p, t, reduction='sum')/(
+                self.learn.dls.bs if kind == 'loader' else self.n)
     d,told,_ = off(lambda: CrossEntropyLossFlat(), x, y, cbs=lambda: [Read()], lr=.02)
     assert len(told) == 1 and 'sum' in told[0] and '4 times' in told[0]
 
@@ -230,7 +234,9 @@ def test_callback_puts_a_sum_in_place():
 
 class Speaks(nn.Module):
     "A causal language model that computes its own loss where it gets labels"
-    def __init__(self, p=0.): super().__init__(); self.emb,self.head,self.drop,self.calls = nn.Embedding(12, 8),nn.Linear(8, 12),nn.Dropout(p),0
+    def __init__(self, p=0.):
+        super().__init__()
+        self.emb,self.head,self.drop,self.calls = nn.Embedding(12, 8),nn.Linear(8, 12),nn.Dropout(p),0
     def forward(self, ids, labels):
         self.calls += 1
         logits = self.head(self.drop(self.emb(ids)).cumsum(1))
@@ -355,7 +361,8 @@ def test_state_that_does_not_matter(loss, micro):
     assert d < 1e-5 and not told
 
 @pytest.mark.parametrize('pad', [-100, 0])
-@pytest.mark.parametrize('form', [lambda p, t: (p[:,:-1].flatten(0, 1), t[:,1:].flatten()), lambda p, t: (p[:,:-1].transpose(1, 2), t[:,1:])])
+@pytest.mark.parametrize('form', [lambda p, t: (p[:,:-1].flatten(0, 1), t[:,1:].flatten()),
+                                  lambda p, t: (p[:,:-1].transpose(1, 2), t[:,1:])])
 def test_shifted_language_model(pad, form):
     "A position predicts the next token: the first column of padded targets is none"
     g = torch.Generator().manual_seed(1)

@@ -17,9 +17,12 @@ def ignored(n): return torch.where(torch.arange(n)%3==0, -100, torch.arange(n)%4
 def classes(n): return torch.arange(n)%4
 
 cases = {'host weights': {}, 'device weights': dict(target=ignored, loss_func=CrossEntropyLossFlat()),
-         'class weights': dict(target=ignored, loss_func=nn.CrossEntropyLoss(weight=torch.ones(4))), 'label smoothing': dict(target=ignored, loss_func=LabelSmoothingCrossEntropyFlat()),
-         'own weight': dict(weight=lambda learn: learn.y.abs().sum()), 'sum': dict(loss_func=nn.MSELoss(reduction='sum')), 'not normalized': dict(normalize=False),
-         'split': dict(micro_batch_size=3), 'split, device weights': dict(micro_batch_size=3, target=ignored, loss_func=CrossEntropyLossFlat()),
+         'class weights': dict(target=ignored, loss_func=nn.CrossEntropyLoss(weight=torch.ones(4))),
+         'label smoothing': dict(target=ignored, loss_func=LabelSmoothingCrossEntropyFlat()),
+         'own weight': dict(weight=lambda learn: learn.y.abs().sum()),
+         'sum': dict(loss_func=nn.MSELoss(reduction='sum')), 'not normalized': dict(normalize=False),
+         'split': dict(micro_batch_size=3),
+         'split, device weights': dict(micro_batch_size=3, target=ignored, loss_func=CrossEntropyLossFlat()),
          'MixUp': dict(cb=MixUp, target=classes, loss_func=CrossEntropyLossFlat()), 'GradientClip': dict(cb=GradientClip),
          'carry': dict(remainder='carry')}
 
@@ -77,9 +80,12 @@ def test_multiplications_of_ragged_ends():
 
 @pytest.mark.parametrize('cancelled', [[], [1, 5]])
 def test_multiplications_of_whole_batches(cancelled):
-    "A loader batch that is an accumulated batch needs none, whatever its weights are. One that lacks micro-batches goes on with the next loader batch"
+    """A loader batch that is an accumulated batch needs none, whatever its weights are. One that lacks micro-batches
+    goes on with the next loader batch"""
     y = ignored(48)
-    learn = learner(Data(torch.randn(48, 6), y), 16, GradientAccumulation(micro_batch_size=3), On('before_backward', throw(CancelBackwardException()), cancelled), loss_func=CrossEntropyLossFlat())
+    learn = learner(Data(torch.randn(48, 6), y), 16, GradientAccumulation(micro_batch_size=3),
+                    On('before_backward', throw(CancelBackwardException()), cancelled),
+                    loss_func=CrossEntropyLossFlat())
     with OpCounter() as ops: learn.fit(1)
     assert (ops.calls['_foreach_mul_'], len(learn.recorder.losses))==((1, 2) if cancelled else (0, 3))
 

@@ -240,7 +240,8 @@ def test_checkpointing_blocks_and_micro_batches_of_activations():
 def test_resume(tmp_path):
     def run(name, stop=None):
         ck = TrainingCheckpoint(every_steps=1)
-        learn = learner(views, 16, GradientAccumulation(micro_batch_size=5, coupled=True), ck, *([Stop('after_batch', KeyboardInterrupt, [(1, 1)])] if stop else []),
+        learn = learner(views, 16, GradientAccumulation(micro_batch_size=5, coupled=True), ck,
+                        *([Stop('after_batch', KeyboardInterrupt, [(1, 1)])] if stop else []),
                         model=Encoders(p=.3), loss_func=Clip(), path=tmp_path/name)
         try: learn.fit(2, .05)
         except KeyboardInterrupt: pass
@@ -256,7 +257,8 @@ def test_memory():
         def forward(self, z, y): return (z.mean(0)-1).pow(2).sum()          # couples all items, and keeps next to nothing
     def peak(**acc):
         "No more than a micro-batch and all outputs"
-        learn = learner(data, 1024, *([GradientAccumulation(**acc)] if acc else []), model=deep, loss_func=One(), opt_func=SGD, valid=Data(data.x[:8], data.y[0][:8]))
+        learn = learner(data, 1024, *([GradientAccumulation(**acc)] if acc else []), model=deep, loss_func=One(),
+                        opt_func=SGD, valid=Data(data.x[:8], data.y[0][:8]))
         with PeakMemory() as m: learn.fit(1, .01)
         return m.peak
     whole,split,coupled = peak(),peak(micro_batch_size=256, check_loss=False),peak(micro_batch_size=256, coupled=True)
@@ -285,7 +287,8 @@ def test_head_in_half_precision():
 
 # --- errors and advice
 @pytest.mark.parametrize('kwargs,says', [
-    (dict(coupled=True), 'micro_batch_size'), (dict(coupled=1, micro_batch_size=4), 'coupled=1'), (dict(coupled=None, micro_batch_size=4), 'coupled=None'),
+    (dict(coupled=True), 'micro_batch_size'), (dict(coupled=1, micro_batch_size=4), 'coupled=1'),
+    (dict(coupled=None, micro_batch_size=4), 'coupled=None'),
     (dict(coupled='', micro_batch_size=4), "coupled=''"), (dict(coupled=2., micro_batch_size=4), 'coupled=2.0')])
 def test_wrong_arguments(kwargs, says):
     with pytest.raises(ValueError, match='coupled') as e: GradientAccumulation(64, **kwargs)
@@ -315,7 +318,8 @@ def test_a_number_that_differs_between_parts_is_an_error():
 class Box:
     def __init__(self, t): self.t = t
 beside = dict(
-    items=lambda x: len(x), values=lambda x: 2.*x.numel(), mean=lambda x: x.mean().item(), shape=lambda x: x.shape, array=lambda x: np.array(x.mean(0).tolist()), object=lambda x: Box(x))
+    items=lambda x: len(x), values=lambda x: 2.*x.numel(), mean=lambda x: x.mean().item(), shape=lambda x: x.shape,
+    array=lambda x: np.array(x.mean(0).tolist()), object=lambda x: Box(x))
 @pytest.mark.parametrize('coupled', [True, 'batchnorm'])
 @pytest.mark.parametrize('name', beside)
 def test_values_that_differ_between_parts_are_an_error(name, coupled):
@@ -323,11 +327,13 @@ def test_values_that_differ_between_parts_are_an_error(name, coupled):
     class Beside(Encoders):
         def forward(self, x): return (*super().forward(x), {'more': [beside[name](x)]})
     if coupled == 'batchnorm': pytest.importorskip('greenlet')
-    what = 'an object of the type Box with tensors' if name == 'object' else 'beside its tensors, which is not the same for all micro-batches'
+    what = ('an object of the type Box with tensors' if name == 'object'
+            else 'beside its tensors, which is not the same for all micro-batches')
     steps = []
     class Steps(Callback):
         def after_step(self): steps.append(1)
-    with pytest.raises(ValueError, match=what): trained(8, Steps(), model=Beside(), loss=lambda: lambda p, y: Clip()(p[:3], y), acc=dict(coupled=coupled))
+    with pytest.raises(ValueError, match=what):
+        trained(8, Steps(), model=Beside(), loss=lambda: lambda p, y: Clip()(p[:3], y), acc=dict(coupled=coupled))
     assert not steps
 
 def test_looking_for_the_order_of_rows_leaves_no_trace():

@@ -59,7 +59,8 @@ def off(loss, data, step=32, bs=8, acc=None, **kw):
     norm = lambda a, b: sum((p-q).double().pow(2).sum() for p,q in zip(a, b)).sqrt()
     a,b = (torch.stack(l.recorder.losses) for l in (big, learn))
     assert a.shape == b.shape
-    return float(norm(ours, whole)/norm(whole, before)),float((a-b).abs().max()/a.abs().max()),[str(w.message) for w in told if w.category is FastaccumWarning],learn
+    return (float(norm(ours, whole)/norm(whole, before)),float((a-b).abs().max()/a.abs().max()),
+            [str(w.message) for w in told if w.category is FastaccumWarning],learn)
 
 def exact(*args, **kw):
     d,of_losses,told,learn = off(*args, **kw)

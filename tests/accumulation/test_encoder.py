@@ -14,7 +14,9 @@ def classifier(exact=True, max_len=140, **kwargs):
     "fastai's, almost without dropout (with none at all AWD_LSTM fails), and without BatchNorm in its head"
     torch.manual_seed(0)
     config = {k: 1e-9 if k.endswith('_p') else v for k,v in awd_lstm_clas_config.items()}
-    model = get_text_classifier(AWD_LSTM, 40, 4, seq_len=bptt, config={**config, 'emb_sz': 8, 'n_hid': 12, 'n_layers': 2, **kwargs}, ps=[0.], max_len=max_len)
+    model = get_text_classifier(AWD_LSTM, 40, 4, seq_len=bptt,
+                                config={**config, 'emb_sz': 8, 'n_hid': 12, 'n_layers': 2, **kwargs}, ps=[0.],
+                                max_len=max_len)
     model[1].layers = nn.Sequential(nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 4))
     return exact_sentence_encoder(SimpleNamespace(model=model)).model if exact else model
 
@@ -45,7 +47,9 @@ def test_as_fastai_alone(max_len):
     assert rel_err(ours(padded(texts))[0].flatten(), alone.flatten()) < 1e-6
 
 def make(*cbs, exact=False, bs=14, which=texts, model=None):
-    dls = DataLoaders(*[SortedDL([(t,TensorCategory(len(t)%4)) for t in which], bs=bs, before_batch=partial(pad_input_chunk, seq_len=bptt), num_workers=0) for _ in range(2)])
+    dls = DataLoaders(
+        *[SortedDL([(t,TensorCategory(len(t)%4)) for t in which], bs=bs,
+                   before_batch=partial(pad_input_chunk, seq_len=bptt), num_workers=0) for _ in range(2)])
     learn = Learner(dls, model or classifier(False), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=[*rnn_cbs(), *cbs])
     learn.remove_cb(ProgressCallback); learn.logger = noop
     return exact_sentence_encoder(learn) if exact else learn
@@ -53,18 +57,24 @@ def make(*cbs, exact=False, bs=14, which=texts, model=None):
 @pytest.mark.slow
 def test_learners():
     "A whole fit, validation included; nothing is told"
-    runs = [make(*cbs, exact=True) for cbs in ([], [GradientAccumulation(micro_batch_size=4)], [GradientAccumulation(14, micro_batch_size=5, coupled=True)])]
+    runs = [make(*cbs, exact=True)
+            for cbs in ([], [GradientAccumulation(micro_batch_size=4)],
+                        [GradientAccumulation(14, micro_batch_size=5, coupled=True)])]
     runs += [make(GradientAccumulation(14), exact=True, bs=5)]
     for l in runs: l.fit(2, .1)
-    for l in runs[1:]: assert rel_err(weights(l.model), weights(runs[0].model)) < 1e-6 and torch.stack(l.recorder.losses).allclose(torch.stack(runs[0].recorder.losses))
+    for l in runs[1:]:
+        assert (rel_err(weights(l.model), weights(runs[0].model)) < 1e-6
+                and torch.stack(l.recorder.losses).allclose(torch.stack(runs[0].recorder.losses)))
 
 told = "fastai's SentenceEncoder leaves out"
 @pytest.mark.parametrize('cbs,bs,which,n', [
-    (lambda: [], 14, texts, 0), (lambda: [GradientAccumulation(14)], 14, texts, 0),                       # the loader batch is the big batch
+    # the loader batch is the big batch
+    (lambda: [], 14, texts, 0), (lambda: [GradientAccumulation(14)], 14, texts, 0),
     (lambda: [GradientAccumulation(micro_batch_size=4)], 14, texts, 1), (lambda: [GradientAccumulation(14)], 7, texts, 1),
     (lambda: [GradientAccumulation(micro_batch_size='auto')], 14, texts, 0),                              # one piece fits
     (lambda: [GradientAccumulation(micro_batch_size=4)], 14, texts[:5], 0),                               # one chunk
-    (lambda: [GradientAccumulation(micro_batch_size=2)], 14, texts[10:13], 0)],                               # 20, 22 and 27 tokens: all end in the last chunk
+    # 20, 22 and 27 tokens: all end in the last chunk
+    (lambda: [GradientAccumulation(micro_batch_size=2)], 14, texts[10:13], 0)],
     ids=['plain', 'whole', 'split', 'loader batches', 'auto', 'one chunk', 'nothing lost'])
 def test_told_once(cbs, bs, which, n, recwarn):
     learn = make(*cbs(), bs=bs, which=which)

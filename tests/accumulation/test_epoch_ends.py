@@ -54,7 +54,8 @@ def test_left_overs_are_clipped():
 
 def test_short_epoch_rows_of_each_batch():
     "`log_accum_batch=False`: fastai's rows"
-    ours,fastais = [learner(data61, 8, ShortEpochCallback(.7), cb) for cb in (GradientAccumulation(32, log_accum_batch=False), FastaiAccumulation(32))]
+    ours,fastais = [learner(data61, 8, ShortEpochCallback(.7), cb)
+                    for cb in (GradientAccumulation(32, log_accum_batch=False), FastaiAccumulation(32))]
     for l in (ours, fastais): l.fit(2)
     assert len(ours.recorder.losses)==len(fastais.recorder.losses)==12
 
@@ -62,7 +63,8 @@ def test_short_epoch_rows_of_each_batch():
 
 step_events = 'before_step','after_step'
 all_events = 'before_batch','after_pred','after_loss','before_backward','after_backward',*step_events,'after_batch'
-stops = [*[(CancelBatchException, e) for e in all_events[:-1]], (CancelBackwardException, 'before_backward'), (CancelStepException, 'before_step'),
+stops = [*[(CancelBatchException, e) for e in all_events[:-1]], (CancelBackwardException, 'before_backward'),
+         (CancelStepException, 'before_step'),
          *[(ex, e) for ex in (CancelTrainException, CancelEpochException, CancelFitException) for e in all_events]]
 
 @pytest.mark.parametrize('remainder', remainders)
@@ -194,7 +196,8 @@ class Boom(RuntimeError): pass
 @pytest.mark.parametrize('event', ['model', *all_events])
 @pytest.mark.parametrize('ex', [Boom, KeyboardInterrupt])
 def test_exception(event, ex):
-    "Nothing of a fit that an error or Ctrl-C ended gets into the next one, whether our callback stays, is taken off, or was only there for that fit"
+    """Nothing of a fit that an error or Ctrl-C ended gets into the next one, whether our callback stays, is taken off,
+    or was only there for that fit"""
     calls = []
     for k in (None, 3):                       # micro-batches: with one of them the exception comes
         for nth in (2, 6) if event not in step_events else (1, 2):
@@ -240,8 +243,10 @@ class Items(Callback):
     def after_step(self): self.n_items.append(self.learn.gradient_accumulation.items)
 
 loaders = {'fastai': DataLoader, 'drop_last': partial(DataLoader, drop_last=True), 'PyTorch': torch.utils.data.DataLoader,
-    'sampler': lambda data, batch_size: torch.utils.data.DataLoader(data, batch_size, sampler=torch.utils.data.SubsetRandomSampler(range(5, 50))),
-    'WeightedDL': lambda data, batch_size: WeightedDL(data, bs=batch_size, wgts=range(1, 62)), 'SortedDL': partial(SortedDL, sort_func=lambda o: o[1].sum().item())}
+    'sampler': lambda data, batch_size: torch.utils.data.DataLoader(
+        data, batch_size, sampler=torch.utils.data.SubsetRandomSampler(range(5, 50))),
+    'WeightedDL': lambda data, batch_size: WeightedDL(data, bs=batch_size, wgts=range(1, 62)),
+    'SortedDL': partial(SortedDL, sort_func=lambda o: o[1].sum().item())}
 
 @pytest.mark.parametrize('name', loaders)
 def test_plan_of_loaders(name):
@@ -259,8 +264,10 @@ def random_schedule(r):
     start,finish = sorted((r.random(), r.random()))
     if r.random() < .4: start,finish = sorted((r.randint(0, n_epoch), r.randint(0, n_epoch)))
     elif r.random() < .3: start,finish = 0,r.choice([1., finish])
-    sched = r.choice([SchedCos, SchedLin, SchedExp, SchedNo, partial(SchedPoly, power=2), combine_scheds([.4,.6], [SchedLin(*sizes), SchedCos(*sizes[::-1])])])
-    return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[1], start=start, finish=finish, schedule=sched, remainder=r.choice(remainders)),n,bs,n_epoch
+    sched = r.choice([SchedCos, SchedLin, SchedExp, SchedNo, partial(SchedPoly, power=2),
+                      combine_scheds([.4,.6], [SchedLin(*sizes), SchedCos(*sizes[::-1])])])
+    return (dict(start_accum_bs=sizes[0], final_accum_bs=sizes[1], start=start, finish=finish, schedule=sched,
+                 remainder=r.choice(remainders)),n,bs,n_epoch)
 
 @pytest.mark.filterwarnings('ignore:finish=1 is an epoch')
 @pytest.mark.parametrize('seed', range(60))
@@ -288,7 +295,10 @@ def test_position(remainder):
         assert size==expected
     assert learn.items.batches[0]==(True,10) and size==50
 
-@pytest.mark.parametrize('points,same', [(dict(start=1, finish=3), dict(start=.25, finish=.75)), (dict(start=0, finish=4), dict(start=0., finish=1.)), (dict(start=1, finish=.5), dict(start=.25, finish=2))])
+@pytest.mark.parametrize('points,same',
+                         [(dict(start=1, finish=3), dict(start=.25, finish=.75)),
+                          (dict(start=0, finish=4), dict(start=0., finish=1.)),
+                          (dict(start=1, finish=.5), dict(start=.25, finish=2))])
 def test_epochs_are_fractions(points, same):
     a,b = [GradientAccumulationSchedule(8, 48, **kw) for kw in (points, same)]
     dl = DataLoader(data61, bs=8)

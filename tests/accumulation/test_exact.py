@@ -6,14 +6,16 @@ from fastai.losses import *
 
 # Items, loader batch, accum_bs, micro-batch: divisible; a short last batch; one that closes by itself; accum_bs between two loader
 # batches; loader batches that are split
-layouts = {'divisible': (64,8,32,None), 'ragged 61': (61,8,32,None), 'ragged 45': (45,8,32,None), 'accum_bs 20': (61,8,20,None), 'split': (61,16,32,5)}
+layouts = {'divisible': (64,8,32,None), 'ragged 61': (61,8,32,None), 'ragged 45': (45,8,32,None),
+           'accum_bs 20': (61,8,20,None), 'split': (61,16,32,5)}
 n_max,n_cls = 64,4
 torch.manual_seed(0)
 cls_w = tensor([.1, 3., 1., .4])
 
 # x and the model for predictions of the shape (n,c), (n,5,c), (n,c,5), (n,c,3,3)
 def conv(d, n_out): return nn.Sequential(getattr(nn, f'Conv{d}d')(6, 8, 1), nn.Tanh(), getattr(nn, f'Conv{d}d')(8, n_out, 1))
-shapes = dict(rows=((6,), mlp, ()), words=((5,6), mlp, (5,)), first=((6,5), lambda n_out: conv(1, n_out), (5,)), pixels=((6,3,3), lambda n_out: conv(2, n_out), (3,3)))
+shapes = dict(rows=((6,), mlp, ()), words=((5,6), mlp, (5,)), first=((6,5), lambda n_out: conv(1, n_out), (5,)),
+              pixels=((6,3,3), lambda n_out: conv(2, n_out), (3,3)))
 
 # Targets of n items with `d` further dimensions
 def classes(*d): return torch.randint(n_cls, (n_max,*d))
@@ -114,7 +116,9 @@ def test_fails_with_one_item_one_percent_off(name, layout):
     learn.fit(1, .01)
     with pytest.raises(AssertionError, match='its gradient is'): check(learn, data, bs, accumulated(data.sizes(bs), accum_bs), tol=1e-5)
 
-@pytest.mark.parametrize('name,layout,exact', [('mse','divisible',True), ('mse','accum_bs 20',False), ('ignored','divisible',False), ('class weights','divisible',False)])
+@pytest.mark.parametrize('name,layout,exact',
+                         [('mse','divisible',True), ('mse','accum_bs 20',False), ('ignored','divisible',False),
+                          ('class weights','divisible',False)])
 def test_fastai_accumulation(name, layout, exact):
     "What fastai's own callback makes of it: right only if batches divide and all items count alike"
     n,bs,accum_bs,k = layouts[layout]
@@ -135,9 +139,11 @@ def masked_mean(pred, y):
 
 n_valid = {'on the device': lambda learn: (learn.y >= 0).sum(), 'host number': lambda learn: int((learn.y >= 0).sum())}
 empty_cases = {'cross entropy': (nn.CrossEntropyLoss(), None), 'weights': (nn.CrossEntropyLoss(weight=cls_w, label_smoothing=.1), None),
-               'flat': (CrossEntropyLossFlat(axis=1), None), 'function': (F.cross_entropy, None), **{f'NaN gradients, {k}': (masked_mean, w) for k,w in n_valid.items()}}
+               'flat': (CrossEntropyLossFlat(axis=1), None), 'function': (F.cross_entropy, None),
+               **{f'NaN gradients, {k}': (masked_mean, w) for k,w in n_valid.items()}}
 
-@pytest.mark.parametrize('empty', [range(8, 16), range(0, 8), range(32, 64), range(64)], ids=['second batch', 'first batch', 'whole step', 'all'])
+@pytest.mark.parametrize('empty', [range(8, 16), range(0, 8), range(32, 64), range(64)],
+                         ids=['second batch', 'first batch', 'whole step', 'all'])
 @pytest.mark.parametrize('name', empty_cases)
 def test_without_valid_targets(name, empty):
     "Items without any target add nothing; a step without any has zero gradients, and is taken"
@@ -194,7 +200,8 @@ def test_mixed(name, mixer, layout):
     data = Data(torch.randn(n, 6, 5, 5), target()[:n])
     model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, n_cls))
     mixer = mixer(.8)
-    learn = learner(data, bs, GradientAccumulation(accum_bs, micro_batch_size=k), Spy(), mixer, Mixed(mixer), model=model, loss_func=loss_func)
+    learn = learner(data, bs, GradientAccumulation(accum_bs, micro_batch_size=k), Spy(), mixer, Mixed(mixer),
+                    model=model, loss_func=loss_func)
     own = learn.loss_func
     learn.fit(1, .1)
     steps = accumulated(data.sizes(bs), accum_bs)
@@ -229,15 +236,19 @@ OptSGD = partial(OptimWrapper, opt=torch.optim.SGD)
 def rand(*d): return torch.randn(61, *d)
 others = {  # data, and arguments of Learner and accumulation
     'two targets':      (Data(rand(6), rand(4), rand(4)), dict(loss_func=two_losses), {}),
-    'weights in yb':    (Data(rand(6), rand(4), rand(1)[:,0].exp()), dict(loss_func=weighted_mse), dict(weight=lambda learn: learn.yb[1].sum())),
-    'host weights':     (Data(rand(6), rand(4), rand(1)[:,0].exp()), dict(loss_func=weighted_mse), dict(weight=lambda learn: float(learn.yb[1].sum()))),
+    'weights in yb':    (Data(rand(6), rand(4), rand(1)[:,0].exp()), dict(loss_func=weighted_mse),
+                         dict(weight=lambda learn: learn.yb[1].sum())),
+    'host weights':     (Data(rand(6), rand(4), rand(1)[:,0].exp()), dict(loss_func=weighted_mse),
+                         dict(weight=lambda learn: float(learn.yb[1].sum()))),
     'dict of inputs':   (Data(dict(a=rand(6), b=rand(6)), rand(4)), dict(model=Summed()), {}),
     'torch DataLoader': (Data(rand(6), rand(4)), dict(dl_type=torch.utils.data.DataLoader), {}),
-    'sparse gradients': (Data(torch.randint(20, (61,5)), ignored(5)[:61]), dict(model=Bag(), loss_func=nn.CrossEntropyLoss(), opt_func=OptSGD), {}),
+    'sparse gradients': (Data(torch.randint(20, (61,5)), ignored(5)[:61]),
+                         dict(model=Bag(), loss_func=nn.CrossEntropyLoss(), opt_func=OptSGD), {}),
     'tied parameters':  (Data(rand(6), rand(6)), dict(model=Tied(), splitter=tied_groups), {}),
     'a loss [l]':       (Data(rand(6), rand(4)), dict(loss_func=lambda pred, y: F.mse_loss(pred, y).view(1)), {}),
     'float64':          (Data(rand(6).double(), rand(4).double()), dict(model=mlp().double(), loss_func=nn.MSELoss()), {}),
-    'uint8 targets':    (Data(rand(6), torch.randint(150, 170, (61,)).byte()), dict(model=mlp(n_out=170), loss_func=nn.CrossEntropyLoss()), {}),
+    'uint8 targets':    (Data(rand(6), torch.randint(150, 170, (61,)).byte()),
+                         dict(model=mlp(n_out=170), loss_func=nn.CrossEntropyLoss()), {}),
 }
 
 @pytest.mark.filterwarnings('ignore:What <lambda> averages over could not be measured')   # a loss [l] has no items
@@ -258,7 +269,9 @@ class Crop(Callback):
 def all_words(ts): return torch.cat([t.flatten(0, 1) for t in ts])
 
 @pytest.mark.parametrize('k', [None, 3], ids=['', 'split'])
-@pytest.mark.parametrize('loss_func,target', [(MSELossFlat(), reals), (CrossEntropyLossFlat(), classes), (BCEWithLogitsLossFlat(), bits), (FocalLossFlat(), classes)], ids=lambda o: getattr(o, '__name__', str(o)))
+@pytest.mark.parametrize('loss_func,target',
+                         [(MSELossFlat(), reals), (CrossEntropyLossFlat(), classes), (BCEWithLogitsLossFlat(), bits),
+                          (FocalLossFlat(), classes)], ids=lambda o: getattr(o, '__name__', str(o)))
 def test_lengths(loss_func, target, k):
     data = Data(torch.randn(61, 5, 6), target(5)[:61])
     learn = learner(data, 8, GradientAccumulation(32, micro_batch_size=k), Crop(), Spy(), loss_func=loss_func)
@@ -341,7 +354,8 @@ def test_any_loop(name, layout):
 
 # --- many steps
 
-opts = {'SGD': partial(SGD, mom=.9, wd=.01), 'fastai Adam': partial(Adam, wd=.1), 'AdamW': partial(OptimWrapper, opt=torch.optim.AdamW, weight_decay=.1),
+opts = {'SGD': partial(SGD, mom=.9, wd=.01), 'fastai Adam': partial(Adam, wd=.1),
+        'AdamW': partial(OptimWrapper, opt=torch.optim.AdamW, weight_decay=.1),
         'torch SGD': partial(OptimWrapper, opt=torch.optim.SGD, momentum=.9, weight_decay=.01)}
 
 @pytest.mark.parametrize('clip', [None, .1])
@@ -351,7 +365,9 @@ def test_many_steps(name, layout, clip):
     "After 30 epochs the weights are no further from the float64 run than rounding takes the big batch's own"
     n,bs,accum_bs,k = layouts[layout]
     data,model,loss_func = case('ignored, weights', n)
-    learn = learner(data, bs, GradientAccumulation(accum_bs, micro_batch_size=k), *L(GradientClip(clip) if clip else None), model=model, loss_func=loss_func, opt_func=opts[name], wd_bn_bias=True)
+    learn = learner(data, bs, GradientAccumulation(accum_bs, micro_batch_size=k),
+                    *L(GradientClip(clip) if clip else None), model=model, loss_func=loss_func, opt_func=opts[name],
+                    wd_bn_bias=True)
     learn.fit(30, .03)
     big = data.steps(bs, accumulated(data.sizes(bs), accum_bs, n_epoch=30))
     exact = train(double(model), double(loss_func), opts[name], [double(b) for b in big], .03, clip)

@@ -29,7 +29,8 @@ def small():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.stem,self.n,self.a,self.n2,self.out = nn.Conv2d(3, 6, 3),nn.BatchNorm2d(6),nn.Conv2d(6, 6, 3, padding=1),nn.BatchNorm2d(6),nn.Linear(6, 4)
+            self.stem,self.n,self.a,self.n2,self.out = (nn.Conv2d(3, 6, 3),nn.BatchNorm2d(6),
+                                                        nn.Conv2d(6, 6, 3, padding=1),nn.BatchNorm2d(6),nn.Linear(6, 4))
         def forward(self, x):
             x = F.relu(self.n(self.stem(x)))
             return self.out(F.relu(x + self.n2(self.a(x))).mean((2, 3)))
@@ -39,7 +40,9 @@ def small():
 def trained(k=None, *cbs, data=images, bs=20, model=None, loss=None, fit=lambda l: l.fit(2, .05), acc=None, make=exact, **kwargs):
     "With micro-batches of `k`, or plain"
     mine = () if k is None else (make(**{**dict(micro_batch_size=k), **(acc or {})}),)
-    learn = learner(data, bs, *mine, *cbs, model=ifnone(model, small()), loss_func=ifnone(loss, InDouble(nn.CrossEntropyLoss())), valid=Data(data.x[:4], *[y[:4] for y in data.y]), **kwargs)
+    learn = learner(data, bs, *mine, *cbs, model=ifnone(model, small()),
+                    loss_func=ifnone(loss, InDouble(nn.CrossEntropyLoss())),
+                    valid=Data(data.x[:4], *[y[:4] for y in data.y]), **kwargs)
     learn.start = deepcopy(learn.model)
     fit(learn)
     return learn
@@ -47,7 +50,8 @@ def trained(k=None, *cbs, data=images, bs=20, model=None, loss=None, fit=lambda 
 def check_runs(a, b, tol=1e-10):
     "Weights, statistics, and rows"
     assert moved(a, b, b.start) < tol
-    for (k,v),w in zip(a.model.named_buffers(), b.model.buffers()): torch.testing.assert_close(host(v), host(w), rtol=max(10*tol, 1e-9), atol=max(10*tol, 1e-9), msg=k)
+    for (k,v),w in zip(a.model.named_buffers(), b.model.buffers()):
+        torch.testing.assert_close(host(v), host(w), rtol=max(10*tol, 1e-9), atol=max(10*tol, 1e-9), msg=k)
     torch.testing.assert_close(a.recorder.losses, b.recorder.losses, rtol=1e-5, atol=1e-5)
 
 @pytest.mark.parametrize('k', [7, 1, 20])
@@ -61,7 +65,8 @@ def test_micro_batches_alone_are_another_run():
 
 def test_float32():
     data = Data(images.x.float(), *images.y)
-    check_runs(trained(7, data=data, model=small().float(), loss=nn.CrossEntropyLoss()), trained(data=data, model=small().float(), loss=nn.CrossEntropyLoss()), 1e-4)
+    check_runs(trained(7, data=data, model=small().float(), loss=nn.CrossEntropyLoss()),
+               trained(data=data, model=small().float(), loss=nn.CrossEntropyLoss()), 1e-4)
 
 def calm(model):
     for m in model.modules():
@@ -99,7 +104,8 @@ nets = dict(
     tabular=(Tabular, table, 20), text=(First, text, 14), unet=(unet, pixels, 8),
     resnet18=(partial(tv.resnet18, num_classes=4), large, 6), xresnet=(partial(xresnet18, n_out=4), large, 6),
     resnet50=(partial(tv.resnet50, num_classes=4), large, 6), mobilenet=(partial(tv.mobilenet_v3_small, num_classes=4), large, 6),
-    densenet=(partial(tv.DenseNet, 8, (2, 3, 2), 8, num_classes=4), large, 6), densenet121=(partial(tv.densenet121, num_classes=4), large, 6),
+    densenet=(partial(tv.DenseNet, 8, (2, 3, 2), 8, num_classes=4), large, 6),
+    densenet121=(partial(tv.densenet121, num_classes=4), large, 6),
     efficientnet=(partial(tv.efficientnet_b0, num_classes=4, stochastic_depth_prob=0.), large, 6))
 
 @pytest.mark.slow
@@ -109,7 +115,8 @@ def test_three_epochs(name):
     set_seed(3)
     net = make() if name == 'text' else calm(make())       # AWD_LSTM fails without any dropout
     runs = [trained(k, data=data, bs=bs, model=net, fit=lambda l: l.fit(3, .02)) for k in (max(1, bs//3), None)]
-    # rounding grows from step to step: weights of resnet50 that are changed by 1e-14 end 2e-7 apart even at a tenth of this rate. Other statistics are 1 apart
+    # rounding grows from step to step: weights of resnet50 that are changed by 1e-14 end 2e-7 apart even at a tenth of
+    # this rate. Other statistics are 1 apart
     check_runs(*runs, 1e-3)
 
 def test_contrastive_loss_on_convolutions():
@@ -121,7 +128,8 @@ def test_contrastive_loss_on_convolutions():
 
 losses = dict(
     weights=lambda: (InDouble(nn.CrossEntropyLoss(weight=torch.tensor([1., 5., 2., 3.]).double())), images),
-    tokens=lambda: (InDouble(lambda p, y: F.cross_entropy(p.unsqueeze(2).expand(-1, -1, 3), y)), Data(images.x, torch.where(torch.rand(40, 3) < .3, -100, torch.arange(40)[:,None]%4))))
+    tokens=lambda: (InDouble(lambda p, y: F.cross_entropy(p.unsqueeze(2).expand(-1, -1, 3), y)),
+                    Data(images.x, torch.where(torch.rand(40, 3) < .3, -100, torch.arange(40)[:,None]%4))))
 @pytest.mark.parametrize('name', losses)
 def test_losses(name):
     set_seed(2)
@@ -145,7 +153,10 @@ def test_callbacks_and_fits(name):
 def test_fine_tune():
     def net():
         set_seed(1)
-        return nn.Sequential(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)), nn.Sequential(nn.AdaptiveAvgPool2d(1), Flatten(), nn.BatchNorm1d(6), nn.Linear(6, 4))).double()
+        return nn.Sequential(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3),
+                                           nn.BatchNorm2d(6)),
+                                           nn.Sequential(nn.AdaptiveAvgPool2d(1), Flatten(), nn.BatchNorm1d(6),
+                                               nn.Linear(6, 4))).double()
     split = lambda m: [params(m[0]), params(m[1])]
     check_runs(*(trained(k, model=net(), splitter=split, fit=lambda l: l.fine_tune(2, .05)) for k in (7, None)))
 
@@ -228,7 +239,9 @@ def test_an_error_leaves_the_model_as_it_was():
             return self.other(x) if second else x
     calls = []
     learn = trained(7, model=Branches(), fit=noop)
-    with pytest.raises(ValueError, match="the same way through the model, but micro-batch 1 of 3 has left the model, and micro-batch 2 is at 'other'"): learn.fit(1, .05)
+    with pytest.raises(ValueError,
+                       match="the same way through the model, but micro-batch 1 of 3 has left the model, and micro-batch 2 is at 'other'"):
+        learn.fit(1, .05)
     assert no_gradients(learn) and learn.model.net.n.num_batches_tracked == 1
 
 class ByHand(nn.BatchNorm2d):
@@ -236,17 +249,21 @@ class ByHand(nn.BatchNorm2d):
 
 def with_norm(norm): return nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 4)).double()
 @pytest.mark.parametrize('cbs,model,message', [
-    ([ActivationCheckpointing(blocks=nn.Conv2d)], None, 'ActivationCheckpointing recomputes'), ([Compile(backend='eager')], None, 'Compile compiles the model'),
+    ([ActivationCheckpointing(blocks=nn.Conv2d)], None, 'ActivationCheckpointing recomputes'),
+    ([Compile(backend='eager')], None, 'Compile compiles the model'),
     ([GradientNoiseScale()], None, 'compares the gradients of micro-batches'),
-    ([], lambda: with_norm(ByHand(4)), "'1' computes its statistics without"), ([], lambda: nn.DataParallel(small()), 'DataParallel calls the model in threads'),
-    ([], lambda: with_norm(torch.jit.script(nn.BatchNorm2d(4))), "'1' computes its statistics without")], ids=lambda v: getattr(v, '__name__', None))
+    ([], lambda: with_norm(ByHand(4)), "'1' computes its statistics without"),
+    ([], lambda: nn.DataParallel(small()), 'DataParallel calls the model in threads'),
+    ([], lambda: with_norm(torch.jit.script(nn.BatchNorm2d(4))), "'1' computes its statistics without")],
+    ids=lambda v: getattr(v, '__name__', None))
 def test_refuses(cbs, model, message):
     if devices.now.name == 'sim' and model is not None: pytest.skip('the same on the CPU')
     with pytest.raises(ValueError, match=message): trained(7, *deepcopy(cbs), model=model() if model else None)
 
 def test_arguments():
     with pytest.raises(ValueError, match='needs micro_batch_size'): GradientAccumulation(coupled='batchnorm')
-    with pytest.raises(ValueError, match="activations='disk'.*'host' or 'device'"): GradientAccumulation(micro_batch_size=4, coupled='batchnorm', activations='disk')
+    with pytest.raises(ValueError, match="activations='disk'.*'host' or 'device'"):
+        GradientAccumulation(micro_batch_size=4, coupled='batchnorm', activations='disk')
     with pytest.raises(ValueError, match='leave this out'): GradientAccumulation(micro_batch_size=4, coupled=True, activations='device')
 
 def test_activations_on_the_device_or_offloaded_twice():
@@ -275,7 +292,9 @@ def test_weights_that_change_in_the_forward_pass_are_told():
         def forward(self, x):
             if self.training: self.slow.weight.lerp_(self.net.out.weight.detach(), .1)
             return self.net(x) + self.slow.weight.mean()
-    with pytest.warns(UserWarning, match=r'changes its buffers slow\.weight \(a frozen weight\).* once for each micro-batch'): trained(7, model=Slow())
+    with pytest.warns(UserWarning,
+                      match=r'changes its buffers slow\.weight \(a frozen weight\).* once for each micro-batch'):
+        trained(7, model=Slow())
 
 def test_validation_without_running_statistics():
     "BatchNorm computes statistics of the batch there, too, and so sees all of it"
@@ -296,7 +315,8 @@ class Kept(nn.Module):
     def forward(self, x):
         x = x.flatten(1)
         z = self.norm(x)
-        self.kept = dict(before=lambda: self.side(x), behind=lambda: self.side(z), weights=lambda: self.side.weight)[self.of]().pow(2).mean()
+        self.kept = dict(before=lambda: self.side(x), behind=lambda: self.side(z),
+                         weights=lambda: self.side.weight)[self.of]().pow(2).mean()
         return self.out(z)
 
 def add_kept(learn): learn.loss_grad = learn.loss_grad + learn.model.kept

@@ -1,4 +1,5 @@
-"GANs: loader batches that are accumulated switch sides between steps, as the big batch does; what is frozen in the middle of a step is an error"
+"""GANs: loader batches that are accumulated switch sides between steps, as the big batch does; what is frozen in the
+middle of a step is an error"""
 import warnings
 import pytest
 from reference import *
@@ -26,7 +27,8 @@ def flat(learn): return torch.cat([p.detach().flatten().clone() for p in learn.m
 def off(learn, whole): return float((flat(learn)-flat(whole)).norm()/(flat(whole)-whole.start).norm())
 
 switchers = dict(fixed=lambda: FixedGANSwitcher(2, 1), every=lambda: FixedGANSwitcher(), adaptive=lambda: AdaptiveGANSwitcher(1.9, 1.4))
-ways = {'loader batches': (4, dict(accum_bs=16)), 'micro-batches': (16, dict(micro_batch_size=4)), 'both': (8, dict(accum_bs=16, micro_batch_size=3)),
+ways = {'loader batches': (4, dict(accum_bs=16)), 'micro-batches': (16, dict(micro_batch_size=4)),
+        'both': (8, dict(accum_bs=16, micro_batch_size=3)),
         'rows of batches': (4, dict(accum_bs=16, log_accum_batch=False))}
 
 @pytest.mark.parametrize('way', ways)
@@ -37,7 +39,8 @@ def test_switches_between_steps(way, switcher):
     whole,_ = gan(16, *own, switcher=switchers[switcher]())
     learn,told = gan(bs, GradientAccumulation(**acc), *own, switcher=switchers[switcher]())
     assert off(learn, whole) < 2e-6 and not told
-    for mine,theirs in ((learn.gan_trainer.crit_losses, whole.gan_trainer.crit_losses), (learn.gan_trainer.gen_losses, whole.gan_trainer.gen_losses)):
+    for mine,theirs in ((learn.gan_trainer.crit_losses, whole.gan_trainer.crit_losses),
+                        (learn.gan_trainer.gen_losses, whole.gan_trainer.gen_losses)):
         assert len(mine) and np.allclose(mine, theirs, rtol=1e-5)
 
 class Mine(Callback):
@@ -47,7 +50,8 @@ class Mine(Callback):
 class OnceAStep(Mine): rows_of_steps_only = True
 
 def test_own_switcher():
-    with pytest.raises(ValueError, match='critic.* was trained .*rows_of_steps_only = True.*micro_batch_size'): gan(4, GradientAccumulation(16), switcher=Mine())
+    with pytest.raises(ValueError, match='critic.* was trained .*rows_of_steps_only = True.*micro_batch_size'):
+        gan(4, GradientAccumulation(16), switcher=Mine())
     whole,_ = gan(16, switcher=Mine())
     for bs,cb,switcher in ((4, GradientAccumulation(16), OnceAStep()), (16, GradientAccumulation(micro_batch_size=4), Mine())):
         learn,told = gan(bs, cb, switcher=switcher)

@@ -48,7 +48,8 @@ class Full(nn.Module):
 
 def test_too_large_is_told():
     learn = learner(data, 16, GradientAccumulation(micro_batch_size=4), model=Full())
-    with pytest.warns(UserWarning, match='validation batch of 64 items.*micro-batches of 4.*val_bs') as seen: assert hooked(learn, lambda l: l.fit(2)) == [4]*32
+    with pytest.warns(UserWarning, match='validation batch of 64 items.*micro-batches of 4.*val_bs') as seen:
+        assert hooked(learn, lambda l: l.fit(2)) == [4]*32
     assert sum('validation batch' in str(w.message) for w in seen) == 1
 
 def test_activation_stats_are_told():

@@ -49,9 +49,12 @@ def reading(names):
             if self.learn.stepped is not False: self.seen.append([plain_values(getattr(self.learn.loss_func, k)) for k in names])
     return Reads()
 
-def plain_values(v): return {k: plain_values(o) for k,o in v.items()} if isinstance(v, dict) else v.detach().tolist() if isinstance(v, Tensor) else v
+def plain_values(v):
+    return ({k: plain_values(o) for k,o in v.items()} if isinstance(v, dict) else v.detach().tolist()
+            if isinstance(v, Tensor) else v)
 
-ways = {'loader batches': (8, dict(accum_bs=32)), 'micro-batches': (32, dict(micro_batch_size=7)), 'both': (16, dict(accum_bs=32, micro_batch_size=5)),
+ways = {'loader batches': (8, dict(accum_bs=32)), 'micro-batches': (32, dict(micro_batch_size=7)),
+        'both': (16, dict(accum_bs=32, micro_batch_size=5)),
         'single items': (8, dict(accum_bs=32, micro_batch_size=1)), 'coupled': (16, dict(accum_bs=32, micro_batch_size=4, coupled=True))}
 
 def fitted(of, bs, loss, names, *cbs, metrics=(), train_metrics=False):
@@ -103,7 +106,8 @@ def test_told():
     learn,told = fitted(data, 32, Odd(), ['mse'], GradientAccumulation(micro_batch_size=8), Most())
     assert len(told)==1 and told[0].startswith('Most reads `most`') and '7 of 32' not in told[0] and '8 of 32 items' in told[0]
     for metrics in (False, True):
-        _,told = fitted(data, 32, Odd(), ['mse'], GradientAccumulation(micro_batch_size=8), metrics=LossMetrics('most'), train_metrics=metrics)
+        _,told = fitted(data, 32, Odd(), ['mse'], GradientAccumulation(micro_batch_size=8), metrics=LossMetrics('most'),
+                        train_metrics=metrics)
         assert [t[:11] for t in told]==['LossMetrics']*metrics
 
 class WeightedItems(nn.Module):

@@ -49,7 +49,8 @@ parts = {  # name: batch of 5 items, its second part of 2
     'numbers':          ((x, (1, 2, 3, 4, 5)), (x[2:4], (3, 4))),
     'of many lengths':  ((x, [torch.ones(n) for n in (3, 5, 1, 2, 4)]), (x[2:4], [torch.ones(1), torch.ones(2)])),
     'scalars':          ((x, [tensor(float(i)) for i in range(5)]), (x[2:4], [tensor(2.), tensor(3.)])),
-    'boxes':            ((x, [{'boxes': torch.ones(n, 4), 'label': n} for n in (2, 0, 5, 1, 3)]), (x[2:4], [{'boxes': torch.ones(n, 4), 'label': n} for n in (5, 1)])),
+    'boxes':            ((x, [{'boxes': torch.ones(n, 4), 'label': n} for n in (2, 0, 5, 1, 3)]),
+                         (x[2:4], [{'boxes': torch.ones(n, 4), 'label': n} for n in (5, 1)])),
     'five tensors':     ((x, [x]*5), (x[2:4], [x[2:4]]*5)),
     'five, one shared': ((x, x, 'a', s, x), (x[2:4], x[2:4], 'a', s, x[2:4])),
 }
@@ -139,7 +140,8 @@ def test_without_valid_targets(name, empty):
         assert weights(learn.model).isfinite().all() and tensor(learn.recorder.losses).isfinite().all()
 
 def word_mean(pred, y): return (F.cross_entropy(pred, y, reduction='none')).sum()/(y >= 0).sum().clamp(min=1)
-own_weights = {'device': lambda learn: (learn.y >= 0).sum(), 'host': lambda learn: int((learn.y >= 0).sum()), 'float': lambda learn: (learn.y >= 0).sum().item()/7}
+own_weights = {'device': lambda learn: (learn.y >= 0).sum(), 'host': lambda learn: int((learn.y >= 0).sum()),
+               'float': lambda learn: (learn.y >= 0).sum().item()/7}
 
 @pytest.mark.parametrize('split', ['none', 'between', 'four'])
 @pytest.mark.parametrize('w', own_weights)
@@ -158,7 +160,8 @@ def test_range(name, k):
     "Until then it is no larger than at the end, nor much smaller: half precision can hold it"
     data,model,loss_func = case(name, 64)
     for accum_bs in (16, 64):
-        learn = learner(data, 16, Acc(accum_bs if k is None else None, micro_batch_size=k), Before(), Spy(), model=model, loss_func=loss_func)
+        learn = learner(data, 16, Acc(accum_bs if k is None else None, micro_batch_size=k), Before(), Spy(),
+                        model=model, loss_func=loss_func)
         learn.fit(1, .01)
         assert .2 < learn.before.grad.norm()/learn.spy.steps[-1].grad.norm() < 1.7
 
@@ -238,13 +241,15 @@ def test_inputs(name, k):
     pack,unpack = inputs[name]
     torch.manual_seed(0)
     data = Data(torch.randn(34, 6), torch.randn(34, 4))
-    learn = learner(data, 16, Acc(32, micro_batch_size=k), Spy(), before_batch_cb(lambda self, xb, yb: (pack(*xb), yb)), model=Unpacks(unpack))
+    learn = learner(data, 16, Acc(32, micro_batch_size=k), Spy(), before_batch_cb(lambda self, xb, yb: (pack(*xb), yb)),
+                    model=Unpacks(unpack))
     learn.fit(1, .1)
     learn.model.unpack = noop
     check(learn, data, 16, accumulated(data.sizes(16), 32))
 
 def test_inputs_that_cannot_be_split():
-    learn = learner(data, 16, Acc(micro_batch_size=4), before_batch_cb(lambda self, xb, yb: ((*xb, torch.ones(3)), yb)), model=Unpacks(lambda x, y: x))
+    learn = learner(data, 16, Acc(micro_batch_size=4), before_batch_cb(lambda self, xb, yb: ((*xb, torch.ones(3)), yb)),
+                    model=Unpacks(lambda x, y: x))
     with pytest.raises(TypeError, match=r'\(3,\) into micro-batches: the batch has 16 items. Leave out micro_batch_size'): learn.fit(1)
     assert no_gradients(learn)
 
@@ -297,7 +302,8 @@ def test_events(order):
     def whole(ev, n): return [(ev, n, n)]
     def micros(n): return [(ev, k, k) for k in part_sizes(n, 5) for ev in ('after_pred','after_loss','before_backward','after_backward')]
     def step(n): return whole('before_step', n) + whole('after_step', n)
-    expected = [whole('before_batch', n) + micros(n) + step(n)*closes + whole('after_batch', n) for n,closes in [(16,0),(16,1),(16,0),(13,1)]]
+    expected = [whole('before_batch', n) + micros(n) + step(n)*closes + whole('after_batch', n)
+                for n,closes in [(16,0),(16,1),(16,0),(13,1)]]
     assert watch.calls==sum(expected, [])
 
 class After(Callback):
@@ -323,18 +329,24 @@ def test_batch_is_put_back(train_metrics):
 class Rows(Metric):
     "All predictions and targets, in their order"
     def reset(self): self.sum = 0.
-    def accumulate(self, learn): self.sum += float((learn.pred.detach().softmax(-1)[range_of(learn.y),learn.y]*torch.arange(1, len(learn.y)+1)).sum())
+    def accumulate(self, learn):
+        self.sum += float(
+            (learn.pred.detach().softmax(-1)[range_of(learn.y),learn.y]*torch.arange(1, len(learn.y)+1)).sum())
     @property
     def value(self): return self.sum
 
-def close(a, b, tol=1e-5): return torch.allclose(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64), rtol=tol, atol=1e-7)
+def close(a, b, tol=1e-5):
+    return torch.allclose(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64), rtol=tol,
+                          atol=1e-7)
 
 @pytest.mark.parametrize('log', [True, False])
 @pytest.mark.parametrize('accum_bs', [None, 16, 40])
 def test_training_metrics(accum_bs, log):
     "Accuracy, perplexity (of `learn.loss`) and one that minds the order, as without splitting"
     def fit(k):
-        learn = learner(ragged, 16, Acc(16 if k is None and accum_bs is None else accum_bs, micro_batch_size=k, log_accum_batch=log), loss_func=ce, metrics=[accuracy, Perplexity(), Rows()])
+        learn = learner(ragged, 16,
+                        Acc(16 if k is None and accum_bs is None else accum_bs, micro_batch_size=k,
+                            log_accum_batch=log), loss_func=ce, metrics=[accuracy, Perplexity(), Rows()])
         learn.recorder.train_metrics = True
         learn.fit(2, .1)
         return learn.recorder
@@ -342,7 +354,9 @@ def test_training_metrics(accum_bs, log):
     assert close([list(v) for v in a.values], [list(v) for v in b.values]) and close(a.losses, b.losses)
     if not log: assert len(b.losses)==8
 
-@pytest.mark.parametrize('event,ex', [('after_pred', CancelBatchException), ('before_backward', CancelBackwardException), ('before_step', CancelStepException)])
+@pytest.mark.parametrize('event,ex',
+                         [('after_pred', CancelBatchException), ('before_backward', CancelBackwardException),
+                          ('before_step', CancelStepException)])
 def test_training_metrics_of_a_cancelled_batch(event, ex):
     "The rest of the epoch counts"
     learn = learner(data, 16, Acc(16, micro_batch_size=4), At(event, ex(), 2), loss_func=ce, metrics=accuracy)
@@ -429,7 +443,9 @@ def fits(run, *cbs, model=None, data=data, accum_bs=32, ks=(None,8), **kwargs):
         res.append(learn)
     return res
 
-def alike_runs(a, b, tol=1e-6): return rel_err(weights(a.model), weights(b.model)) < tol and close(a.recorder.losses, b.recorder.losses, max(tol, 1e-5)) and a.recorder.lrs==b.recorder.lrs
+def alike_runs(a, b, tol=1e-6):
+    return (rel_err(weights(a.model), weights(b.model)) < tol
+            and close(a.recorder.losses, b.recorder.losses, max(tol, 1e-5)) and a.recorder.lrs==b.recorder.lrs)
 
 runs = {
     'fit_one_cycle':  lambda l: l.fit_one_cycle(3, .1),
@@ -490,16 +506,20 @@ class Classifier(nn.Module):
         self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0., batch_first=True), 2)
     def forward(self, x): return self.out(self.body(self.inp(x))).transpose(1, 2)
 
-def conv_net(): return nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+def conv_net():
+    return nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
 
-nets = {'conv net': (conv_net(), (6,12,12), (), 4), 'transformer': (Classifier(), (16,6), (16,), 4), 'words': (Classifier(300), (16,6), (16,), 300)}
+nets = {'conv net': (conv_net(), (6,12,12), (), 4), 'transformer': (Classifier(), (16,6), (16,), 4),
+        'words': (Classifier(300), (16,6), (16,), 300)}
 
 def peak(net, bs, k, accum_bs=64, metrics=None):
     "The most memory that a loader batch takes, without parameters, their gradients (from the second one on) and the batch itself"
     model,x,y,n_cls = nets[net]
     torch.manual_seed(0)
     data = Data(torch.randn(192, *x), torch.randint(n_cls, (192, *y)))
-    learn = learner(data, bs, Acc(accum_bs, micro_batch_size=k), Around(PeakMemory), AroundEnd(), model=model, loss_func=ce, metrics=metrics, valid=Data(data.x[:1], data.y[0][:1]))
+    learn = learner(data, bs, Acc(accum_bs, micro_batch_size=k), Around(PeakMemory), AroundEnd(), model=model,
+                    loss_func=ce, metrics=metrics, valid=Data(data.x[:1], data.y[0][:1]))
     learn.recorder.train_metrics = metrics is not None
     learn.fit(1, .01)
     return max(m.peak for m in learn.around.all[1:])
@@ -535,11 +555,14 @@ def test_syncs(name, k, amp, opt, most):
 
 # --- 'auto': sizes found by running out of memory
 
-full = {'by type': torch.OutOfMemoryError('full'), 'by message': RuntimeError('HIP out of memory. Tried to allocate'), 'on the host': MemoryError('full')}
+full = {'by type': torch.OutOfMemoryError('full'), 'by message': RuntimeError('HIP out of memory. Tried to allocate'),
+        'on the host': MemoryError('full')}
 
 class Norm(nn.BatchNorm1d):
     "BatchNorm that can do with one item"
-    def forward(self, x): return super().forward(x) if len(x) > 1 else F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+    def forward(self, x):
+        return (super().forward(x) if len(x) > 1
+                else F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias))
 
 class Scarce(nn.Module):
     """Runs out of memory with more than `limit(i)` items in loader batch i, at 'start' or 'middle' of forward, or 'back' in the middle of
@@ -558,7 +581,9 @@ class Scarce(nn.Module):
 
     def forward(self, x):
         if self.training:
-            if self.begins: self.begun.append((self.i, [p.grad is not None for p in self.parameters()], self.follower and self.follower.live))
+            if self.begins:
+                self.begun.append((self.i, [p.grad is not None for p in self.parameters()], self.follower
+                                   and self.follower.live))
             self.begins = False
             self.calls.append((self.i, len(x)))
         self.check('start', len(x))
@@ -587,11 +612,15 @@ class ScarceLoss(nn.CrossEntropyLoss):
 def state(learn):
     "All that training has changed, to the bit"
     scale = learn.mixed_precision.scaler.state_dict() if hasattr(learn, 'mixed_precision') else None
-    return weights(learn.model).clone(), [b.clone() for b in learn.model.buffers()], tensor(learn.recorder.losses), torch.get_rng_state(), random.random(), np.random.rand(), scale
+    return (weights(learn.model).clone(), [b.clone() for b in learn.model.buffers()], tensor(learn.recorder.losses),
+            torch.get_rng_state(), random.random(), np.random.rand(), scale)
 
-def auto(model, sizes=None, accum_bs=32, data=ragged, amp='to_fp32', cbs=None, loss_func=None, remainder='step', fit=lambda l: l.fit(2, .1), weight=None, **kwargs):
+def auto(model, sizes=None, accum_bs=32, data=ragged, amp='to_fp32', cbs=None, loss_func=None, remainder='step',
+         fit=lambda l: l.fit(2, .1), weight=None, **kwargs):
     "A Learner that trained with 'auto', or with known `sizes` of micro-batches for each loader batch of 16 items"
-    learn = learner(data, 16, Acc(accum_bs, micro_batch_size='auto' if sizes is None else sizes[0], remainder=remainder, weight=weight), Count(sizes), *L(cbs and cbs()), model=model,
+    learn = learner(data, 16,
+                    Acc(accum_bs, micro_batch_size='auto' if sizes is None else sizes[0], remainder=remainder,
+                        weight=weight), Count(sizes), *L(cbs and cbs()), model=model,
                     loss_func=ifnone(loss_func, ce), dl_type=partial(DataLoader, shuffle=True), **kwargs)
     learn.dls.train.rng.seed(0)
     getattr(learn, amp)()
@@ -617,7 +646,8 @@ limits = {  # largest number of items that fit in each loader batch, sizes that 
     'enough':         (lambda i: 16,                [16]*8),
 }
 
-@pytest.mark.filterwarnings('ignore:What ScarceLoss averages over could not be measured .OutOfMemoryError')   # it runs out while it is measured, too
+# it runs out while it is measured, too
+@pytest.mark.filterwarnings('ignore:What ScarceLoss averages over could not be measured .OutOfMemoryError')
 @pytest.mark.parametrize('where', ['start', 'middle', 'back', 'loss'])
 @pytest.mark.parametrize('limit', limits)
 def test_auto(limit, where):
@@ -672,7 +702,8 @@ def test_auto_gradients_that_are_none(where, cb):
     "They are none when the loader batch begins again"
     f,sizes = limits['from the start']
     begun = {}
-    for i,has_grad,_ in check_auto(sizes, Scarce(f, where), cbs=cb, splitter=two_groups)[0].model.begun: assert begun.setdefault(i, has_grad)==has_grad
+    for i,has_grad,_ in check_auto(sizes, Scarce(f, where), cbs=cb, splitter=two_groups)[0].model.begun:
+        assert begun.setdefault(i, has_grad)==has_grad
     assert not any(begun[0]) and any(begun[7])
 
 def wide(limit, where): return Scarce(limit, where, first=nn.Linear(6, 512), last=nn.Sequential(nn.Tanh(), nn.Linear(512, 4)))
@@ -680,14 +711,16 @@ def wide(limit, where): return Scarce(limit, where, first=nn.Linear(6, 512), las
 @pytest.mark.parametrize('where', ['start', 'middle', 'back', 'loss'])
 @pytest.mark.parametrize('amp', ['to_fp32', 'to_fp16'])
 def test_auto_memory(amp, where):
-    "What the failed attempt took is free when the next begins. Gradients are copied in loader batches that go on with a step, and only then"
+    """What the failed attempt took is free when the next begins. Gradients are copied in loader batches that go on with
+    a step, and only then"""
     model = wide(limits['ever less'][0], where)
     with StorageFollower() as f:
         class Follow(Callback):
             def before_fit(self): self.learn.model.follower = f
         learn = auto(model, cbs=Follow, amp=amp, loss_func=ScarceLoss())
     first,size = {},sum(4*p.numel() for p in model.parameters())
-    for i,_,live in learn.model.begun: assert abs(first.setdefault(i, live)-live) < .1*size, (i, first[i], live)     # measuring keeps a prediction
+    # measuring keeps a prediction
+    for i,_,live in learn.model.begun: assert abs(first.setdefault(i, live)-live) < .1*size, (i, first[i], live)
     assert len(learn.model.begun)==12
     for i in (3,5,7): assert abs(first[i]-first[i-1]-size) < .1*size
     assert abs(first[6]-first[2]) < .1*size
@@ -705,11 +738,16 @@ cases_auto = {
     'lr_find':          dict(fit=lambda l: l.lr_find(num_it=4, show_plot=False), limit='from the start'),
     'clip':             dict(cbs=lambda: GradientClip(.1)),
     'mixup':            dict(cbs=MixUp, loss_func=CrossEntropyLossFlat()),
-    'cutmix':           dict(cbs=CutMix, loss_func=CrossEntropyLossFlat(), data=Data(torch.randn(61, 6, 4, 4), ragged.y[0]), first=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 8))),
-    'training metrics': dict(cbs=lambda: Callback(before_fit=lambda self: setattr(self.learn.recorder, 'train_metrics', True)), metrics=accuracy),
+    'cutmix':           dict(cbs=CutMix, loss_func=CrossEntropyLossFlat(),
+                             data=Data(torch.randn(61, 6, 4, 4), ragged.y[0]),
+                             first=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 8))),
+    'training metrics': dict(
+        cbs=lambda: Callback(before_fit=lambda self: setattr(self.learn.recorder, 'train_metrics', True)),
+        metrics=accuracy),
     'carry':            dict(accum_bs=40, remainder='carry'),
     'ignored targets':  dict(data=Data(data.x, data.y[0].where(torch.arange(64)%7 > 1, -100)), limit='ever less, of 16'),
-    'own weight':       dict(data=Data(data.x, data.y[0].where(torch.arange(64)%7 > 1, -100)), weight=own_weights['host'], limit='from the start'),
+    'own weight':       dict(data=Data(data.x, data.y[0].where(torch.arange(64)%7 > 1, -100)),
+                             weight=own_weights['host'], limit='from the start'),
     'in a callback':    dict(cbs=ScarceCallback, where='callback'),
 }
 
@@ -738,7 +776,8 @@ def test_step_values(k, expected):
     learn.fit(1)
     assert learn.micro_sizes.all==expected
 
-def test_auto_step_values(): assert auto(Scarce(limits['ever less'][0]), accum_bs=None, cbs=MicroSizes).micro_sizes.all==limits['ever less'][1]
+def test_auto_step_values():
+    assert auto(Scarce(limits['ever less'][0]), accum_bs=None, cbs=MicroSizes).micro_sizes.all==limits['ever less'][1]
 
 class Resized(Callback):
     "Small, large, small images"
@@ -805,7 +844,8 @@ def test_auto_input_changed_in_place():
     learn = learner(data, 16, Acc(micro_batch_size='auto'), model=InPlace(), loss_func=ce)
     with pytest.raises(RuntimeError, match='changed it in place.*full'): learn.fit(1)
 
-others = [ValueError('memory'), RuntimeError('mat1 and mat2 shapes cannot be multiplied'), RuntimeError('CUDA error: device-side assert'), KeyError('out of memory'), KeyboardInterrupt()]
+others = [ValueError('memory'), RuntimeError('mat1 and mat2 shapes cannot be multiplied'),
+          RuntimeError('CUDA error: device-side assert'), KeyError('out of memory'), KeyboardInterrupt()]
 
 @pytest.mark.parametrize('error', others, ids=repr)
 @pytest.mark.parametrize('where', ['start', 'back'])
@@ -824,7 +864,8 @@ def test_out_of_memory_elsewhere():
         assert 'Not even one' not in str(e.value)
     class Evaluated(nn.Linear):
         def forward(self, x): return super().forward(x) if self.training else fail()
-    with pytest.raises(torch.OutOfMemoryError, match='^full'): learner(data, 16, Acc(micro_batch_size='auto'), model=Evaluated(6, 4), loss_func=ce).fit(1)
+    with pytest.raises(torch.OutOfMemoryError, match='^full'):
+        learner(data, 16, Acc(micro_batch_size='auto'), model=Evaluated(6, 4), loss_func=ce).fit(1)
 
 # --- a micro-batch that is cancelled, or fails
 
@@ -871,7 +912,8 @@ def check_items(learn, data, steps):
 def test_cancelled(name, k, accum_bs):
     "What was back-propagated counts, once; the step comes with the items that make it full"
     event,ex,micro,steps = stopped[name]
-    learn = learner(data, 16, Acc(accum_bs, micro_batch_size=k), Spy(), Count(), At(event, ex(), micro), After(), model=Scarce(lambda i: 2, 'start', first=nn.Linear(6, 8), noise=0), loss_func=ce)
+    learn = learner(data, 16, Acc(accum_bs, micro_batch_size=k), Spy(), Count(), At(event, ex(), micro), After(),
+                    model=Scarce(lambda i: 2, 'start', first=nn.Linear(6, 8), noise=0), loss_func=ce)
     learn.fit(1, .1)
     learn.model.limit = lambda i: 100
     check_items(learn, data, steps)
@@ -892,7 +934,8 @@ def test_error_in_a_part():
     def pairs(pred, y): return F.cross_entropy(pred, y) + pred[torch.arange(16)].mean()
     for bs in (16, 17):
         learn = learner(Data(data.x[:34], data.y[0][:34]), bs, Acc(micro_batch_size=5), loss_func=pairs)
-        with pytest.raises(IndexError, match=r"out of (range|bounds).*\(In micro-batch 1 of 4, with [45] of the loader batch's 1[67] items. A loss.*coupled=True") as e: learn.fit(1)
+        says = r"out of (range|bounds).*\(In micro-batch 1 of 4, with [45] of the loader batch's 1[67] items. A loss.*coupled=True"
+        with pytest.raises(IndexError, match=says) as e: learn.fit(1)
         assert str(e.value).count('In micro-batch')==1
     learn = learner(data, 8, Acc(), loss_func=pairs)
     with pytest.raises(IndexError) as e: learn.fit(1)

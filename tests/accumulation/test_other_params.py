@@ -5,7 +5,8 @@ from reference import GradientAccumulation    # ours
 
 data = Data(torch.randn(61, 6, generator=torch.manual_seed(0)), torch.arange(61)%4)
 plain = partial(SGD, mom=0.)
-ways = {'loader batches': (8, dict(accum_bs=32)), 'split': (32, dict(micro_batch_size=7)), 'both': (16, dict(accum_bs=32, micro_batch_size=5)), 'auto': (8, dict(accum_bs=32, micro_batch_size='auto'))}
+ways = {'loader batches': (8, dict(accum_bs=32)), 'split': (32, dict(micro_batch_size=7)),
+        'both': (16, dict(accum_bs=32, micro_batch_size=5)), 'auto': (8, dict(accum_bs=32, micro_batch_size='auto'))}
 
 class Second(Callback):
     "Steps an optimizer of its own, every so many steps"
@@ -35,7 +36,8 @@ def compared(way, second, loss_func=None, only_head=True, **kwargs):
         f = deepcopy(loss_func) if loss_func is not None else nn.CrossEntropyLoss(ignore_index=3)
         learn = learner(data, bs, *cbs, second(), loss_func=f, opt_func=plain, **kwargs,
                         splitter=(lambda m: [list(m[0].parameters())]) if only_head else trainable_params)
-        both = lambda: torch.cat([weights(learn.model), flat(getattr(f, 'parameters', list)())]) if loss_func is not None else weights(learn.model)
+        both = lambda: (torch.cat([weights(learn.model), flat(getattr(f, 'parameters', list)())]) if loss_func is not None
+                        else weights(learn.model))
         before = both()
         learn.fit(3, .1)
         return both().double(),before
@@ -62,15 +64,20 @@ def test_centers_of_the_loss(way):
 def test_dropped_remainder_is_dropped():
     "Gradients of both optimizers begin the next epoch as they were"
     left = []
-    learn = learner(data, 8, GradientAccumulation(32, remainder='drop'), Second(lambda l: l.model[2].parameters()), loss_func=nn.CrossEntropyLoss(),
+    learn = learner(data, 8, GradientAccumulation(32, remainder='drop'), Second(lambda l: l.model[2].parameters()),
+                    loss_func=nn.CrossEntropyLoss(),
                     opt_func=plain, splitter=lambda m: [list(m[0].parameters())])
-    learn.add_cb(On('before_train', lambda l: left.append([p.grad is not None and bool(p.grad.any()) for p in l.model.parameters()]), training=None))
+    learn.add_cb(
+        On('before_train',
+           lambda l: left.append([p.grad is not None and bool(p.grad.any()) for p in l.model.parameters()]),
+           training=None))
     learn.fit(3, .1)
     assert not any(map(any, left))
 
 def test_unfrozen_layers_are_looked_up():
     "What the optimizer has is not among the others, frozen or not"
-    learn = learner(data, 8, GradientAccumulation(32), loss_func=nn.CrossEntropyLoss(), opt_func=plain, splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())])
+    learn = learner(data, 8, GradientAccumulation(32), loss_func=nn.CrossEntropyLoss(), opt_func=plain,
+                    splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())])
     learn.create_opt()
     learn.freeze(); learn.fit(1); assert learn.gradient_accumulation.params.others == []
     learn.unfreeze(); learn.fit(1); assert learn.gradient_accumulation.params.others == []

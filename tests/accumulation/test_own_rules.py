@@ -87,6 +87,8 @@ def test_own_count():
 def test_two_divisors():
     "A mean over all anchors, and one over the positive ones"
     def loss(pred, boxes, y):
-        return F.cross_entropy(pred[0].flatten(0, 1), (y-1).clamp(min=0).flatten()) + F.smooth_l1_loss(pred[1][y > 0], boxes[y > 0], reduction='sum')/(y > 0).sum().clamp(min=1)
+        return F.cross_entropy(pred[0].flatten(0, 1),
+                               (y-1).clamp(min=0).flatten()) + F.smooth_l1_loss(
+                                   pred[1][y > 0], boxes[y > 0], reduction='sum')/(y > 0).sum().clamp(min=1)
     d,_,told,_ = off_detection(loss, anchors(.2), bs=4)
     told_once(d, told, 'adds means over different things')

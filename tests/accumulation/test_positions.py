@@ -1,4 +1,5 @@
-"""The same learning rate: fastai's schedules move as in a fit of plain fastai whose loader has the accumulated batches. Elsewhere the position in training goes by loader batches"""
+"""The same learning rate: fastai's schedules move as in a fit of plain fastai whose loader has the accumulated batches.
+Elsewhere the position in training goes by loader batches"""
 import pytest, torch.utils.data as torch_data
 from reference import *
 from fastai.callback.schedule import ParamScheduler, SchedCos, SchedLin, combine_scheds
@@ -38,9 +39,14 @@ def same(ours, plain, weights_too=True):
     assert [h['mom'] for h in ours.opt.hypers] == pytest.approx([h['mom'] for h in plain.opt.hypers]), 'what the next fit begins with'
 
 def decay(l): l.fit(3, .1, cbs=ParamScheduler(dict(wd=SchedLin(.3, 0.), mom=SchedCos(.5, .95))))
-def jumps(l): l.fit(2, .1, cbs=ParamScheduler(dict(lr=combine_scheds([.25, .25, .5], [SchedLin(.1, .1), SchedLin(.02, .02), SchedLin(.2, .01)]))))
-fits = dict(one_cycle=lambda l: l.fit_one_cycle(3, .1), discriminative=lambda l: l.fit_one_cycle(2, slice(.01, .1)), flat_cos=lambda l: l.fit_flat_cos(2, .1),
-            sgdr=lambda l: l.fit_sgdr(2, 1, .1), wd=decay, jumps=jumps, fine_tune=lambda l: l.fine_tune(2, .1), one_epoch=lambda l: l.fit_one_cycle(1, .1),
+def jumps(l):
+    l.fit(
+        2, .1, cbs=ParamScheduler(
+            dict(lr=combine_scheds([.25, .25, .5], [SchedLin(.1, .1), SchedLin(.02, .02), SchedLin(.2, .01)]))))
+fits = dict(one_cycle=lambda l: l.fit_one_cycle(3, .1), discriminative=lambda l: l.fit_one_cycle(2, slice(.01, .1)),
+            flat_cos=lambda l: l.fit_flat_cos(2, .1),
+            sgdr=lambda l: l.fit_sgdr(2, 1, .1), wd=decay, jumps=jumps, fine_tune=lambda l: l.fine_tune(2, .1),
+            one_epoch=lambda l: l.fit_one_cycle(1, .1),
             twice=lambda l: (l.fit_one_cycle(1, .1), l.fit(1, .05)), start_epoch=lambda l: l.fit_one_cycle(3, .1, start_epoch=1))
 
 @pytest.mark.parametrize('fit', fits)
@@ -166,7 +172,9 @@ def test_not_known(name, recwarn):
     "By loader batches, without a word"
     acc = GradientAccumulation(32, n_items=lambda l: len(l.x)) if name=='n_items' else GradientAccumulation(32)
     if name=='schedule': acc = GradientAccumulationSchedule(16, 48, finish=1.)
-    loader = dict(batch_sampler=sampled, iterable=lambda d, batch_size: torch_data.DataLoader(Unknown() if d is data else d, batch_size=batch_size))
+    loader = dict(batch_sampler=sampled,
+                  iterable=lambda d, batch_size: torch_data.DataLoader(
+                      Unknown() if d is data else d, batch_size=batch_size))
     learn = trained(fits['one_cycle'], 8, acc, dl_type=loader.get(name, DataLoader))
     by_batches(learn)
     assert not recwarn
@@ -181,8 +189,12 @@ def test_several_rows_an_item(recwarn):
     assert not recwarn
 
 @pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
-@pytest.mark.parametrize('event,ex,at', [('before_batch', CancelBatchException, {(0, 2), (1, 9), (2, 0)}), ('before_step', CancelStepException, {(0, 3), (2, 3)}), ('after_pred', CancelBatchException, {(1, i) for i in range(10)}),
-    ('after_batch', CancelTrainException, {(0, 5), (2, 1)}), ('before_batch', CancelEpochException, {(1, 0)}), ('after_step', CancelBatchException, {(0, 7)})])
+@pytest.mark.parametrize('event,ex,at',
+                         [('before_batch', CancelBatchException, {(0, 2), (1, 9), (2, 0)}),
+                          ('before_step', CancelStepException, {(0, 3), (2, 3)}),
+                          ('after_pred', CancelBatchException, {(1, i) for i in range(10)}),
+    ('after_batch', CancelTrainException, {(0, 5), (2, 1)}), ('before_batch', CancelEpochException, {(1, 0)}),
+    ('after_step', CancelBatchException, {(0, 7)})])
 def test_cancelled(event, ex, at, remainder):
     "The position only grows, and never passes the end of the epoch"
     learn = trained(fits['one_cycle'], 8, GradientAccumulation(32, remainder=remainder), Stop(event, ex, at))

@@ -8,7 +8,9 @@ from fastaccum.precision.callback import MixedPrecision
 from fastaccum.logs.steps import StepLogger
 
 # CASES=3000 python -m pytest tests/accumulation/test_properties.py: so many of each test, others every time
-def cases(n): return settings(max_examples=int(os.environ.get('CASES', n//6 if 'QUICK' in os.environ else n)), derandomize='CASES' not in os.environ, deadline=None, database=None,
+def cases(n):
+    return settings(max_examples=int(os.environ.get('CASES', n//6 if 'QUICK' in os.environ else n)),
+                    derandomize='CASES' not in os.environ, deadline=None, database=None,
                               suppress_health_check=list(HealthCheck))
 
 torch.manual_seed(0)
@@ -34,7 +36,8 @@ def masked(pred, y): return (F.cross_entropy(pred, y.clamp(min=0), reduction='no
 
 losses = {  # loss, targets, `weight`
     'items': (Mse(), reals, None), 'classes': (nn.CrossEntropyLoss(), classes, None), 'ignored': (nn.CrossEntropyLoss(), holes, None),
-    'class weights': (nn.CrossEntropyLoss(weight=cls_w+.2, label_smoothing=.1), holes, None), 'flat': (CrossEntropyLossFlat(axis=1, weight=cls_w), holes, None),
+    'class weights': (nn.CrossEntropyLoss(weight=cls_w+.2, label_smoothing=.1), holes, None),
+    'flat': (CrossEntropyLossFlat(axis=1, weight=cls_w), holes, None),
     'sum': (nn.CrossEntropyLoss(reduction='sum'), holes, None), 'own': (masked, holes, lambda learn: (learn.y >= 0).sum()),
     'own on the host': (masked, holes, lambda learn: int((learn.y >= 0).sum()))}
 
@@ -53,8 +56,10 @@ sizes = st.integers(1, 40)
 @st.composite
 def schedules(draw):
     "Arguments of a schedule"
-    a,b = sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1)))) if draw(st.booleans()) else sorted(draw(st.tuples(st.integers(0, 3), st.integers(0, 3))))
-    return dict(start_accum_bs=draw(sizes), final_accum_bs=draw(sizes), start=a, finish=b, schedule=draw(st.sampled_from([SchedLin, SchedCos, SchedExp, up_and_down])))
+    a,b = (sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1)))) if draw(st.booleans())
+           else sorted(draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))))
+    return dict(start_accum_bs=draw(sizes), final_accum_bs=draw(sizes), start=a, finish=b,
+                schedule=draw(st.sampled_from([SchedLin, SchedCos, SchedExp, up_and_down])))
 
 def up_and_down(a, b): return combine_scheds([.25, .75], [SchedLin(a, b), SchedCos(b, 3)])
 lr_schedule = SchedCos(1., .1)   # times `lr`
@@ -64,22 +69,28 @@ class Interrupted(Exception): pass   # by no exception of fastai's
 @st.composite
 def stops(draw, n_epoch, n_batches, split):
     "A callback's exception: event, type, loader batches. With micro-batches not in the middle of a loader batch"
-    event = draw(st.sampled_from(['before_batch','before_step','after_step','after_batch'] + ['after_pred','after_loss','before_backward','after_backward']*(not split)))
+    event = draw(st.sampled_from(['before_batch','before_step','after_step','after_batch']
+                                 + ['after_pred','after_loss','before_backward','after_backward']*(not split)))
     only = dict(before_step=CancelStepException, before_backward=CancelBackwardException).get(event)   # fastai catches them nowhere else
-    ex = draw(st.sampled_from([CancelTrainException, CancelEpochException, CancelFitException, Interrupted] + [CancelBatchException]*(event!='after_batch') + [only]*(only is not None)))
+    ex = draw(st.sampled_from([CancelTrainException, CancelEpochException, CancelFitException, Interrupted]
+                              + [CancelBatchException]*(event!='after_batch') + [only]*(only is not None)))
     return event,ex,draw(st.sets(st.tuples(st.integers(0, n_epoch-1), st.integers(0, n_batches-1)), min_size=1, max_size=4))
 
 # how large an accumulated batch is; without arguments 32, and with micro-batches as large as the loader's
-accum_sizes = st.one_of(st.fixed_dictionaries(dict(accum_bs=st.integers(1, 60))), schedules(), st.fixed_dictionaries(dict(n_acc=st.integers(1, 60))), st.just({}))
+accum_sizes = st.one_of(st.fixed_dictionaries(dict(accum_bs=st.integers(1, 60))), schedules(),
+                        st.fixed_dictionaries(dict(n_acc=st.integers(1, 60))), st.just({}))
 
 @st.composite
 def trainings(draw):
     "Everything that a fit depends on"
-    n,bs,k,loss,n_epoch = draw(st.integers(1, n_max)),draw(st.integers(1, 12)),draw(micro_batches),draw(st.sampled_from(list(losses))),draw(st.integers(1, 3))
+    n,bs,k,loss,n_epoch = (draw(st.integers(1, n_max)),draw(st.integers(1, 12)),draw(micro_batches),
+                           draw(st.sampled_from(list(losses))),draw(st.integers(1, 3)))
     plain,fp16 = loss in ('items','classes','sum'),draw(st.booleans())   # no item counts for nothing
-    acc = dict(draw(accum_sizes), micro_batch_size=k, remainder=draw(remainders), log_accum_batch=draw(st.booleans()), normalize=not plain or draw(st.integers(0, 4)) > 0)
+    acc = dict(draw(accum_sizes), micro_batch_size=k, remainder=draw(remainders), log_accum_batch=draw(st.booleans()),
+               normalize=not plain or draw(st.integers(0, 4)) > 0)
     return SimpleNamespace(n=n, bs=bs, n_epoch=n_epoch, loss=loss, order=draw(st.sampled_from([3, 20])), acc=acc, fp16=fp16,
-        nan=draw(st.none() | st.integers(0, n-1)) if plain and fp16 else None, drop_last=draw(st.integers(0, 4))==0, loader=draw(st.sampled_from([DataLoader, torch_data.DataLoader])),
+        nan=draw(st.none() | st.integers(0, n-1)) if plain and fp16 else None, drop_last=draw(st.integers(0, 4))==0,
+        loader=draw(st.sampled_from([DataLoader, torch_data.DataLoader])),
         one_cycle=draw(st.booleans()), stop=draw(stops(n_epoch, -(-n//bs), isinstance(k, int))) if draw(st.integers(0, 3)) else None)
 
 def accumulation(kwargs): return (GradientAccumulationSchedule if 'start_accum_bs' in kwargs else GradientAccumulation)(**kwargs)
@@ -101,7 +112,8 @@ def prepare(c):
     if c.nan is not None: x[c.nan] = float('nan')
     data,cb = Data(x, y[:c.n]),accumulation({**c.acc, 'weight': weight})
     more = [MixedPrecision('fp16', init_scale=2.**8)] if c.fp16 else []
-    learn = learner(data, c.bs, cb, StepLogger(), *more, model=Rows(), loss_func=loss_func, opt_func=SGD, valid=Data(xs[:2], y[:2]), dl_type=partial(c.loader, drop_last=c.drop_last))
+    learn = learner(data, c.bs, cb, StepLogger(), *more, model=Rows(), loss_func=loss_func, opt_func=SGD,
+                    valid=Data(xs[:2], y[:2]), dl_type=partial(c.loader, drop_last=c.drop_last))
     return learn,data,[s for s in data.sizes(c.bs) if s==c.bs or not c.drop_last]
 
 def lr_of(c): return lr/(20 if c.loss=='sum' or not c.acc['normalize'] else 1)
@@ -109,8 +121,9 @@ def lrs_of(c, steps, sizes, closed):
     return [lr_of(c)*(lr_schedule(position(c, sizes, e, i, closed)) if c.one_cycle else 1) for (e,i),*_ in steps]
 
 def position(c, sizes, e, i, closed):
-    """By the words of the docs: steps begun of those planned, in the epoch, or in the fit if they cross the ends of epochs. `closed`: did a loader batch end a step? Once it did not go
-    by plan, and for sizes that change, the position in the epoch is that of the loader batch"""
+    """By the words of the docs: steps begun of those planned, in the epoch, or in the fit if they cross the ends of
+    epochs. `closed`: did a loader batch end a step? Once it did not go by plan, and for sizes that change, the position
+    in the epoch is that of the loader batch"""
     size,carry,n = size_at(c, len(sizes)),c.acc['remainder']=='carry',len(sizes)
     ends = [] if callable(size) else [s[-1] for s in accumulated(sizes, size, c.acc['remainder'], c.n_epoch) if carry or s[-1][0]==e]
     if len(ends) in (0, n*c.n_epoch if carry else n) or any(closed[e,j]!=((e,j) in ends) for j in range(i)): return (e+i/n)/c.n_epoch
@@ -127,12 +140,14 @@ def batches_of(c, data, steps):
 def never_steps(c, sizes):
     "Is some accumulated batch larger than an epoch, whose left-overs are dropped?"
     size,n = size_at(c, len(sizes)),len(sizes)
-    return n and c.acc['remainder']=='drop' and sum(sizes) < max(size(e, i) if callable(size) else size for e in range(c.n_epoch) for i in range(n))
+    return (n and c.acc['remainder']=='drop' and sum(sizes)
+            < max(size(e, i) if callable(size) else size for e in range(c.n_epoch) for i in range(n)))
 
 # --- whole fits
 
 once_wrong = dict(n=26, bs=2, n_epoch=1, loss='flat', order=3, fp16=False, nan=None, drop_last=False, loader=DataLoader, one_cycle=False,
-    acc=dict(accum_bs=1, micro_batch_size=None, remainder='step', log_accum_batch=True, normalize=True), stop=('before_step', CancelBatchException, {(0, 11)}))
+    acc=dict(accum_bs=1, micro_batch_size=None, remainder='step', log_accum_batch=True, normalize=True),
+    stop=('before_step', CancelBatchException, {(0, 11)}))
 
 @cases(200)
 @given(trainings())
@@ -148,35 +163,44 @@ def test_fit(c):
         steps = [s for s in tried if c.nan is None or c.nan//c.bs not in [i for _,i in s]]   # the others are skipped in fp16
         plan,n_rows = learn.gradient_accumulation.plan(c.n_epoch),len(learn.step_logger.rows)
         closed = {}
-        cbs = [On('after_batch', lambda l: closed.update({(l.epoch,l.iter): l.one_batch.closed}), order=-20), *[ParamScheduler({'lr': lambda pos: lr_of(c)*lr_schedule(pos)})]*c.one_cycle]
+        cbs = [On('after_batch', lambda l: closed.update({(l.epoch,l.iter): l.one_batch.closed}), order=-20),
+               *[ParamScheduler({'lr': lambda pos: lr_of(c)*lr_schedule(pos)})]*c.one_cycle]
         if stop: cbs.append(Stop(*stop, order=55 if stop[0]=='after_batch' and c.order > 3 else c.order))
         came = None
         try: learn.fit(c.n_epoch, lr_of(c), cbs=cbs)
         except Interrupted as e: came = e
         assert (came is None) or stop[1] is Interrupted
-        assert rel_err(weights(learn.model), replay(before, learn.loss_func, batches_of(c, data, steps), lrs_of(c, steps, sizes, closed))) < 5e-6
+        assert rel_err(weights(learn.model),
+                       replay(before, learn.loss_func, batches_of(c, data, steps),
+                              lrs_of(c, steps, sizes, closed))) < 5e-6
         assert came or no_gradients(learn)
         rows = learn.step_logger.to_df()[n_rows:]
         items,expected = (rows['items'][~rows.skipped].tolist() if len(rows) else []),[sum(sizes[i] for _,i in s) for s in steps]
-        if stop and stop[1] in (CancelFitException, Interrupted): assert items==expected[:len(items)] and len(items) >= len(expected)-1   # the row of a last step may be missing
+        # the row of a last step may be missing
+        if stop and stop[1] in (CancelFitException, Interrupted):
+            assert items==expected[:len(items)] and len(items) >= len(expected)-1
         else: assert items==expected
         if stop is not None: continue
         assert plan==[sum(sizes[i] for _,i in s) for s in tried] and len(rows)==len(tried)
-        if c.acc['log_accum_batch']: assert len(learn.recorder.losses)==len(tried) and np.allclose(learn.recorder.lrs, lrs_of(c, tried, sizes, closed))
+        if c.acc['log_accum_batch']:
+            assert (len(learn.recorder.losses)==len(tried)
+                    and np.allclose(learn.recorder.lrs, lrs_of(c, tried, sizes, closed)))
         if c.acc['remainder']=='step': assert sum(plan)==sum(sizes)*c.n_epoch, 'every item once'
 
 # --- odd loaders
 
 @pytest.mark.filterwarnings("ignore:remainder='drop' with accum_bs=")
 @cases(60)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8).filter(lambda s: sum(s) <= n_max), st.integers(1, 40), remainders, micro_batches, st.sampled_from(list(losses)))
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8).filter(lambda s: sum(s) <= n_max), st.integers(1, 40),
+       remainders, micro_batches, st.sampled_from(list(losses)))
 def test_odd_batches(sizes, accum_bs, remainder, k, loss):
     "Loader batches of any sizes, which no plan knows"
     loss_func,y,weight = losses[loss]
     starts = np.cumsum([0, *sizes])
     def loader(data, batch_size=None): return torch_data.DataLoader(data, batch_sampler=[range(a, b) for a,b in zip(starts, starts[1:])])
     data = Data(xs, y)
-    learn = learner(data, None, GradientAccumulation(accum_bs, remainder=remainder, micro_batch_size=k, weight=weight), model=Rows(), loss_func=loss_func, opt_func=SGD, dl_type=loader)
+    learn = learner(data, None, GradientAccumulation(accum_bs, remainder=remainder, micro_batch_size=k, weight=weight),
+                    model=Rows(), loss_func=loss_func, opt_func=SGD, dl_type=loader)
     before,steps = deepcopy(learn.model),accumulated(sizes, accum_bs, remainder, 2)
     learn.fit(2, lr/(20 if loss=='sum' else 1))
     batches = [[data.batch([j for _,i in s for j in range(starts[i], starts[i+1])])] for s in steps]
@@ -190,14 +214,21 @@ def fails(learn, event):
 def attach(learn, *cbs): learn.add_cbs([cb for cb in cbs if not hasattr(learn, cb.name)])
 
 deeds = {
-    'nothing': noop, 'validate': lambda l: l.validate(), 'get_preds': lambda l: l.get_preds(), 'lr_find': lambda l: l.lr_find(num_it=5, show_plot=False),
-    'one cycle': lambda l: l.fit_one_cycle(1, lr), 'fp16': lambda l: l.to_fp16(init_scale=2.**8), 'bf16': lambda l: l.to_bf16(), 'fp32': lambda l: l.to_fp32(),
-    'new optimizer': lambda l: l.create_opt(), 'freeze': lambda l: l.freeze(), 'unfreeze': lambda l: l.unfreeze(), 'logger': lambda l: attach(l, StepLogger()),
-    'carry': lambda l: setattr(l.gradient_accumulation, 'remainder', 'carry'), 'step': lambda l: setattr(l.gradient_accumulation, 'remainder', 'step'),
-    'size': lambda l: setattr(l.gradient_accumulation, 'accum_bs', 13), 'split': lambda l: setattr(l.gradient_accumulation, 'micro_batch_size', 3),
-    'whole': lambda l: setattr(l.gradient_accumulation, 'micro_batch_size', None), 'again': lambda l: (a := l.gradient_accumulation) and l.remove_cb(a).add_cb(a),
+    'nothing': noop, 'validate': lambda l: l.validate(), 'get_preds': lambda l: l.get_preds(),
+    'lr_find': lambda l: l.lr_find(num_it=5, show_plot=False),
+    'one cycle': lambda l: l.fit_one_cycle(1, lr), 'fp16': lambda l: l.to_fp16(init_scale=2.**8),
+    'bf16': lambda l: l.to_bf16(), 'fp32': lambda l: l.to_fp32(),
+    'new optimizer': lambda l: l.create_opt(), 'freeze': lambda l: l.freeze(), 'unfreeze': lambda l: l.unfreeze(),
+    'logger': lambda l: attach(l, StepLogger()),
+    'carry': lambda l: setattr(l.gradient_accumulation, 'remainder', 'carry'),
+    'step': lambda l: setattr(l.gradient_accumulation, 'remainder', 'step'),
+    'size': lambda l: setattr(l.gradient_accumulation, 'accum_bs', 13),
+    'split': lambda l: setattr(l.gradient_accumulation, 'micro_batch_size', 3),
+    'whole': lambda l: setattr(l.gradient_accumulation, 'micro_batch_size', None),
+    'again': lambda l: (a := l.gradient_accumulation) and l.remove_cb(a).add_cb(a),
     'fit without': lambda l: without(l), 'exception in before_step': lambda l: fails(l, 'before_step'),
-    **{f'exception in {e}': partial(fails, event=e) for e in ('before_fit','after_pred','after_backward','after_step','after_batch','after_train','after_epoch')}}
+    **{f'exception in {e}': partial(fails, event=e)
+       for e in ('before_fit','after_pred','after_backward','after_step','after_batch','after_train','after_epoch')}}
 
 def without(learn):
     "A fit while accumulation is off"
@@ -214,7 +245,9 @@ def test_life(names, bs):
         acc,before = learn.gradient_accumulation,deepcopy(learn.model)
         learn.fit(1, lr)
         steps = accumulated(data.sizes(bs), acc._accum_bs, acc.remainder)
-        assert rel_err(weights(learn.model), replay(before, learn.loss_func, [[b] for b in data.steps(bs, steps)], [lr]*len(steps))) < 5e-6, name
+        assert rel_err(weights(learn.model),
+                       replay(before, learn.loss_func, [[b] for b in data.steps(bs, steps)],
+                              [lr]*len(steps))) < 5e-6, name
         assert no_gradients(learn) and len(learn.recorder.losses)==len(steps)
 
 # --- the ground floor

@@ -7,7 +7,8 @@ from test_silent import moved
 torch.manual_seed(0)
 y = torch.where(torch.rand(61) < .5, -100, torch.arange(61)%4)
 data = Data(torch.randn(61, 6), y)
-ways = {'loader batches': (8, dict(accum_bs=32)), 'split': (32, dict(micro_batch_size=7)), 'both': (16, dict(accum_bs=32, micro_batch_size=5))}
+ways = {'loader batches': (8, dict(accum_bs=32)), 'split': (32, dict(micro_batch_size=7)),
+        'both': (16, dict(accum_bs=32, micro_batch_size=5))}
 def valid_accuracy(pred, y):
     ok = y >= 0
     return (pred.argmax(-1) == y)[ok].float().mean()
@@ -35,7 +36,8 @@ def test_all_items_of_an_epoch_are_measured(remainder):
     assert counts == [61, 61] and not learn.one_batch.rows.kept
 
 def test_metrics_after_an_interrupted_fit():
-    learn = learner(data, 8, GradientAccumulation(32), Stop('after_batch', CancelFitException, [(0, 1)], order=90), loss_func=CrossEntropyLossFlat(), metrics=mse_of)
+    learn = learner(data, 8, GradientAccumulation(32), Stop('after_batch', CancelFitException, [(0, 1)], order=90),
+                    loss_func=CrossEntropyLossFlat(), metrics=mse_of)
     learn.recorder.train_metrics = True
     learn.fit(1)
     learn.fit(1)
@@ -53,7 +55,8 @@ def test_predictions_of_several_lengths():
 def test_cancelled_batch_has_its_row(event):
     "As fastai gives it one, if it would have been a step"
     def rows(*cbs):
-        learn = learner(data, 8, *cbs, Stop(event, CancelBatchException, [(0, 2)]), loss_func=CrossEntropyLossFlat(), opt_func=partial(SGD, mom=0.))
+        learn = learner(data, 8, *cbs, Stop(event, CancelBatchException, [(0, 2)]), loss_func=CrossEntropyLossFlat(),
+                        opt_func=partial(SGD, mom=0.))
         learn.fit(1, .05)
         return learn.recorder.losses,learn.recorder.lrs,weights(learn.model)
     whole = rows()

@@ -66,7 +66,8 @@ def test_a_loss_that_reads_changed_inputs():
 class OwnNoise(nn.Module):
     def __init__(self, rng): super().__init__(); self.body,self.rng = mlp(),rng
     def forward(self, x):
-        noise = torch.rand(len(x), 1, generator=self.rng) if isinstance(self.rng, torch.Generator) else torch.tensor(self.rng.random((len(x), 1))).float()
+        noise = (torch.rand(len(x), 1, generator=self.rng) if isinstance(self.rng, torch.Generator)
+                 else torch.tensor(self.rng.random((len(x), 1))).float())
         return self.body(x*(1+noise.to(x)))
 
 @pytest.mark.parametrize('rng', [lambda: torch.Generator().manual_seed(5), lambda: np.random.default_rng(5)])
@@ -118,7 +119,8 @@ class Eight(nn.Module):
 def test_a_matrix_is_told(k):
     with pytest.raises(ValueError, match='matrix of 8 by 8|cannot be joined'): trained(Matrix, k, loss=lambda m, y: m.logsumexp(1).mean())
 def test_fixed_rows_are_told():
-    with pytest.raises(ValueError, match='16 rows however many'): trained(Prototypes, 8, loss=lambda p, y: (p[0]@p[1].T).logsumexp(1).mean())
+    with pytest.raises(ValueError, match='16 rows however many'):
+        trained(Prototypes, 8, loss=lambda p, y: (p[0]@p[1].T).logsumexp(1).mean())
 def test_as_many_columns_as_items(): assert silent_off(Eight, 8) < 2e-6
 
 # --- activations in the loss
@@ -127,7 +129,9 @@ class Keeps(nn.Module):
     def __init__(self, what): super().__init__(); self.body,self.what = mlp(),what
     def forward(self, x):
         h = self.body[:2](x)
-        self.kept = dict(act=lambda: h, mean=lambda: h.pow(2).mean(), weights=lambda: sum(p.pow(2).sum() for p in self.parameters()), detached=lambda: h.detach())[self.what]()
+        self.kept = dict(act=lambda: h, mean=lambda: h.pow(2).mean(),
+                         weights=lambda: sum(p.pow(2).sum() for p in self.parameters()),
+                         detached=lambda: h.detach())[self.what]()
         return self.body[2](h)
 class AddKept(Callback):
     order = 20
@@ -138,7 +142,8 @@ class AddKept(Callback):
 
 @pytest.mark.parametrize('what', ['act', 'mean'])
 def test_activations_in_the_loss_are_told(what):
-    with pytest.warns(UserWarning, match="activations that the model keeps.*'kept'.*8 of 32 items") as seen: trained(Keeps(what), 8, cbs=[AddKept()])
+    with pytest.warns(UserWarning, match="activations that the model keeps.*'kept'.*8 of 32 items") as seen:
+        trained(Keeps(what), 8, cbs=[AddKept()])
     assert sum('activations' in str(w.message) for w in seen) == 1
 def test_told_in_a_later_batch():
     "Its weight is 0 at first, and then there is no term"
@@ -190,7 +195,8 @@ def test_finding_it_leaves_no_trace():
     def fit(views_known):
         def known(l): l.gradient_accumulation.coupled_watch.views = {0: 2}
         rng = []
-        cbs = [On('after_batch', lambda l: rng.append(torch.get_rng_state())), *([On('before_batch', known, calls=[0])] if views_known else [])]
+        cbs = [On('after_batch', lambda l: rng.append(torch.get_rng_state())),
+               *([On('before_batch', known, calls=[0])] if views_known else [])]
         return trained(Counted(True, .5), 8, loss=Barlow(), cbs=cbs).model,rng
     (model,rng),(plain,plain_rng) = fit(False),fit(True)
     assert model.calls == plain.calls and all(map(torch.equal, rng, plain_rng)) and torch.equal(weights(model), weights(plain))
@@ -239,7 +245,9 @@ def valid_mean(pred, y):
 def summed(pred, y): return F.cross_entropy(pred, y, ignore_index=-100, reduction='sum')/100
 summed.reduction = 'sum'   # declared
 
-@pytest.mark.parametrize('loss,over', [(valid_mean, 'valid'), (lambda p, y: F.cross_entropy(p, y, ignore_index=-100), 'valid'), (summed, 'sum')])
+@pytest.mark.parametrize('loss,over',
+                         [(valid_mean, 'valid'), (lambda p, y: F.cross_entropy(p, y, ignore_index=-100), 'valid'),
+                          (summed, 'sum')])
 def test_its_loss_is_measured(loss, over):
     masked = Data(data.x, torch.where(torch.arange(64)%5 > torch.arange(64)//16, -100, torch.arange(64)%4))
     with warnings.catch_warnings():
@@ -258,4 +266,5 @@ def test_a_loss_of_several_loader_batches_that_compares_items_is_told():
     assert sum('several loader batches' in str(w.message) for w in seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        learner(Data(data.x[:40], data.y[0][:40]), 16, GradientAccumulation(16, micro_batch_size=8, coupled=True), loss_func=OneAndAll()).fit(2, .05)
+        learner(Data(data.x[:40], data.y[0][:40]), 16, GradientAccumulation(16, micro_batch_size=8, coupled=True),
+                loss_func=OneAndAll()).fit(2, .05)

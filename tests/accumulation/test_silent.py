@@ -28,7 +28,8 @@ def same(of, loss_func, *cbs, model=None, acc=None, tol=2e-6, n_epoch=2, bs=8, *
     whole.fit(n_epoch, .05)
     res = []
     for bs,acc_args in ((bs, dict(accum_bs=32)), (32, dict(micro_batch_size=7)), (16, dict(accum_bs=32, micro_batch_size=5))):
-        learn = learner(of, bs, GradientAccumulation(**{**acc_args, **(acc or {})}), *[c() for c in cbs], model=start, loss_func=deepcopy(loss_func), **kwargs)
+        learn = learner(of, bs, GradientAccumulation(**{**acc_args, **(acc or {})}), *[c() for c in cbs], model=start,
+                        loss_func=deepcopy(loss_func), **kwargs)
         learn.fit(n_epoch, .05)
         off = moved(learn, whole, start)
         assert off < tol, f'bs={bs}, {acc_args}: {off:.1e} off'
@@ -59,8 +60,11 @@ class MeanOutside(Callback):
         self.learn.loss_grad = self.learn.loss_grad.sum()/(self.learn.y >= 0).sum()
         self.learn.loss = self.learn.loss_grad.clone()
 
-measured = {'focal, class weights': (data, Focal(weight=cw), 'items'), 'sum over items': (values, PerItem(), 'items'), 'own object': (values, Own(), 'items'),
-            'valid targets': (masked, valid_mean, 'valid'), 'half': (values, lambda p, y: F.mse_loss(p, y)/2, 'elements'), 'a sum': (values, lambda p, y: (p-y).pow(2).sum()/50, 'sum')}
+measured = {'focal, class weights': (data, Focal(weight=cw), 'items'), 'sum over items': (values, PerItem(), 'items'),
+            'own object': (values, Own(), 'items'),
+            'valid targets': (masked, valid_mean, 'valid'),
+            'half': (values, lambda p, y: F.mse_loss(p, y)/2, 'elements'),
+            'a sum': (values, lambda p, y: (p-y).pow(2).sum()/50, 'sum')}
 
 @pytest.mark.parametrize('name', measured)
 def test_measured(name):
@@ -142,7 +146,8 @@ def test_targets_in_place():
     for k in (None, 5):
         fresh = lambda: Data(data.x, data.y[0].clone())
         start = mlp()
-        whole,split = (learner(fresh(), 32, *cbs, InPlace(), model=start, loss_func=nn.CrossEntropyLoss()) for cbs in ((), (GradientAccumulation(32, micro_batch_size=k),)))
+        whole,split = (learner(fresh(), 32, *cbs, InPlace(), model=start, loss_func=nn.CrossEntropyLoss())
+                       for cbs in ((), (GradientAccumulation(32, micro_batch_size=k),)))
         for l in (whole, split): l.fit(1, .05)
         assert moved(split, whole, start) < 2e-6
 
@@ -150,13 +155,16 @@ class AddLater(Callback):
     "Adds accumulation in the middle of a fit"
     def __init__(self, event, at): self.event,self.at = event,at; setattr(self, event, self._add)
     def _add(self):
-        if (self.learn.epoch,self.learn.__dict__.get('iter', 0))==self.at and not hasattr(self.learn, 'gradient_accumulation') and self.training:
+        now = self.learn.epoch,self.learn.__dict__.get('iter', 0)
+        if now==self.at and not hasattr(self.learn, 'gradient_accumulation') and self.training:
             self.learn.add_cb(GradientAccumulation(32))
 
 @pytest.mark.parametrize('event,at', [('before_epoch', (1, 7)), ('after_batch', (0, 3)), ('after_batch', (0, 7))])
 def test_added_in_mid_fit(event, at):
     learn = learner(masked, 8, AddLater(event, at), Spy(), loss_func=ce)
-    if event=='before_epoch': learn.add_cb(On('after_train', lambda l: hasattr(l, 'gradient_accumulation') or l.add_cb(GradientAccumulation(32)), [0]))
+    if event=='before_epoch':
+        learn.add_cb(On('after_train', lambda l: hasattr(l, 'gradient_accumulation')
+                        or l.add_cb(GradientAccumulation(32)), [0]))
     learn.fit(2, .05)
     check_own(learn)
     assert [s.n_items for s in learn.spy.steps][-2:]==[32, 29]
@@ -205,7 +213,10 @@ def test_validation_inside(event, how, k):
         learn.add_cb(On('before_step', lambda l: steps.append(l.gradient_accumulation.items), order=90))
         learn.recorder.train_metrics,learn.metrics = True,accuracy
         seen = []
-        learn.add_cb(On('after_batch', lambda l: seen.append((l.epoch, l.iter, l.n_iter, l.train_iter, round(l.pct_train, 6), len(l.xb[0]))), order=90))
+        learn.add_cb(
+            On('after_batch',
+               lambda l: seen.append((l.epoch, l.iter, l.n_iter, l.train_iter, round(l.pct_train, 6), len(l.xb[0]))),
+               order=90))
         learn.fit_one_cycle(2, .05)
         return learn,logger.to_df(),seen,steps
     (a,rows_a,seen_a,_),(b,rows_b,seen_b,steps) = run(),run(Inside(event, how))
@@ -214,7 +225,8 @@ def test_validation_inside(event, how, k):
     assert rows_a.equals(rows_b) and a.recorder.losses==b.recorder.losses and a.recorder.lrs==b.recorder.lrs
     assert [r[:-1] for r in a.recorder.values]==[r[:-1] for r in b.recorder.values]
 
-others = {'early stopping': partial(EarlyStoppingCallback, patience=1, min_delta=.5), 'best weights': SaveModelCallback, 'csv': CSVLogger, 'schedule': Callback,
+others = {'early stopping': partial(EarlyStoppingCallback, patience=1, min_delta=.5), 'best weights': SaveModelCallback,
+          'csv': CSVLogger, 'schedule': Callback,
           'short': partial(ShortEpochCallback, .6)}
 @pytest.mark.parametrize('name', others)
 def test_validation_inside_with(name):
@@ -256,7 +268,8 @@ def test_n_items():
     assert [s.n_items for s in learn.spy.steps]==[8]*7 + [5]
 
 def test_empty_first_target():
-    learn = learner(Data(data.x, torch.zeros(61, 0), values.y[0]), 8, GradientAccumulation(32), loss_func=lambda p, empty, y: F.mse_loss(p, y))
+    learn = learner(Data(data.x, torch.zeros(61, 0), values.y[0]), 8, GradientAccumulation(32),
+                    loss_func=lambda p, empty, y: F.mse_loss(p, y))
     learn.fit(1, .01)
     assert len(learn.recorder.losses)==2
 
@@ -266,7 +279,8 @@ def test_double():
     start = mlp().double()
     for loss_func in (nn.CrossEntropyLoss(weight=cw.double()), nn.CrossEntropyLoss()):
         whole,*others = [learner(double_data, bs, *cbs, model=start, loss_func=loss_func) for bs,cbs in
-                         ((61, ()), (8, [GradientAccumulation(61)]), (61, [GradientAccumulation(micro_batch_size=7)]), (61, [GradientAccumulation(61, micro_batch_size=7)]))]
+                         ((61, ()), (8, [GradientAccumulation(61)]), (61, [GradientAccumulation(micro_batch_size=7)]),
+                          (61, [GradientAccumulation(61, micro_batch_size=7)]))]
         for l in (whole, *others):
             l.add_cb(Spy())
             l.remove_cb(Recorder)            # which cannot take a float64 loss
@@ -277,11 +291,14 @@ def test_double():
 @pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of 7 items")
 def test_even():
     sizes = []
-    learn = learner(Data(data.x[:50], data.y[0][:50]), 50, GradientAccumulation(micro_batch_size=7), On('after_pred', lambda l: sizes.append(len(l.y))), loss_func=ce)
+    learn = learner(Data(data.x[:50], data.y[0][:50]), 50, GradientAccumulation(micro_batch_size=7),
+                    On('after_pred', lambda l: sizes.append(len(l.y))), loss_func=ce)
     learn.fit(1)
     assert sizes==[7, 7, 6, 6, 6, 6, 6, 6]
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    learner(Data(data.x[:50], data.y[0][:50]), 50, GradientAccumulation(micro_batch_size=7), model=model, loss_func=ce).fit(1)   # BatchNorm raises on a single item
+    # BatchNorm raises on a single item
+    learner(Data(data.x[:50], data.y[0][:50]), 50, GradientAccumulation(micro_batch_size=7), model=model,
+            loss_func=ce).fit(1)
 
 # --- 12: the prediction of a split batch
 class Reads(Callback):
@@ -325,7 +342,8 @@ def test_patched_learner(monkeypatch):
     with pytest.raises(TypeError, match='_do_grad_opt of its own'): learner(data, 8, GradientAccumulation(32), loss_func=ce).fit(1)
 
 def test_language_models_are_refused():
-    with pytest.raises(ValueError, match='keeps state'): learner(data, 8, GradientAccumulation(32, micro_batch_size=4), ModelResetter(), loss_func=ce).fit(1)
+    with pytest.raises(ValueError, match='keeps state'):
+        learner(data, 8, GradientAccumulation(32, micro_batch_size=4), ModelResetter(), loss_func=ce).fit(1)
 
 # --- 14: fastai's MixedPrecision
 def test_channels_last_is_ours():
@@ -335,8 +353,10 @@ def test_channels_last_is_ours():
     assert learn.scaler is learn.mixed_precision.scaler and not torch.is_autocast_enabled('cpu')
 
 def test_fastai_precision_is_refused():
-    with pytest.raises(ValueError, match="fastai's MixedPrecision is attached"): learner(data, 8, GradientAccumulation(32), FastaiPrecision(), loss_func=ce).fit(1)
-    with pytest.warns(UserWarning, match="fastai's MixedPrecision"): learner(data, 8, StepLogger(), FastaiPrecision('bf16'), loss_func=ce).fit(1)
+    with pytest.raises(ValueError, match="fastai's MixedPrecision is attached"):
+        learner(data, 8, GradientAccumulation(32), FastaiPrecision(), loss_func=ce).fit(1)
+    with pytest.warns(UserWarning, match="fastai's MixedPrecision"):
+        learner(data, 8, StepLogger(), FastaiPrecision('bf16'), loss_func=ce).fit(1)
 
 @pytest.mark.parametrize('fast', [True, False])
 def test_slow_fp16(fast, monkeypatch):
@@ -349,11 +369,13 @@ def test_slow_fp16(fast, monkeypatch):
 
 # --- 15: imports in the wrong order
 def test_fastais_accumulation_beside_ours():
-    with pytest.warns(UserWarning, match="fastai's GradientAccumulation"): learner(data, 8, StepLogger(), FastaiAccumulation(32), loss_func=ce).fit(1)
+    with pytest.warns(UserWarning, match="fastai's GradientAccumulation"):
+        learner(data, 8, StepLogger(), FastaiAccumulation(32), loss_func=ce).fit(1)
 
 @pytest.mark.slow
 def test_lazy_names():
-    code = "import sys, fastaccum as fa; assert 'torch' not in sys.modules; print(fa.GradientAccumulation(256).accum_bs); fa.StepLogger; fa.nothing"
+    code = "import sys, fastaccum as fa; assert 'torch' not in sys.modules; " \
+           "print(fa.GradientAccumulation(256).accum_bs); fa.StepLogger; fa.nothing"
     run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert run.stdout=='256\n' and "no attribute 'nothing'" in run.stderr
 
@@ -387,7 +409,8 @@ def test_dropped_parameter_stays_without_gradient():
     class Two(nn.Module):
         def __init__(self): super().__init__(); self.a,self.b = nn.Linear(6, 4),nn.Linear(6, 4)
         def forward(self, x): return self.a(x) + (self.b(x) if len(x)==5 else 0)
-    learn = learner(data, 8, GradientAccumulation(32, remainder='drop'), model=Two(), loss_func=ce, valid=Data(data.x[:8], data.y[0][:8]), opt_func=partial(SGD, wd=.1))
+    learn = learner(data, 8, GradientAccumulation(32, remainder='drop'), model=Two(), loss_func=ce,
+                    valid=Data(data.x[:8], data.y[0][:8]), opt_func=partial(SGD, wd=.1))
     before = learn.model.b.weight.clone()
     learn.fit(2, .1)
     assert learn.model.b.weight.grad is None and torch.equal(learn.model.b.weight, before) and learn.model.a.weight.grad is not None
@@ -396,12 +419,15 @@ def test_dropped_parameter_stays_without_gradient():
 @pytest.mark.parametrize('k', [None, 4])
 def test_accumulation_removed_on_the_way(event, k):
     "The batch would be half weighed"
-    learn = learner(data, 8, GradientAccumulation(32, micro_batch_size=k), On(event, lambda l: l.remove_cb(GradientAccumulation), calls=[2]), loss_func=ce)
+    learn = learner(data, 8, GradientAccumulation(32, micro_batch_size=k),
+                    On(event, lambda l: l.remove_cb(GradientAccumulation), calls=[2]), loss_func=ce)
     with pytest.raises(RuntimeError, match='removed while a loader batch'): learn.fit(1, .05)
 
 @pytest.mark.parametrize('event', ['before_batch', 'after_batch'])
 def test_accumulation_removed_between_batches(event):
     "From there on plain fastai; what was accumulated is cleared"
-    learn = learner(data, 8, GradientAccumulation(16), On(event, lambda l: l.remove_cb(GradientAccumulation), calls=[1 if event == 'after_batch' else 2]), loss_func=ce)
+    learn = learner(data, 8, GradientAccumulation(16),
+                    On(event, lambda l: l.remove_cb(GradientAccumulation), calls=[1 if event == 'after_batch' else 2]),
+                    loss_func=ce)
     learn.fit(1, .05)
     assert len(learn.recorder.losses) == 1+6 and learn.recorder.iters[-1] == 7

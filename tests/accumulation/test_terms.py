@@ -9,7 +9,8 @@ class Experts(nn.Module):
     "Two experts; of each item the better one answers. `kind` of the number: a load balance, a mean over items, or one of the weights alone"
     def __init__(self, kind, keep, noise=0., drop=0.):
         super().__init__()
-        self.gate,self.experts,self.kind,self.keep,self.noise = nn.Linear(6, 2),nn.ModuleList(nn.Linear(6, 3) for _ in range(2)),kind,keep,noise
+        self.gate,self.experts,self.kind,self.keep,self.noise = (
+            nn.Linear(6, 2),nn.ModuleList(nn.Linear(6, 3) for _ in range(2)),kind,keep,noise)
         self.scale,self.drop = nn.Parameter(torch.tensor(.5)),nn.Dropout(drop)
     def forward(self, x):
         p = (self.gate(x) + self.noise*self.training*torch.randn(len(x), 2)).softmax(1)
@@ -40,7 +41,8 @@ def run(kind, keep, monkeypatch, accumulated=32, **kw):
 @pytest.mark.parametrize('keep', [True, False])
 def test_load_balance(keep, monkeypatch):
     d,told,_ = run('balance', keep, monkeypatch)
-    assert d > 1e-3 and len(told) == 1 and '%' in told[0] and 'coupled=True' in told[0] and ("'term'" if keep else 'in output 1') in told[0], (d, told)
+    assert (d > 1e-3 and len(told) == 1 and '%' in told[0] and 'coupled=True' in told[0]
+            and ("'term'" if keep else 'in output 1') in told[0]), (d, told)
 
 @pytest.mark.parametrize('keep', [True, False])
 @pytest.mark.parametrize('kind', ['mean', 'scale'])

@@ -153,7 +153,8 @@ def test_rows_of_loader_batches():
 
 def test_cancelled_batches():
     "They do not count"
-    learn = text_learner('classes', GradientAccumulation(60, unit='tokens'), StepLogger(), Stop('after_pred', CancelBatchException, [(0, 1), (0, 5)]))
+    learn = text_learner('classes', GradientAccumulation(60, unit='tokens'), StepLogger(),
+                         Stop('after_pred', CancelBatchException, [(0, 1), (0, 5)]))
     learn.fit(1, .1)
     expected = accumulated(in_batches(lengths), 60, stop=('after_pred', CancelBatchException, [(0, 1), (0, 5)]))
     df,dl = learn.step_logger.to_df(),learn.dls.train
@@ -215,7 +216,10 @@ def test_plan_with_loaders_of_pytorch():
 def test_plan_of_loaders_that_come_and_go():
     "What was counted is remembered for a loader, not for the place in memory that the next one gets; a copy of the callback has none of it"
     learn = text_learner('classes', acc := GradientAccumulation(60, unit='tokens'))
-    def plan(n): return acc.plan(dl=torch.utils.data.DataLoader(classes[n:n+8], batch_size=4, collate_fn=lambda b: (padded([x for x,_ in b]), torch.stack([y for _,y in b]))))
+    def plan(n):
+        return acc.plan(dl=torch.utils.data.DataLoader(classes[n:n+8], batch_size=4,
+                                                       collate_fn=lambda b: (
+                                                           padded([x for x,_ in b]), torch.stack([y for _,y in b]))))
     for n in range(38): assert sum(plan(n)) == sum(lengths[n:n+8])
     assert acc.plan(dl=[(padded(texts[:4]), torch.arange(4)), (padded(texts[4:6]), torch.arange(2))]) == [sum(lengths[:6])]
     assert deepcopy(acc.epoch_counts).found == {} != acc.epoch_counts.found
@@ -237,7 +241,8 @@ def test_plan_without_loading(kind, shuffle):
     state = np.random.get_state()[1].copy()
     with redirect_stdout(out := io.StringIO()): plan = acc.plan()
     assert data.n < 20 and (state == np.random.get_state()[1]).all()
-    assert out.getvalue() == ('GradientAccumulation: the loader shuffles, so the plan is an estimate: epochs have other batches of tokens.\n' if shuffle else '')
+    estimate = 'GradientAccumulation: the loader shuffles, so the plan is an estimate: epochs have other batches of tokens.\n'
+    assert out.getvalue() == (estimate if shuffle else '')
     learn.fit(1, .1)
     assert learn.step_logger.to_df().tokens.tolist() == plan
 
@@ -258,7 +263,8 @@ def test_no_plan():
     with pytest.raises(ValueError, match='ask for the plan before or after the fit'): learn.fit(1)
     learn.dls.loaders[0] = DataLoader(iter(classes), bs=4)
     with pytest.raises(ValueError, match='take the items of an epoch from the list_iterator'): acc.plan()
-    with pytest.raises(ValueError, match='add the callback to a Learner, which loads'): GradientAccumulation(60, unit='tokens').plan(dl=learn.dls.valid)
+    with pytest.raises(ValueError, match='add the callback to a Learner, which loads'):
+        GradientAccumulation(60, unit='tokens').plan(dl=learn.dls.valid)
 
 def test_lr_find():
     learn = text_learner('classes', GradientAccumulation(60, unit='tokens'))
@@ -282,7 +288,8 @@ def test_noise_scale():
     def b_simple(**kwargs):
         set_seed(0)
         x = torch.randint(2, n_words, (64, 5))
-        learn = Learner(DataLoaders(dl := [(x[i:i+8], x[i:i+8,0]) for i in range(0, 64, 8)], dl, device='cpu'), Texts(), CrossEntropyLossFlat(),
+        learn = Learner(DataLoaders(dl := [(x[i:i+8], x[i:i+8,0]) for i in range(0, 64, 8)], dl, device='cpu'), Texts(),
+                        CrossEntropyLossFlat(),
                         SGD, cbs=[GradientAccumulation(micro_batch_size=2, **kwargs), GradientNoiseScale()])
         with learn.no_bar(), learn.no_logging(): learn.fit(2, .01)
         return learn.gradient_noise_scale.estimate()
@@ -309,7 +316,8 @@ def test_resumed_in_the_middle_of_an_accumulated_batch(epoch):
     assert again.step_logger.to_df().equals(whole.step_logger.to_df())
 
 @pytest.mark.parametrize('kwargs,says', [
-    (dict(unit='words'), 'pass count='), (dict(unit='lr'), "unit='lr'"), (dict(unit='a word'), "unit='a word'"), (dict(count=len), 'name it'),
+    (dict(unit='words'), 'pass count='), (dict(unit='lr'), "unit='lr'"), (dict(unit='a word'), "unit='a word'"),
+    (dict(count=len), 'name it'),
     (dict(unit='tokens', count=3), 'count is 3'), (dict(unit='tokens', pad_idx='0'), 'pad_idx is')])
 def test_wrong_arguments(kwargs, says):
     for make in (lambda **kw: GradientAccumulation(64, **kw), lambda **kw: GradientAccumulationSchedule(16, 64, **kw)):
@@ -350,14 +358,16 @@ class Packed(nn.Module):
     "An LSTM with packed input"
     def __init__(self):
         super().__init__()
-        self.emb,self.rnn,self.out,self.shapes = nn.Embedding(n_words, 6, padding_idx=pad),nn.LSTM(6, 7, batch_first=True),nn.Linear(7, n_words),[]
+        self.emb,self.rnn,self.out,self.shapes = (nn.Embedding(n_words, 6, padding_idx=pad),
+                                                  nn.LSTM(6, 7, batch_first=True),nn.Linear(7, n_words),[])
     def forward(self, x):
         self.shapes.append(tuple(x.shape))
         seq = nn.utils.rnn.pack_padded_sequence(self.emb(x), (x != pad).sum(1).cpu(), batch_first=True, enforce_sorted=False)
         return self.out(self.rnn(seq)[1][0][-1])
 
 masked = dict(transformer=(Attention, classes, False), transformer_padded_first=(Attention, classes, True), packed=(Packed, classes, False),
-              every_word=(partial(Attention, per_word=True), language, False), every_word_padded_first=(partial(Attention, per_word=True), language, True))
+              every_word=(partial(Attention, per_word=True), language, False),
+              every_word_padded_first=(partial(Attention, per_word=True), language, True))
 
 def masked_learner(name, *cbs, double=True, **kwargs):
     Model,pairs,first = masked[name]
@@ -426,7 +436,8 @@ def test_values_for_the_items_of_a_loss():
         def forward(self, pred, y): return (F.cross_entropy(pred, y, reduction='none')*self.w).mean()
     def weigh(learn): learn.loss_func.w = learn.xb[0].sum(1).double()/50
     def run(**kwargs):
-        learn = masked_learner('transformer', GradientAccumulation(16, check_loss=False, **kwargs), On('before_batch', weigh, training=None))
+        learn = masked_learner('transformer', GradientAccumulation(16, check_loss=False, **kwargs),
+                               On('before_batch', weigh, training=None))
         learn.loss_func = Weighted()
         learn.fit(1, .1)
         return weights(learn.model)
@@ -566,7 +577,9 @@ def test_text_classifiers_are_refused(exact):
         return weights(learn.model)
     refused = make(GradientAccumulation(micro_batch_tokens=30), exact=exact)
     before = weights(refused.model)
-    with pytest.raises(ValueError, match="has fastai's SentenceEncoder.*Use micro_batch_size for it.*unit='tokens' works"): refused.fit(1, .1)
+    with pytest.raises(ValueError,
+                       match="has fastai's SentenceEncoder.*Use micro_batch_size for it.*unit='tokens' works"):
+        refused.fit(1, .1)
     assert torch.equal(weights(refused.model), before)
     if exact: close(run(GradientAccumulation(sum(lens), unit='tokens'), bs=5), run(), 1e-5)
 
@@ -609,14 +622,16 @@ def learner_of_batches(batches, model, *cbs, n_inp=2):
     return learn
 
 def test_features_as_many_as_tokens():
-    "In the first batch they cannot be told from numbers of tokens: refused before anything is wrong. (n, 1, features) is exact, and so is another number"
+    """In the first batch they cannot be told from numbers of tokens: refused before anything is wrong. (n, 1, features)
+    is exact, and so is another number"""
     x,y = padded(texts[:16]),torch.arange(16)%5
     features = torch.randn(16, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     def run(*fs, **kwargs):
         learn = learner_of_batches([(x,f,y) for f in fs], Featured, GradientAccumulation(**kwargs))
         learn.fit(2, .1)
         return weights(learn.model)
-    with pytest.raises(TypeError, match=r'float64 and shape \(16, \d+\) is as wide.*use micro_batch_size\.$'): run(features, micro_batch_tokens=48)
+    with pytest.raises(TypeError, match=r'float64 and shape \(16, \d+\) is as wide.*use micro_batch_size\.$'):
+        run(features, micro_batch_tokens=48)
     for fs in ([features[:,None]], [features[:,1:]], [features[:,1:], features]):
         close(run(*fs, micro_batch_tokens=48), run(*fs, micro_batch_size=16), 1e-10)
 
@@ -723,7 +738,9 @@ def test_error_in_a_micro_batch():
     learn = masked_learner('transformer', GradientAccumulation(micro_batch_tokens=48, check_loss=False))
     def loss(pred, y): raise RuntimeError('no loss')
     learn.loss_func = loss
-    with pytest.raises(RuntimeError, match=r"no loss(.|\n)*In micro-batch 1 of \d+, with \d+ of the loader batch's 16 items, in 1\d of 1\d places") as e: learn.fit(1)
+    with pytest.raises(RuntimeError,
+                       match=r"no loss(.|\n)*In micro-batch 1 of \d+, with \d+ of the loader batch's 16 items, in 1\d of 1\d places") as e:
+        learn.fit(1)
     assert 'coupled' not in str(e.value)
 
 class ClassesFirst(Attention):
@@ -732,7 +749,8 @@ class ClassesFirst(Attention):
 def test_classes_before_tokens():
     "Predictions (n, classes, tokens) are put together again, in validation and for metrics"
     def run(**kwargs):
-        learn = masked_learner('every_word', GradientAccumulation(32, **kwargs), metrics=lambda pred, y: accuracy_of_words(pred.transpose(1, 2), y))
+        learn = masked_learner('every_word', GradientAccumulation(32, **kwargs),
+                               metrics=lambda pred, y: accuracy_of_words(pred.transpose(1, 2), y))
         learn.recorder.train_metrics = True
         learn.model,learn.loss_func = (set_seed(0), ClassesFirst(per_word=True).double())[1],nn.CrossEntropyLoss()
         learn.fit(2, .1)
@@ -811,7 +829,8 @@ def test_mixed_labels():
 def test_attention_mask(dtype):
     x,y = padded(texts[:16]),torch.arange(16)%5
     def run(**kwargs):
-        learn = learner_of_batches([(dict(ids=x, attention_mask=(x != pad).to(dtype)),y)], WithMask, GradientAccumulation(**kwargs), n_inp=1)
+        learn = learner_of_batches([(dict(ids=x, attention_mask=(x != pad).to(dtype)),y)], WithMask,
+                                   GradientAccumulation(**kwargs), n_inp=1)
         learn.fit(2, .1)
         return weights(learn.model)
     close(run(micro_batch_tokens=48), run(micro_batch_size=16), 1e-10)

@@ -9,7 +9,8 @@ from fastaccum.all import MixedPrecision
 from fastaccum.accumulation import watch
 
 data = Data(torch.randn(61, 6, generator=torch.manual_seed(0)), torch.randn(61, 4))
-ways = {'loader batches': (8, dict(accum_bs=32)), 'micro-batches': (32, dict(micro_batch_size=8)), 'both': (16, dict(accum_bs=32, micro_batch_size=8))}
+ways = {'loader batches': (8, dict(accum_bs=32)), 'micro-batches': (32, dict(micro_batch_size=8)),
+        'both': (16, dict(accum_bs=32, micro_batch_size=8))}
 plain = partial(SGD, mom=0.)
 
 def fitted(bs, *cbs, hook=None, epochs=2, lr=.05, of=data, **kwargs):
@@ -82,13 +83,16 @@ class PerEpoch(Callback):
     def before_epoch(self): self.opt.set_hyper('lr', .1/(1+self.epoch))
 
 @pytest.mark.parametrize('way', ways)
-@pytest.mark.parametrize('cb', [Masks, Centers, ClipsAtStep, Reads, PutsBack, AnnealsWhereItOpens, AnnealsByPosition, PerEpoch, TerminateOnNaNCallback, GradientClip])
+@pytest.mark.parametrize('cb', [Masks, Centers, ClipsAtStep, Reads, PutsBack, AnnealsWhereItOpens, AnnealsByPosition,
+                                PerEpoch, TerminateOnNaNCallback, GradientClip])
 def test_silent_and_exact(way, cb):
     off,told = compared(way, cb)
     assert off < 5e-6 and not told, (off, told)
 
-hooks = {'clamp': (lambda g: g.clamp(-.01, .01), True), 'unit': (lambda g: g/g.norm(), True), 'in place': (lambda g: (g.clamp_(-.01, .01), None)[1], True),
-         'factor': (lambda g: g*.1, False), 'mask': (lambda g: g*(torch.arange(6) > 2), False), 'centered': (lambda g: g-g.mean(1, keepdim=True), False), 'looks': (lambda g: None, False)}
+hooks = {'clamp': (lambda g: g.clamp(-.01, .01), True), 'unit': (lambda g: g/g.norm(), True),
+         'in place': (lambda g: (g.clamp_(-.01, .01), None)[1], True),
+         'factor': (lambda g: g*.1, False), 'mask': (lambda g: g*(torch.arange(6) > 2), False),
+         'centered': (lambda g: g-g.mean(1, keepdim=True), False), 'looks': (lambda g: None, False)}
 
 @pytest.mark.parametrize('way', ways)
 @pytest.mark.parametrize('name', hooks)

@@ -1,6 +1,8 @@
 "critical_batch: the branches are what they say, and the Learner is as before"
 import random, re, pytest
-from fastai.text.all import AWD_LSTM, BaseTokenizer, TextBlock, Tokenizer, awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner, text_classifier_learner
+from fastai.text.all import (
+    AWD_LSTM, BaseTokenizer, TextBlock, Tokenizer, awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner,
+    text_classifier_learner)
 from reference import *
 from torch.utils._pytree import tree_leaves
 from fastaccum.batch_size.critical import conclusion, critical_batch
@@ -13,18 +15,24 @@ data = Data(torch.randn(61, 6), torch.randint(4, (61,)))
 
 def make(*cbs, shuffle=True, opt_func=Adam, **kwargs):
     learn = learner(data, 8, *cbs, loss_func=CrossEntropyLossFlat(), opt_func=opt_func, **kwargs)
-    learn.dls = DataLoaders(DataLoader(L(data[i] for i in range(61)), bs=8, shuffle=shuffle), DataLoader(L(data[i] for i in range(61)), bs=61))
+    learn.dls = DataLoaders(DataLoader(L(data[i] for i in range(61)), bs=8, shuffle=shuffle),
+                            DataLoader(L(data[i] for i in range(61)), bs=61))
     return learn
 
 def state(learn):
     loaders = [(dl.rng.getstate() if hasattr(dl, 'rng') else None) for dl in learn.dls.loaders]
-    cbs = [(cb.name, {k: v for k,v in vars(cb).items() if isinstance(v, (int,float,str)) or k in ('lrs','losses','values')}) for cb in learn.cbs]
+    cbs = [
+        (cb.name, {k: v for k,v in vars(cb).items() if isinstance(v, (int,float,str))
+                   or k in ('lrs','losses','values')}) for cb in learn.cbs]
     own = {k: v for k,v in vars(learn).items() if isinstance(v, (int,float,str,bool))}
-    return deepcopy((learn.model.state_dict(), learn.opt and learn.opt.state_dict(), torch.get_rng_state(), random.getstate(), list(np.random.get_state()), loaders, cbs, own,
+    return deepcopy((learn.model.state_dict(), learn.opt and learn.opt.state_dict(), torch.get_rng_state(),
+                     random.getstate(), list(np.random.get_state()), loaders, cbs, own,
                      [p.grad for p in learn.model.parameters()], learn.model.training))
 def same(a, b):
     a,b = tree_leaves(a),tree_leaves(b)
-    return len(a)==len(b) and all(x.equal(y) if isinstance(x, Tensor) else np.array_equal(x, y) if isinstance(x, np.ndarray) else x==y for x,y in zip(a, b))
+    return (len(a)==len(b)
+            and all(x.equal(y) if isinstance(x, Tensor) else np.array_equal(x, y) if isinstance(x, np.ndarray)
+                    else x==y for x,y in zip(a, b)))
 
 class Break(Callback):
     "Stops the second branch"
@@ -37,7 +45,8 @@ class Break(Callback):
 @pytest.mark.parametrize('opt_func', [Adam, partial(OptimWrapper, opt=torch.optim.AdamW), ranger], ids=['fastai', 'torch', 'lookahead'])
 def test_as_before(opt_func):
     "To the last bit: weights, optimizer, random numbers, callbacks; after an exception too"
-    learn = make(GradientAccumulation(16), StepLogger(), MixedPrecision('bf16'), MixUp(.4), GradientClip(1.), SaveModelCallback(), opt_func=opt_func)
+    learn = make(GradientAccumulation(16), StepLogger(), MixedPrecision('bf16'), MixUp(.4), GradientClip(1.),
+                 SaveModelCallback(), opt_func=opt_func)
     learn.fit(1, 1e-2)
     before = state(learn)
     table = critical_batch(learn, [8, 32], n_items=61, n_seeds=2)
@@ -87,10 +96,13 @@ def test_branches():
 
 def test_advice(capsys):
     "The largest size that is no worse than the smallest beyond what the seeds explain"
-    def runs(**by_size): return pd.DataFrame([dict(accum_bs=int(k[1:]), seed=i, loss=v+d, steps=960//int(k[1:])) for k,v in by_size.items() for i,d in enumerate(noise[k])])
+    def runs(**by_size):
+        return pd.DataFrame([dict(accum_bs=int(k[1:]), seed=i, loss=v+d, steps=960//int(k[1:]))
+                             for k,v in by_size.items() for i,d in enumerate(noise[k])])
     noise = dict(b16=[0, .1, .2], b32=[.01, .1, .19], b64=[0, .11, .2], b128=[0, .1, .2])
     text = conclusion(runs(b16=1., b32=1., b64=1., b128=1.5), None)
-    assert text.startswith('Use steps of up to 64 items: 4 times fewer') and '128 items: loss +0.5000' in text and 'same learning rate' in text
+    assert (text.startswith('Use steps of up to 64 items: 4 times fewer') and '128 items: loss +0.5000' in text
+            and 'same learning rate' in text)
     assert conclusion(runs(b16=1., b32=1.3, b64=1., b128=1.), None).startswith('Accumulation is not worth it here')
     assert 'up to 128 items' in conclusion(runs(b16=1., b32=.9, b64=.8, b128=.7), ScaleLR('sqrt'))
     critical_batch(make(), [8, 16], n_items=32, n_seeds=2)
@@ -98,7 +110,8 @@ def test_advice(capsys):
 
 def test_longer_than_an_epoch(capsys):
     "Refused, unless that is meant; the cost is told before the first step"
-    with pytest.raises(ValueError, match=r'62 items, 1.02 epochs of 61 .*n_items=61 .3 steps of 16.*force=True'): critical_batch(make(), [8, 16], n_items=62)
+    with pytest.raises(ValueError, match=r'62 items, 1.02 epochs of 61 .*n_items=61 .3 steps of 16.*force=True'):
+        critical_batch(make(), [8, 16], n_items=62)
     with pytest.raises(ValueError, match='320 items, 5.25 epochs'): critical_batch(make(), [8, 16])
     Break.count[0] = 9                                         # the first step ends it
     with pytest.raises(KeyboardInterrupt): critical_batch(make(Break()), [8, 16], n_items=122, n_seeds=2, force=True)
@@ -121,7 +134,8 @@ def text(kind):
     df = pd.DataFrame(dict(text=[' '.join(random.choices('abcdef', k=random.randint(3, 20))) for _ in range(60)], label=['x', 'y']*30))
     tokens = TextBlock(Tokenizer(BaseTokenizer, rules=[]), vocab=['xxunk', 'xxpad', *'abcdef'], is_lm=kind=='language', seq_len=8)
     blocks,splitter = [tokens] + [CategoryBlock]*(kind=='classes'),IndexSplitter(range(48, 60))
-    dls = DataBlock(blocks, get_x=lambda r: r.text, get_y=None if kind=='language' else lambda r: r.label, splitter=splitter).dataloaders(df, bs=8, seq_len=8, num_workers=0)
+    dls = DataBlock(blocks, get_x=lambda r: r.text, get_y=None if kind=='language' else lambda r: r.label,
+                    splitter=splitter).dataloaders(df, bs=8, seq_len=8, num_workers=0)
     config = {**(awd_lstm_lm_config if kind=='language' else awd_lstm_clas_config), 'emb_sz': 8, 'n_hid': 12, 'n_layers': 2}
     learn = dict(language=language_model_learner, classes=text_classifier_learner)[kind](dls, AWD_LSTM, config=config, pretrained=False)
     learn.remove_cb(ProgressCallback); learn.logger = noop
@@ -141,7 +155,9 @@ def test_text(kind):
     assert again.equals(table)
     learn.fit(1, 1e-3)
 
-@pytest.mark.parametrize('kw,msg', [(dict(sizes=[16]), 'two or more'), (dict(sizes=[4, 16]), 'at least a loader batch'), (dict(sizes=[8, 2.5]), 'two or more'),
+@pytest.mark.parametrize('kw,msg',
+                         [(dict(sizes=[16]), 'two or more'), (dict(sizes=[4, 16]), 'at least a loader batch'),
+                          (dict(sizes=[8, 2.5]), 'two or more'),
                                     (dict(n_seeds=1), 'n_seeds=1'), (dict(n_items=8), 'n_items=8')])
 def test_errors(kw, msg):
     with pytest.raises(ValueError, match=msg): critical_batch(make(), **{**dict(sizes=[8, 16]), **kw})

@@ -50,13 +50,15 @@ def measured(learn):
     return list(zip(rows['x'], rows['y']))
 def same(a, b, tol=1e-4): np.testing.assert_allclose(np.array(a), np.array(b), rtol=tol, atol=1e-7)
 
-cases = dict(elements=(data, MSELossFlat(), mlp()), classes=(classes, CrossEntropyLossFlat(weight=class_weight), mlp()), tokens=(tokens, nn.CrossEntropyLoss(), Tokens()))
+cases = dict(elements=(data, MSELossFlat(), mlp()), classes=(classes, CrossEntropyLossFlat(weight=class_weight), mlp()),
+             tokens=(tokens, nn.CrossEntropyLoss(), Tokens()))
 def make(kind, *cbs, n=8, **kwargs):
     d,loss,model = cases[kind]
     return learner(d, n, *cbs, Spy(), loss_func=loss, model=model, **kwargs)
 
 @pytest.mark.parametrize('kind', cases)
-@pytest.mark.parametrize('kw', [dict(accum_bs=32), dict(accum_bs=30, micro_batch_size=3), dict(micro_batch_size=3), dict(accum_bs=20, remainder='carry'), dict(accum_bs=20, remainder='drop')],
+@pytest.mark.parametrize('kw', [dict(accum_bs=32), dict(accum_bs=30, micro_batch_size=3), dict(micro_batch_size=3),
+                                dict(accum_bs=20, remainder='carry'), dict(accum_bs=20, remainder='drop')],
                          ids=lambda kw: ' '.join(f'{k}={v}' for k,v in kw.items()))
 def test_exact(kind, kw):
     "Uneven micro-batches, padded tokens, class weights, micro-batches without weight"
@@ -73,7 +75,8 @@ def test_exact(kind, kw):
 
 @pytest.mark.parametrize('bs,k', [(2, 64), (8, 32)])
 def test_class_weights(bs, k, n_runs=200, n_steps=60, dim=20):
-    "Which classes are in a micro-batch decides its weight: the interval holds as often as with equal weights. Classes differ in their mean, too"
+    """Which classes are in a micro-batch decides its weight: the interval holds as often as with equal weights. Classes
+    differ in their mean, too"""
     g = torch.Generator().manual_seed(0)
     p,mu = torch.tensor([.6, .2, .12, .08]).double(),torch.randn(4, dim, generator=g).double()
     w = 1/p/len(p)
@@ -109,9 +112,11 @@ def test_loss_scale_does_not_matter():
         order = 7
         def before_backward(self):
             if self.learn.iter==2: self.learn.loss_grad = self.learn.loss_grad*float('inf')
-    learn = make('elements', GradientAccumulation(32), GradientNoiseScale(), MixedPrecision('fp16', init_scale=2.**8), Overflow(), StepLogger())
+    learn = make('elements', GradientAccumulation(32), GradientNoiseScale(), MixedPrecision('fp16', init_scale=2.**8),
+                 Overflow(), StepLogger())
     learn.fit(3, 0.)
-    assert learn.gradient_noise_scale.estimate().n_steps==3==(~learn.step_logger.to_df().skipped).sum() and math.isfinite(learn.gradient_noise_scale.estimate().trace)
+    assert (learn.gradient_noise_scale.estimate().n_steps==3==(~learn.step_logger.to_df().skipped).sum()
+            and math.isfinite(learn.gradient_noise_scale.estimate().trace))
 
 class OutOfMemory(Callback):
     "Memory for 4 items: runs out in the forward pass, or amid backward, after another micro-batch went through"
@@ -142,7 +147,10 @@ def test_restarts_do_not_matter(amid):
     assert rel_err(weights(learn.model), weights(final.model)) < 1e-5
     for (x,y),s,whole in zip(measured(learn), final.spy.steps, measured(final)):
         parts = []
-        for i,((xb,),(yb,)) in enumerate(zip(s.xs, s.ys)): parts += list(zip(*(o.tensor_split(-(-len(o)//(4 if s.batches[i][1] >= 2 else 8 if amid else 16))) for o in (xb, yb))))
+        for i,((xb,),(yb,)) in enumerate(zip(s.xs, s.ys)):
+            parts += list(
+                zip(*(o.tensor_split(-(-len(o)//(4 if s.batches[i][1] >= 2 else 8 if amid else 16)))
+                      for o in (xb, yb))))
         gs,w = [big_batch(final.model, s.weights, final.loss_func, a, [b])[0] for a,b in parts],[b.numel() for _,b in parts]
         same([x], [estimates(w, gs, s.n_items)[0]])
 
@@ -202,10 +210,12 @@ def test_frozen_and_sparse():
     ids = Data(torch.randint(9, (61, 3)), torch.randn(61, 4))
     model = Sparse()
     model.frozen.requires_grad_(False)
-    learn = learner(ids, 8, GradientAccumulation(32), GradientNoiseScale(), Spy(), model=model, opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
+    learn = learner(ids, 8, GradientAccumulation(32), GradientNoiseScale(), Spy(), model=model,
+                    opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
     learn.fit(1, 1e-2)
     dense = deepcopy(model); dense.emb.sparse = False
-    same_run = learner(ids, 8, GradientAccumulation(32), GradientNoiseScale(), model=dense, opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
+    same_run = learner(ids, 8, GradientAccumulation(32), GradientNoiseScale(), model=dense,
+                       opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
     same_run.fit(1, 1e-2)
     same(measured(learn), measured(same_run))
 
@@ -214,7 +224,8 @@ def test_columns():
     learn.fit(2, 1e-2)
     df,est = learn.step_logger.to_df(),learn.gradient_noise_scale.estimate()
     assert df[['noise_scale', 'noise_low', 'noise_high']].iloc[-1].tolist()==pytest.approx(est[:3])
-    assert (df.noise_low <= df.noise_scale).all() and (df.noise_scale <= df.noise_high).all() and (df.noise_low[0], df.noise_high[0])==(0, math.inf)
+    assert ((df.noise_low <= df.noise_scale).all() and (df.noise_scale <= df.noise_high).all()
+            and (df.noise_low[0], df.noise_high[0])==(0, math.inf))
     learn.gradient_noise_scale.plot()
 
 def test_no_syncs():
@@ -228,10 +239,12 @@ def test_no_syncs():
     assert count(GradientNoiseScale(), StepLogger())==count(StepLogger())
 
 def fresh(*cbs): return make('elements', *cbs, TrainingCheckpoint(every_steps=1))
-@pytest.mark.parametrize('cbs', [lambda: [GradientAccumulation(16), GradientNoiseScale()], lambda: [AdaptiveGradientAccumulation(16, 48)]], ids=['measured', 'adaptive'])
+@pytest.mark.parametrize('cbs', [lambda: [GradientAccumulation(16), GradientNoiseScale()],
+                                 lambda: [AdaptiveGradientAccumulation(16, 48)]], ids=['measured', 'adaptive'])
 def test_resume(cbs, monkeypatch):
     "As if nothing had happened: averages, sizes, weights"
-    monkeypatch.setattr('fastaccum.batch_size.noise.fieller', lambda m, n, beta, z=.5: fieller(m, n, beta, z))   # so that sizes change early
+    # so that sizes change early
+    monkeypatch.setattr('fastaccum.batch_size.noise.fieller', lambda m, n, beta, z=.5: fieller(m, n, beta, z))
     whole = make('elements', *cbs()); whole.fit(3, 1e-2)
     learn = fresh(*cbs(), On('before_batch', throw(KeyboardInterrupt()), calls=[10]))
     with pytest.raises(KeyboardInterrupt): learn.fit(3, 1e-2)
@@ -255,8 +268,11 @@ def test_tokens_are_counted_in_items():
     assert runs[0]==pytest.approx(runs[1], rel=1e-4)
 
 errors = [([GradientNoiseScale()], 'add GradientAccumulation'), ([GradientAccumulation(8), GradientNoiseScale()], 'micro_batch_size=4'),
-          ([GradientAccumulation(micro_batch_size=8), GradientNoiseScale()], 'micro_batch_size=4'), ([GradientAccumulation(32, normalize=False), GradientNoiseScale()], 'normalize=False'),
-          ([AdaptiveGradientAccumulation(8, 64)], 'micro_batch_size=4'), ([GradientAccumulation(32), GradientNoiseScale(), GradientNoiseScale()], '2 GradientNoiseScale callbacks are attached')]
+          ([GradientAccumulation(micro_batch_size=8), GradientNoiseScale()], 'micro_batch_size=4'),
+          ([GradientAccumulation(32, normalize=False), GradientNoiseScale()], 'normalize=False'),
+          ([AdaptiveGradientAccumulation(8, 64)], 'micro_batch_size=4'),
+          ([GradientAccumulation(32), GradientNoiseScale(), GradientNoiseScale()],
+           '2 GradientNoiseScale callbacks are attached')]
 @pytest.mark.parametrize('cbs,msg', errors)
 def test_errors_before_training(cbs, msg):
     learn = learner(data, 8, *cbs)
@@ -270,7 +286,8 @@ def test_arguments():
     with pytest.raises(ValueError, match='swap'): AdaptiveGradientAccumulation(64, 32)
     with pytest.raises(TypeError, match='accum_bs'): AdaptiveGradientAccumulation(8, 64.)
     with pytest.raises(ValueError, match='train first'): GradientNoiseScale().plot()
-    with pytest.raises(ValueError, match="mean='sum'|reduction='mean'"): learner(data, 8, GradientAccumulation(32), GradientNoiseScale(), loss_func=nn.MSELoss(reduction='sum')).fit(1)
+    with pytest.raises(ValueError, match="mean='sum'|reduction='mean'"):
+        learner(data, 8, GradientAccumulation(32), GradientNoiseScale(), loss_func=nn.MSELoss(reduction='sum')).fit(1)
 
 # --- Adaptive
 def test_adaptive():

@@ -51,7 +51,8 @@ def test_same_as_by_hand(make):
     assert rel_err(weights(learn.model), weights(hand.model)) < 1e-6
     assert learn.recorder.lrs==pytest.approx(hand.recorder.lrs) and now(learn)==[[1e-2, .9, .99]]
 
-@pytest.mark.parametrize('ex', [CancelBatchException, CancelStepException, CancelTrainException, CancelEpochException, CancelFitException, KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize('ex', [CancelBatchException, CancelStepException, CancelTrainException, CancelEpochException,
+                                CancelFitException, KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize('event', events)
 def test_put_back(event, ex):
     "Whatever ends the step, its batch, epoch or fit; and never while a callback of the epoch looks"
@@ -78,7 +79,8 @@ def test_groups():
     "A rate for each group, of fine_tune; and a torch optimizer"
     split = lambda m: [list(m[0].parameters()), list(m[2].parameters())]
     for opt_func in (Adam, partial(OptimWrapper, opt=torch.optim.AdamW)):
-        runs = [learner(data, 8, GradientAccumulation(32), Used(), *cbs, splitter=split, opt_func=opt_func) for cbs in ((), [ScaleLR('linear', half_life=True)])]
+        runs = [learner(data, 8, GradientAccumulation(32), Used(), *cbs, splitter=split, opt_func=opt_func)
+                for cbs in ((), [ScaleLR('linear', half_life=True)])]
         for l in runs: l.fine_tune(2, 1e-2)
         a,b = [np.array(l.used.steps) for l in runs]
         assert a.shape==(6, 2, 3) and (a[-1,0,0] < a[-1,1,0]/50)
@@ -122,7 +124,8 @@ def test_checkpoint(capsys):
     "What is saved is yours, and what goes on is scaled"
     whole = scaled(GradientAccumulation(16), Used())
     whole.fit(2, 1e-2)
-    learn = scaled(GradientAccumulation(16), Used(), TrainingCheckpoint(every_steps=1), On('before_batch', throw(KeyboardInterrupt()), calls=[10]))
+    learn = scaled(GradientAccumulation(16), Used(), TrainingCheckpoint(every_steps=1),
+                   On('before_batch', throw(KeyboardInterrupt()), calls=[10]))
     with pytest.raises(KeyboardInterrupt): learn.fit(2, 1e-2)
     CheckpointFolder.in_use.clear()
     again = scaled(GradientAccumulation(16), Used(), TrainingCheckpoint(every_steps=1))
@@ -135,7 +138,9 @@ def test_validate_amid_a_fit():
     learn.fit(2, 1e-2)
     assert all(s[0]==times(2) for s in learn.used.steps) and len(learn.used.steps) > 3 and now(learn)==[[1e-2, .9, .99]]
 
-@pytest.mark.parametrize('kw,msg', [(dict(rule='root'), "rule='root'"), (dict(rule='sqrt', bs=0), 'bs=0'), (dict(rule='sqrt', bs=1.5), 'bs=1.5'), (dict(rule='sqrt', bs=True), 'bs=True')])
+@pytest.mark.parametrize('kw,msg',
+                         [(dict(rule='root'), "rule='root'"), (dict(rule='sqrt', bs=0), 'bs=0'),
+                          (dict(rule='sqrt', bs=1.5), 'bs=1.5'), (dict(rule='sqrt', bs=True), 'bs=True')])
 def test_arguments(kw, msg):
     with pytest.raises(ValueError, match=msg): ScaleLR(**kw)
 
@@ -157,7 +162,9 @@ def test_tidy():
     with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=On('after_pred', throw(KeyboardInterrupt())))
     assert learn.count.n==3
 
-@pytest.mark.parametrize('decay', [SchedCos(1., .1), SchedExp(5., .5), SchedLin(1, 0), combine_scheds([.5, .5], [SchedNo(1, 1), SchedLin(1, .25)]), lambda pos: .5**int(4*pos)])
+@pytest.mark.parametrize('decay', [SchedCos(1., .1), SchedExp(5., .5), SchedLin(1, 0),
+                                   combine_scheds([.5, .5], [SchedNo(1, 1), SchedLin(1, .25)]),
+                                   lambda pos: .5**int(4*pos)])
 def test_ramp(decay):
     "start*decay(0)/decay(pos), up to final; a decay to 0 is no division by it"
     acc = GradientAccumulationSchedule(8, 64, start=0., finish=1., schedule=batch_ramp(decay))

@@ -46,7 +46,8 @@ def main(checkpoints):
     learn.fit_one_cycle(4, slice(.01))
     rec = learn.recorder
     values = [list(v) for v in rec.values]
-    torch.save(dict(model=learn.model.state_dict(), losses=torch.stack(rec.losses).as_subclass(Tensor), lrs=[float(l) for l in rec.lrs], values=values), 'result.pt')
+    torch.save(dict(model=learn.model.state_dict(), losses=torch.stack(rec.losses).as_subclass(Tensor),
+                    lrs=[float(l) for l in rec.lrs], values=values), 'result.pt')
 
 def serve():
     "A new process for each folder in the input, which need not import everything again; its id, and its end, are printed"

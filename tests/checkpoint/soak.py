@@ -22,7 +22,9 @@ class Meter(Callback):
         self.steps.append(len(self.ms))
         self.blocks.append(sys.getallocatedblocks())
         self.tensors.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
-        self.mib.append(resident_mib() - sum(col.nbytes for places in table.cols.values() for col in places.values())/2**20)   # its rows are to stay
+        # its rows are to stay
+        self.mib.append(resident_mib() - sum(col.nbytes for places in table.cols.values()
+                                             for col in places.values())/2**20)
         self.last = time.process_time()
 
 def resident_mib():
@@ -33,7 +35,8 @@ def run(n_steps, folder, *cbs, n_fits=10):
     "Some fits; what was measured, the Learner and the warnings"
     torch.manual_seed(0)
     data,meter = Data(torch.randn(256, 6), torch.randn(256, 4)),Meter()
-    cbs = GradientAccumulation(32, micro_batch_size=5),MixedPrecision('fp16', growth_interval=50),StepLogger(grad_norm=True),TrainingCheckpoint(every_steps=200),meter,*cbs
+    cbs = (GradientAccumulation(32, micro_batch_size=5),MixedPrecision('fp16', growth_interval=50),
+           StepLogger(grad_norm=True),TrainingCheckpoint(every_steps=200),meter,*cbs)
     learn = learner(data, 8, *cbs, metrics=mae, valid=Data(data.x[:8], data.y[0][:8]), path=folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
@@ -50,9 +53,13 @@ def summary(meter, learn, caught):
     "Time in quarters of the run, what is in memory at the end of each fit"
     quarters = lambda f: [round(float(f(q)), 2) for q in np.array_split(np.array(meter.ms), 4)]
     df = learn.step_logger.to_df()
-    return dict(steps=len(df), fits=int(df.fit.max()), skipped=int(df.skipped.sum()), first_loss=df.loss[:8].mean(), last_loss=df.loss[-8:].mean(),   # of an epoch: single steps differ too much
-                mean_ms=quarters(np.mean), median_ms=quarters(np.median), mib=[round(m, 1) for m in meter.mib], blocks=meter.blocks, tensors=meter.tensors,
-                bytes_per_step=round(per_step(meter, 'mib')*2**20), blocks_per_step=round(per_step(meter, 'blocks'), 3), tensors_per_step=per_step(meter, 'tensors'), warnings=dict(caught))
+    # of an epoch: single steps differ too much
+    return dict(steps=len(df), fits=int(df.fit.max()), skipped=int(df.skipped.sum()), first_loss=df.loss[:8].mean(),
+                last_loss=df.loss[-8:].mean(),
+                mean_ms=quarters(np.mean), median_ms=quarters(np.median), mib=[round(m, 1) for m in meter.mib],
+                blocks=meter.blocks, tensors=meter.tensors,
+                bytes_per_step=round(per_step(meter, 'mib')*2**20), blocks_per_step=round(per_step(meter, 'blocks'), 3),
+                tensors_per_step=per_step(meter, 'tensors'), warnings=dict(caught))
 
 if __name__=='__main__':
     torch.set_num_threads(1)

@@ -52,9 +52,14 @@ class BatchNoise(ItemTransform):
     split_idx = 0
     def encodes(self, o): return (o[0]*(1+torch.rand(1)+np.random.rand()), o[1])
 
-def fastai_dl(d, batch_size, **kwargs): return TfmdDL(d, bs=batch_size, shuffle=True, after_item=[Noise()], after_batch=[BatchNoise()], **{**dict(num_workers=0), **kwargs})
+def fastai_dl(d, batch_size, **kwargs):
+    return TfmdDL(d, bs=batch_size, shuffle=True, after_item=[Noise()], after_batch=[BatchNoise()],
+                  **{**dict(num_workers=0), **kwargs})
 def torch_dl(d, batch_size, **kwargs): return torch_data.DataLoader(d, batch_size=batch_size, shuffle=True, **kwargs)
-def weighted(d, batch_size): return torch_data.DataLoader(d, batch_size=batch_size, sampler=torch_data.WeightedRandomSampler(torch.arange(1., 1+len(d)), 50, generator=torch.Generator().manual_seed(1)))
+def weighted(d, batch_size):
+    return torch_data.DataLoader(d, batch_size=batch_size,
+                                 sampler=torch_data.WeightedRandomSampler(
+                                     torch.arange(1., 1+len(d)), 50, generator=torch.Generator().manual_seed(1)))
 class OwnDL(DataLoader):
     "An order of its own"
     def get_idxs(self): return list(np.random.permutation(self.n))
@@ -66,7 +71,8 @@ class Branches(nn.Module):
     def __init__(self): super().__init__(); self.heads,self.n = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]),0
     def forward(self, x): return self.heads[int(x.sum() > 2.5)](x)
 
-fp16 = pytest.param(dict(cbs=lambda: [MixedPrecision(init_scale=2.**10, growth_interval=5)]), id='fp16', marks=pytest.mark.skipif(not can_compute_in('cpu', AMPMode.FP16), reason='no fp16 here'))
+fp16 = pytest.param(dict(cbs=lambda: [MixedPrecision(init_scale=2.**10, growth_interval=5)]), id='fp16',
+                    marks=pytest.mark.skipif(not can_compute_in('cpu', AMPMode.FP16), reason='no fp16 here'))
 cases = [fp16, *(pytest.param(v, id=k) for k,v in dict(
     plain=dict(),
     accumulation=dict(cbs=lambda: [GradientAccumulation(24)]),
@@ -76,9 +82,11 @@ cases = [fp16, *(pytest.param(v, id=k) for k,v in dict(
     everything=dict(cbs=lambda: [GradientAccumulationSchedule(8, 40), MixedPrecision(), MixUp()]),
     adam=dict(opt_func=Adam), lookahead=dict(opt_func=ranger), torch_adam=dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)),
     no_gradient=dict(model=Branches(), opt_func=partial(Adam, wd=.1)),
-    torch_loader=dict(dl_type=torch_dl), sampler=dict(dl_type=weighted), drop_last=dict(dl_type=partial(fastai_dl, drop_last=True)), own_order=dict(dl_type=OwnDL),
+    torch_loader=dict(dl_type=torch_dl), sampler=dict(dl_type=weighted),
+    drop_last=dict(dl_type=partial(fastai_dl, drop_last=True)), own_order=dict(dl_type=OwnDL),
     torch_generator=dict(dl_type=lambda d, batch_size: torch_dl(d, batch_size, generator=torch.Generator().manual_seed(5))),
-    trackers=dict(cbs=lambda: [SaveModelCallback(), EarlyStoppingCallback(patience=2, min_delta=.003), ReduceLROnPlateau(min_delta=.004)], fit=lambda l: l.fit(5, .05)),
+    trackers=dict(cbs=lambda: [SaveModelCallback(), EarlyStoppingCallback(patience=2, min_delta=.003),
+                               ReduceLROnPlateau(min_delta=.004)], fit=lambda l: l.fit(5, .05)),
     train_metrics=dict(cbs=lambda: [GradientAccumulation(24)], metrics=[mae, AccumMetric(mse)], train_metrics=True),
     flat=dict(fit=lambda l: l.fit_flat_cos(4, .05)), slices=dict(fit=lambda l: l.fit_one_cycle(4, slice(.001, .05))),
 ).items())]
@@ -126,7 +134,8 @@ def test_bit_identical(case):
 def test_any_moment(at, event, order):
     case = dict(cbs=lambda: [GradientAccumulation(16)])
     whole = run(case)
-    run(case, TrainingCheckpoint(every_steps=1), stop=Interrupt(at if event != 'before_step' else (at[0], at[1]|1), event=event, order=order))
+    run(case, TrainingCheckpoint(every_steps=1),
+        stop=Interrupt(at if event != 'before_step' else (at[0], at[1]|1), event=event, order=order))
     new_process()
     test_eq_bits(run(case, TrainingCheckpoint(every_steps=1)), whole)
 
@@ -231,7 +240,8 @@ if how == 'exit': sys.exit(1)
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
 def test_ends():
     "A script that does not end normally after a fit goes on behind it; the code of `sys.exit` cannot be known"
-    subprocess.run([sys.executable, '-W', 'ignore', '-c', exits], check=True, env={**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)})
+    subprocess.run([sys.executable, '-W', 'ignore', '-c', exits], check=True,
+                   env={**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)})
     folders = {how.name: [p.name for p in (how/'models').iterdir()] for how in Path().iterdir() if how.is_dir()}
     done,goes_on = ['checkpoint-finished'],['checkpoint']
     assert folders == dict(normal=done, exit=done, error=goes_on, _exit=goes_on, SIGTERM=goes_on, **{'Ctrl-C': goes_on})
@@ -298,10 +308,13 @@ def test_refused():
     refused('GradientAccumulationSchedule', dict(cbs=lambda: [GradientAccumulationSchedule(24, 32)]))
     refused('mixed_precision: None', dict(cbs=lambda: [GradientAccumulation(24), MixedPrecision('bf16')]))
     refused('optimizer', dict(**case, opt_func=Adam))
-    refused(r"model's 0.weight: \(16, 6\) torch.float32 in the checkpoint, \(12, 6\)", dict(**case, model=nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 4))))
+    refused(r"model's 0.weight: \(16, 6\) torch.float32 in the checkpoint, \(12, 6\)",
+            dict(**case, model=nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 4))))
     refused('nothing in the checkpoint', dict(**case, model=nn.Sequential(*net(), nn.Linear(4, 4))))
     refused('batch size: 8 in the checkpoint, 4 now', learn=learner(data, 4, TrainingCheckpoint(), GradientAccumulation(24), model=net()))
-    refused('items: 61 in the checkpoint, 8 now', learn=learner(Data(torch.randn(8, 6), torch.randn(8, 4)), 8, TrainingCheckpoint(), GradientAccumulation(24), model=net()))
+    refused('items: 61 in the checkpoint, 8 now',
+            learn=learner(Data(torch.randn(8, 6), torch.randn(8, 4)), 8, TrainingCheckpoint(), GradientAccumulation(24),
+                          model=net()))
     with pytest.MonkeyPatch.context() as m:
         m.setattr('fastaccum.__version__', '0.0.0')
         refused(r'fastaccum: .* in the checkpoint, 0.0.0 now')
@@ -417,7 +430,8 @@ def test_keep():
 def test_cannot_save(capfd):
     whole = run({})
     Path('models').write_text('a file, where the folder would be')
-    with pytest.warns(UserWarning, match='could not save.*Training continues') as w: test_eq_bits(run({}, TrainingCheckpoint(every_steps=8)), whole)
+    with pytest.warns(UserWarning, match='could not save.*Training continues') as w:
+        test_eq_bits(run({}, TrainingCheckpoint(every_steps=8)), whole)
     assert len([m for m in w if 'could not save' in str(m.message)]) == 5      # 4 and the end: one each
     new_process(); Path('models').unlink()
     resource = pytest.importorskip('resource', reason='Windows has no such limits')
@@ -426,7 +440,8 @@ def test_cannot_save(capfd):
     try:
         with pytest.warns(UserWarning, match='could not save') as w: test_eq_bits(run({}, TrainingCheckpoint(every_steps=8)), whole)
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len([m for m in w if 'could not save' in str(m.message)]) == 5 and {f.name for f in Path('models/checkpoint').iterdir()} <= {'training_checkpoint.lock'}
+    assert (len([m for m in w if 'could not save' in str(m.message)]) == 5
+            and {f.name for f in Path('models/checkpoint').iterdir()} <= {'training_checkpoint.lock'})
 
 class Signal(Stateless):
     run_valid = False
@@ -514,7 +529,8 @@ def test_short_way():
             seen.clear(); sys.setprofile(note)
             try: self.learn.training_checkpoint.now.save_batch()
             finally: sys.setprofile(None)
-    run(dict(model=nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), fit=lambda l: l.fit(1)), GradientAccumulation(24), TrainingCheckpoint(every_minutes=None), Traces())
+    run(dict(model=nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), fit=lambda l: l.fit(1)),
+        GradientAccumulation(24), TrainingCheckpoint(every_minutes=None), Traces())
     assert 50 < len(seen) < 640 and sum(a != b for a,b in zip(seen, seen[1:])) < 100
 
 def test_cost():
@@ -529,7 +545,8 @@ def test_cost():
             with counted(torch, 'save') as saves, counted(os, 'fsync') as waits, StorageFollower() as mem: cb.now.save_batch()
             ours = max(cb.folder.files, key=os.path.getmtime)
             assert saves['save'] == 1 and waits['fsync'] == 2
-            assert plain.stat().st_size > 12e6 and ours.stat().st_size < plain.stat().st_size + 50_000   # the generators' states are 10,000 of it
+            # the generators' states are 10,000 of it
+            assert plain.stat().st_size > 12e6 and ours.stat().st_size < plain.stat().st_size + 50_000
             assert mem.peak < 50_000
     learn.add_cb(Measure())
     learn.fit(1)

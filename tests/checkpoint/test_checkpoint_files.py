@@ -8,9 +8,11 @@ from fastaccum.checkpoint.callback import *
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.checkpoint.files import OwnFiles, lock_name, read_checkpoint, run_of, write_checkpoint
 
-quick = 'test_flipped_bits','test_no_digest','test_flipped_manifest','test_damaged_newest','test_foreign_files','test_failing_operations','test_full_disk','test_background'
+quick = ('test_flipped_bits','test_no_digest','test_flipped_manifest','test_damaged_newest','test_foreign_files',
+         'test_failing_operations','test_full_disk','test_background')
 
-names = ['best.pth', '1-mine.pt', '1-000000004.pt', '1-000000008.pt', '1-end.pt', '2-end.pt', '0-end.pt', 'x.tmp', '1-end.pt.0123abcd.tmp', 'config.yaml', 'notes.txt', 'digests.jsonl',
+names = ['best.pth', '1-mine.pt', '1-000000004.pt', '1-000000008.pt', '1-end.pt', '2-end.pt', '0-end.pt', 'x.tmp',
+         '1-end.pt.0123abcd.tmp', 'config.yaml', 'notes.txt', 'digests.jsonl',
          'training_checkpoint.txt', '.hidden', 'sub/1-end.pt', 'sub/a.txt']
 
 def make_tree(folder):
@@ -21,7 +23,9 @@ def make_tree(folder):
     shutil.rmtree(folder.parent/'elsewhere')
     return tree(folder)
 
-def tree(folder): return {p.relative_to(folder).as_posix(): (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob('*') if p.is_file()}
+def tree(folder):
+    return {p.relative_to(folder).as_posix(): (p.read_bytes(), p.stat().st_mtime_ns)
+            for p in folder.rglob('*') if p.is_file()}
 
 def check_tree(folder, before):
     now = tree(folder)
@@ -61,7 +65,8 @@ def test_folder_of_saved_models():
     learn.training_checkpoint.finish()
     assert [p.name for p in Path('models/run1').iterdir()] == ['best.pth'] and Path('models/run1/best.pth').read_bytes() == best
     train('run1', SaveModelCallback(fname='run1/best')).training_checkpoint.finish()
-    assert [p.name for p in Path('models/run1').iterdir()] == ['best.pth'] and [p.name for p in Path('models/run1-finished').iterdir()] == ['1-end.pt']
+    assert ([p.name for p in Path('models/run1').iterdir()] == ['best.pth']
+            and [p.name for p in Path('models/run1-finished').iterdir()] == ['1-end.pt'])
 
 def test_finished_folder_of_the_user():
     "Whose files are in `...-finished` stay too"
@@ -106,7 +111,8 @@ def test_endings(how):
     assert bool(ours) != complete and Path('models/run1-finished').exists() == complete, first_run.stderr
     if how in ('fork', 'Ctrl-C'):                        # the next start trains anew, or goes on
         text = script('normal').stdout
-        assert ('continues in epoch' in text) == (not complete) and 'was finished' not in text and check_tree(Path('models/run1').resolve(), before) == []
+        assert (('continues in epoch' in text) == (not complete) and 'was finished' not in text
+                and check_tree(Path('models/run1').resolve(), before) == [])
 
 failed_child = '''
 import multiprocessing, sys
@@ -134,7 +140,8 @@ def test_message_at_exit():
     assert end in out and 'too early' not in out
     shutil.rmtree('models')
     out = script('early').stdout
-    assert end in out and 'A callback ended fit 1 in epoch 1 of 2. Did the run end too early?' in out and f"move run1-finished/1-end.pt back to {Path('models/run1').resolve()}." in out
+    assert (end in out and 'A callback ended fit 1 in epoch 1 of 2. Did the run end too early?' in out
+            and f"move run1-finished/1-end.pt back to {Path('models/run1').resolve()}." in out)
     Path('models/run1').mkdir()
     Path('models/run1-finished/1-end.pt').rename('models/run1/1-end.pt')
     assert 'fit 1 was finished; its end state is loaded' in script('normal').stdout
@@ -151,7 +158,8 @@ def test_flipped_bits():
     whole = file.read_bytes()
     n,directory = 8*len(whole),8*whole.index(b'PK\1\2')
     assert torch.equal(read_checkpoint(file)['w'], state['w']) and n < 40_000
-    places = [(i,) for i in rand.sample(range(n), 300)] + [rand.sample(range(n), 2) for _ in range(300)] + [rand.sample(range(directory, n), 2) for _ in range(300)]
+    places = [(i,) for i in rand.sample(range(n), 300)] + [rand.sample(range(n), 2) for _ in range(300)] + [
+        rand.sample(range(directory, n), 2) for _ in range(300)]
     places += [range(i, i+rand.randint(3, 200)) for i in rand.sample(range(n-200), 100)] + [(i,) for i in range(n-8*80, n)]
     for where in places:
         file.write_bytes(flipped(whole, *where))
@@ -179,7 +187,8 @@ def test_flipped_manifest():
     for where in [(i,) for i in range(200, 8*len(whole))] + [rand.sample(range(200, 8*len(whole)), 2) for _ in range(300)]:
         file.write_bytes(flipped(whole, *where))
         now = OwnFiles(own.path)
-        assert (now.run,now.names(r'.*\.pt')) == (own.run,['1-end.pt']) and now.listed <= old.listed and not now.finished, (where,file.read_bytes())
+        assert ((now.run,now.names(r'.*\.pt')) == (own.run,['1-end.pt']) and now.listed <= old.listed
+                and not now.finished), (where,file.read_bytes())
     text = json.loads(whole)
     del text['digest']
     file.write_text(json.dumps(text))          # of an older version
@@ -195,7 +204,8 @@ def test_damaged_newest(capsys):
         newest = sorted(Path('models/checkpoint').glob('*.pt'))[-1]
         data = newest.read_bytes()
         newest.write_bytes(flipped(data, 8*(len(data)//2 if at is None else data.index(at)) + 3))
-        with pytest.warns(UserWarning, match='is damaged .*wrong checksum.* uses the one before it') as w: learn = run({}, TrainingCheckpoint(every_steps=4))
+        with pytest.warns(UserWarning, match='is damaged .*wrong checksum.* uses the one before it') as w:
+            learn = run({}, TrainingCheckpoint(every_steps=4))
         assert len([x for x in w if 'damaged' in str(x.message)]) == 1
         test_eq_bits(learn, whole)
         new_process()
@@ -210,7 +220,9 @@ def failing(monkeypatch, name, error, when=lambda *a: True):
     monkeypatch.setattr(module, name, fails)
 
 read_only = OSError(errno.EROFS, 'Read-only file system')
-def in_models(*args): return any('/models/' in str(a.raw.file.name if hasattr(a, 'raw') else a) for a in args if hasattr(a, 'raw') or isinstance(a, (str,os.PathLike)))
+def in_models(*args):
+    return any('/models/' in str(a.raw.file.name if hasattr(a, 'raw') else a) for a in args if hasattr(a, 'raw')
+               or isinstance(a, (str,os.PathLike)))
 
 @pytest.mark.parametrize('name', ['mkdir', 'replace', 'fsync', 'unlink', 'save'])
 def test_failing_operations(name, monkeypatch):
@@ -251,7 +263,8 @@ def test_full_disk(monkeypatch):
                 run({}, TrainingCheckpoint(every_steps=4, background=background), stop=Interrupt((3, 4)))
                 for f in CheckpointFolder.in_use.values(): f.wait()
             assert len([x for x in w if 'could not save' in str(x.message)]) == 4
-            assert {p: p.read_bytes() for p in Path('models/checkpoint').glob('*') if p.suffix == '.pt'} == good and not list(Path('models/checkpoint').glob('*.tmp'))
+            assert ({p: p.read_bytes() for p in Path('models/checkpoint').glob('*') if p.suffix == '.pt'} == good
+                    and not list(Path('models/checkpoint').glob('*.tmp')))
             new_process()
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     test_eq_bits(run({}, TrainingCheckpoint(every_steps=4)), whole)

@@ -28,7 +28,10 @@ class Clip(Callback):
 
 class EMA(Callback):
     "Keeps an average, and pulls the weights towards it"
-    def before_fit(self): self.average,self.shadow,self.params = deepcopy(self.learn.model),[p.detach().clone() for p in self.learn.model.parameters()],list(self.learn.model.parameters())
+    def before_fit(self):
+        self.average,self.shadow,self.params = (deepcopy(self.learn.model),
+                                                [p.detach().clone() for p in self.learn.model.parameters()],
+                                                list(self.learn.model.parameters()))
     def after_step(self):
         for e,s,p in zip(self.average.parameters(), self.shadow, self.params):
             e.data.lerp_(p.data, .1); s.lerp_(p.data, .2); p.data.lerp_(e.data, .05).lerp_(s, .05)
@@ -60,7 +63,8 @@ class Names(Callback):
         assert {t.untyped_storage().data_ptr() for t in (self.buf, self.row, *self.more[1].values())} == {self.buf.data_ptr()}
         assert self.inside['row'].data_ptr() == self.weight.data_ptr()
 
-@pytest.mark.parametrize('lazy,row_first,background', [(False, False, False), (True, False, True), (True, True, False), (False, True, True)])
+@pytest.mark.parametrize('lazy,row_first,background',
+                         [(False, False, False), (True, False, True), (True, True, False), (False, True, True)])
 def test_names_and_views(lazy, row_first, background):
     "A write to one shows in the others after a restart, too"
     case = dict(cbs=lambda: [Names(lazy, row_first)], fit=lambda l: l.fit(2, .05))
@@ -104,10 +108,12 @@ class Tables(Callback):
     "Attributes of many kinds, each of which changes the training"
     def __init__(self, log=None): self.log = log
     def before_fit(self):
-        self.counts,self.by,self.frame,self.rng,self.state_rng = Counter(),defaultdict(list),pd.DataFrame(dict(lr=[1.])),np.random.default_rng(1),random.Random(2)
+        self.counts,self.by,self.frame,self.rng,self.state_rng = (
+            Counter(),defaultdict(list),pd.DataFrame(dict(lr=[1.])),np.random.default_rng(1),random.Random(2))
         self.learn.my_number = getattr(self.learn, 'my_number', 0)
     def before_step(self):
-        self.counts['steps'] += 1; self.by[self.learn.epoch].append(self.rng.random()); self.frame.loc[len(self.frame)] = self.state_rng.random()
+        self.counts['steps'] += 1; self.by[self.learn.epoch].append(self.rng.random())
+        self.frame.loc[len(self.frame)] = self.state_rng.random()
         self.learn.my_number += 1
         k = self.counts['steps']*.01 + sum(map(sum, self.by.values())) + self.frame.lr.sum() + self.learn.my_number*.01
         for p in self.learn.model.parameters(): p.grad.mul_(1+.01*k)
@@ -154,10 +160,14 @@ def fresh(case):
         return run({k: v() if k in ('loss_func','model') else v for k,v in case.items()}, *cbs, stop=stop)
     return start
 
-cases = dict(clip=dict(cbs=lambda: [Clip()]), ema=dict(cbs=lambda: [EMA()]), frozen=dict(splitter=two_groups, opt_func=Adam, fit=lambda l: (l.freeze(), l.fit(4, .05))), unfreezes=dict(splitter=two_groups, cbs=lambda: [Unfreezes()], fit=lambda l: (l.freeze(), l.fit(4, .05))),
+cases = dict(clip=dict(cbs=lambda: [Clip()]), ema=dict(cbs=lambda: [EMA()]),
+             frozen=dict(splitter=two_groups, opt_func=Adam, fit=lambda l: (l.freeze(), l.fit(4, .05))),
+             unfreezes=dict(splitter=two_groups, cbs=lambda: [Unfreezes()], fit=lambda l: (l.freeze(), l.fit(4, .05))),
              tables=dict(cbs=lambda: [Tables()]), model=dict(model=Scaled), loss=dict(loss_func=Learnt), closure=dict(loss_func=closure),
              global_generator=dict(dl_type=lambda d, batch_size: DataLoader(d, bs=batch_size, shuffle=True, after_item=noisy)),
-             sampler=dict(cbs=lambda: [Curriculum()], dl_type=lambda d, batch_size: torch_data.DataLoader(d, batch_size, sampler=torch_data.WeightedRandomSampler(torch.ones(61), 61))))
+             sampler=dict(cbs=lambda: [Curriculum()],
+                          dl_type=lambda d, batch_size: torch_data.DataLoader(
+                              d, batch_size, sampler=torch_data.WeightedRandomSampler(torch.ones(61), 61))))
 
 @pytest.mark.parametrize('case', cases)
 def test_same_run(case):
@@ -213,7 +223,9 @@ def test_cannot_restore():
     case = dict(cbs=lambda: [Lazy()])
     run(case, TrainingCheckpoint(every_steps=3), stop=Interrupt((1, 3)))
     new_process()
-    with pytest.warns(UserWarning, match=r'states that cannot be restored: lazy.its \(there is no Learnt for its state\)\. Create'): run(case, TrainingCheckpoint())
+    with pytest.warns(UserWarning,
+                      match=r'states that cannot be restored: lazy.its \(there is no Learnt for its state\)\. Create'):
+        run(case, TrainingCheckpoint())
 
 class Opened(Callback):
     def before_fit(self): self.file,self.iter = open(os.devnull),iter([1])
@@ -227,7 +239,8 @@ def test_report_after_a_fit():
     "It is what the fit said: callbacks of `fit` are gone by then, and others tidy up"
     learn = make({}, TrainingCheckpoint(every_steps=3))
     assert learn.training_checkpoint.report() == {}                      # before a fit too
-    said = {f'cleans.{k}': f'a {v} cannot be saved' for k,v in dict(file='TextIOWrapper', iter='list_iterator', late='list_iterator').items()}
+    said = {f'cleans.{k}': f'a {v} cannot be saved'
+            for k,v in dict(file='TextIOWrapper', iter='list_iterator', late='list_iterator').items()}
     with pytest.warns(UserWarning, match='will not have: cleans'): learn.fit(2, .05, cbs=Cleans())
     assert learn.training_checkpoint.report() == said
     learn.fit(1, .05)
@@ -236,12 +249,15 @@ def test_report_after_a_fit():
 def test_reported_once():
     with pytest.warns(UserWarning) as w: learn = run({}, TrainingCheckpoint(every_steps=3), Opened())
     told = [str(x.message) for x in w if 'will not have' in str(x.message)]
-    assert len(told) == 2 and 'opened.file (a TextIOWrapper cannot be saved); opened.iter' in told[0] and 'opened.late' in told[1] and 'opened.file' not in told[1]
-    assert learn.training_checkpoint.report() == {f'opened.{k}': f'a {v} cannot be saved' for k,v in dict(file='TextIOWrapper', iter='list_iterator', late='list_iterator').items()}
+    assert (len(told) == 2 and 'opened.file (a TextIOWrapper cannot be saved); opened.iter' in told[0]
+            and 'opened.late' in told[1] and 'opened.file' not in told[1])
+    kinds = dict(file='TextIOWrapper', iter='list_iterator', late='list_iterator')
+    assert learn.training_checkpoint.report() == {f'opened.{k}': f'a {v} cannot be saved' for k,v in kinds.items()}
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         new_process(); shutil.rmtree('models')
-        run({}, TrainingCheckpoint(every_steps=3), EarlyStoppingCallback(patience=9), GradientClip(), MixUp())        # nothing to say about fastai's
+        # nothing to say about fastai's
+        run({}, TrainingCheckpoint(every_steps=3), EarlyStoppingCallback(patience=9), GradientClip(), MixUp())
 
 def test_main_things_are_errors():
     "Before the first batch"
@@ -250,7 +266,8 @@ def test_main_things_are_errors():
         def set_extra_state(self, s): pass
     class BadLoss(Learnt):
         def __init__(self): super().__init__(); self.it = iter([1])
-    for kwargs,path in ((dict(model=Extra(6, 4)), 'model._extra_state: a Event'), (dict(loss_func=BadLoss()), 'loss_func.it: a list_iterator')):
+    for kwargs,path in ((dict(model=Extra(6, 4)), 'model._extra_state: a Event'),
+                        (dict(loss_func=BadLoss()), 'loss_func.it: a list_iterator')):
         learn = learner(data, 8, TrainingCheckpoint(), **kwargs)
         before = weights(learn.model)
         with pytest.raises(TypeError, match=path): learn.fit(1)
@@ -298,13 +315,15 @@ def test_other_callbacks():
         def before_batch(self): pass
     with pytest.raises(RuntimeError): fit(TrainingCheckpoint(every_steps=2), Interrupt((1, 3)))
     new_process()
-    with pytest.warns(UserWarning, match='callbacks have changed: Interrupt was removed, Looks was added'): fit(TrainingCheckpoint(every_steps=2), Looks())
+    with pytest.warns(UserWarning, match='callbacks have changed: Interrupt was removed, Looks was added'):
+        fit(TrainingCheckpoint(every_steps=2), Looks())
 
 class Resizes(Callback):
     "Progressive resizing: other data from the second epoch on"
     def __init__(self, again): self.again = again
     def before_epoch(self):
-        if self.learn.epoch == 1 or (self.again and self.learn.epoch > 1): self.learn.dls = DataLoaders(*[DataLoader(Data(data.x*2, *data.y), bs=8, shuffle=s) for s in (True, False)])
+        if self.learn.epoch == 1 or (self.again and self.learn.epoch > 1):
+            self.learn.dls = DataLoaders(*[DataLoader(Data(data.x*2, *data.y), bs=8, shuffle=s) for s in (True, False)])
 
 def test_data_replaced_in_the_middle():
     def start(again, *cbs):

@@ -9,14 +9,18 @@ from fastaccum.logs.steps import StepLogger
 from fastaccum.checkpoint.callback import TrainingCheckpoint, saved_wandb_id
 
 def wandb_run(*cbs, fits=1, stop=None):
-    run = wandb.init(project='test', mode='offline', dir=str(Path.cwd()), id=saved_wandb_id('models/checkpoint'), settings=wandb.Settings(silent=True, console='off'))
-    learn = make({}, GradientAccumulation(16), StepLogger(), WandbCallback(log_preds=False, log_model=False), *cbs, *([stop] if stop else []))
+    run = wandb.init(project='test', mode='offline', dir=str(Path.cwd()), id=saved_wandb_id('models/checkpoint'),
+                     settings=wandb.Settings(silent=True, console='off'))
+    learn = make({}, GradientAccumulation(16), StepLogger(), WandbCallback(log_preds=False, log_model=False), *cbs,
+                 *([stop] if stop else []))
     try:
         for _ in range(fits): learn.fit_one_cycle(3, .05)
     except RuntimeError: pass
     file = run.settings.sync_file
     run.finish()
-    return learn,run.id,[{k: v for k,v in r.items() if k not in ('train_samples_per_sec', '_timestamp', '_runtime')} for r in offline_history(file)]
+    return (learn,run.id,
+            [{k: v for k,v in r.items() if k not in ('train_samples_per_sec', '_timestamp', '_runtime')}
+             for r in offline_history(file)])
 
 class Second(Interrupt):
     n = 0
@@ -47,7 +51,8 @@ def test_auto():
         def forward(self, x):
             if self.training and len(x) > 5: raise torch.OutOfMemoryError('the device is full')
             return super().forward(x)
-    case = dict(model=Small(nn.Linear(6, 8), nn.Dropout(.2), nn.Linear(8, 4)), cbs=lambda: [GradientAccumulation(24, micro_batch_size='auto')])
+    case = dict(model=Small(nn.Linear(6, 8), nn.Dropout(.2), nn.Linear(8, 4)),
+                cbs=lambda: [GradientAccumulation(24, micro_batch_size='auto')])
     whole = run(case)
     learn = run(case, TrainingCheckpoint(every_steps=2), stop=Interrupt((1, 4)))
     new_process()

@@ -21,7 +21,9 @@ class Stop(Callback):
 class Counts(Callback):
     "A user's: numbers, texts, lists, a tensor, an object, a generator"
     order = 70
-    def __init__(self): self.n,self.total,self.words,self.seen,self.by_name,self.mean,self.rng = 0,0.,'a',[],{},torch.zeros(4),random.Random(3)
+    def __init__(self):
+        self.n,self.total,self.words,self.seen,self.by_name,self.mean,self.rng = (
+            0,0.,'a',[],{},torch.zeros(4),random.Random(3))
     def after_batch(self):
         self.n,self.total = self.n+1,self.total+self.rng.random()
         self.seen.append(self.n)
@@ -38,8 +40,10 @@ def make_learn(opt=Adam):
     Path('run').mkdir(exist_ok=True)
     set_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(.1), nn.Linear(4, 1))
-    learn = Learner(DataLoaders(*[DataLoader(items, bs=4, shuffle=s) for s in (True, False)]), model, Loss(), opt_func=opt, path='run', metrics=[mae],
-                    cbs=[CSVLogger(), SaveModelCallback(), EarlyStoppingCallback(patience=9), ReduceLROnPlateau(patience=9), MixUp(.4), Counts(), GradientAccumulation(8), StepLogger(),
+    learn = Learner(DataLoaders(*[DataLoader(items, bs=4, shuffle=s) for s in (True, False)]), model, Loss(),
+                    opt_func=opt, path='run', metrics=[mae],
+                    cbs=[CSVLogger(), SaveModelCallback(), EarlyStoppingCallback(patience=9),
+                         ReduceLROnPlateau(patience=9), MixUp(.4), Counts(), GradientAccumulation(8), StepLogger(),
                          TrainingCheckpoint(every_steps=1)])
     learn.remove_cb(ProgressCallback)
     return learn
@@ -51,7 +55,8 @@ def fit(learn, *cbs):
     return learn
 
 def types_of(learn):
-    held = dict(learn=learn, opt=learn.opt, model=learn.model, loss=learn.loss_func, **{cb.name: cb for cb in learn.cbs if not isinstance(cb, TrainingCheckpoint)})
+    held = dict(learn=learn, opt=learn.opt, model=learn.model, loss=learn.loss_func,
+                **{cb.name: cb for cb in learn.cbs if not isinstance(cb, TrainingCheckpoint)})
     return {f'{name}.{k}': type(v).__name__ for name,o in held.items() for k,v in vars(o).items()}
 
 @pytest.fixture(scope='module')
@@ -68,7 +73,8 @@ def saved(tmp_path_factory):
             shutil.copytree(folder, folder.with_name('kept'))
             file = sorted(folder.rglob('*.pt'))[-1]
             again = fit(make_learn(opt))
-            res[opt,where] = folder.with_name('kept'),file.relative_to(folder),read_checkpoint(folder.with_name('kept')/file.relative_to(folder)),types_of(again)
+            res[opt,where] = (folder.with_name('kept'),file.relative_to(folder),
+                              read_checkpoint(folder.with_name('kept')/file.relative_to(folder)),types_of(again))
     os.chdir(was)
     return res
 
@@ -76,9 +82,13 @@ def torch_adam(params, lr, **kwargs): return OptimWrapper(params, torch.optim.Ad
 
 # --- changes
 victim = '../victim.csv'
-strange = [None, True, 7, -1, 10**18, -10**18, .5, float('nan'), float('inf'), 'x', '', victim, [], {}, (), [1, 'a'], dict(a=1), {1: 2}, tensor(1.), tensor([1, 2]), torch.zeros(3, 4, 5), torch.full((4,), float('nan')),
-           ('known', 'learn', None), ('known', 'model', None), ('same', None, 'learn'), ('kept', None, None), ('object', 'Learner', dict(path=7)), ('dtype', 'dtype', ['torch.save']), ('path', 'PosixPath', [victim]),
-           ('list', 'list', 7), ('dict', 'dict', [[[]], [1]]), ('range', 'range', [0, 'x', 1]), ('array', 'ndarray', ['<f4', [2], 3]), ('module', 'Sequential', []), ('x', 'x', 'x'), ('view', '0.weight', [0, [10**9], [1]]),
+strange = [None, True, 7, -1, 10**18, -10**18, .5, float('nan'), float('inf'), 'x', '', victim, [], {}, (), [1, 'a'],
+           dict(a=1), {1: 2}, tensor(1.), tensor([1, 2]), torch.zeros(3, 4, 5), torch.full((4,), float('nan')),
+           ('known', 'learn', None), ('known', 'model', None), ('same', None, 'learn'), ('kept', None, None),
+           ('object', 'Learner', dict(path=7)), ('dtype', 'dtype', ['torch.save']), ('path', 'PosixPath', [victim]),
+           ('list', 'list', 7), ('dict', 'dict', [[[]], [1]]), ('range', 'range', [0, 'x', 1]),
+           ('array', 'ndarray', ['<f4', [2], 3]), ('module', 'Sequential', []), ('x', 'x', 'x'),
+           ('view', '0.weight', [0, [10**9], [1]]),
            ('enum', 'int', 'a'), ('generator', 'Random', 3), ('namedtuple', 'int', [1]), ('state', 'Adam', 1), ('bytes', 'bytes', [1])]
 
 def places(o, rand):
@@ -107,16 +117,24 @@ def changes(v, rand):
     "Name of a change -> the changed value"
     res = dict(other=rand.choice(strange), nested=rand.choice([[v], (v,), dict(x=v), ('tuple', 'tuple', [v])]))
     if isinstance(v, Tensor):
-        res.update(shape=rand.choice([v[None], v.flatten()[:1].clone(), torch.cat([v.flatten(), v.flatten()])]), dtype=v.to(rand.choice([torch.float64, torch.int32, torch.bool, torch.complex64])),
-                   values=torch.full_like(v, -7 if v.dtype != torch.uint8 else 255), negative=-v if v.dtype not in (torch.uint8, torch.bool) else ~v)
+        res.update(shape=rand.choice([v[None], v.flatten()[:1].clone(), torch.cat([v.flatten(), v.flatten()])]),
+                   dtype=v.to(rand.choice([torch.float64, torch.int32, torch.bool, torch.complex64])),
+                   values=torch.full_like(v, -7 if v.dtype != torch.uint8 else 255),
+                   negative=-v if v.dtype not in (torch.uint8, torch.bool) else ~v)
         if v.is_floating_point(): res['nan'] = torch.full_like(v, float('nan'))
     elif isinstance(v, bool): res['other bool'] = not v
-    elif isinstance(v, (int,float)): res.update(huge=v+10**12, negative=-v-1, as_text=str(v), as_tensor=tensor(v), type=float(v) if isinstance(v, int) else 3)
+    elif isinstance(v, (int,float)):
+        res.update(huge=v+10**12, negative=-v-1, as_text=str(v), as_tensor=tensor(v),
+                   type=float(v) if isinstance(v, int) else 3)
     elif isinstance(v, str): res.update(longer=v+'x', path=victim, number=len(v))
     elif isinstance(v, dict) and v:
         k = rand.choice(list(v))
-        res.update(missing=type(v)((a, b) for a,b in v.items() if a != k), extra=type(v)({**v, 'extra': rand.choice(strange)}), order=type(v)(reversed(v.items())), number_as_key=type(v)({**v, 7: 7}),
-                   renamed=type(v)((f'{a}x' if a == k else a, b) for a,b in v.items()), path=type(v)({**v, 'fname': victim, 'path': victim, 'model_dir': victim, 'learn': 7, '__class__': 7, 'after_batch': 7}))
+        res.update(missing=type(v)((a, b) for a,b in v.items() if a != k),
+                   extra=type(v)({**v, 'extra': rand.choice(strange)}), order=type(v)(reversed(v.items())),
+                   number_as_key=type(v)({**v, 7: 7}),
+                   renamed=type(v)((f'{a}x' if a == k else a, b) for a,b in v.items()),
+                   path=type(v)({**v, 'fname': victim, 'path': victim, 'model_dir': victim, 'learn': 7, '__class__': 7,
+                                 'after_batch': 7}))
     elif isinstance(v, (list,tuple)) and v: res.update(missing=v[:-1], extra=v+type(v)([rand.choice(strange)]), order=v[::-1], twice=v+v)
     return res
 
@@ -147,16 +165,21 @@ def outcome(case, saved, folder):
     try: fit(learn)
     except ValueError as e:
         text = str(e)
-        if not ('has a checkpoint of fit' in text or 'has checkpoints of another training run' in text or 'The data were replaced' in text): return f'{what}: ValueError {text}\n{traceback.format_exc()[-900:]}'
+        if not ('has a checkpoint of fit' in text or 'has checkpoints of another training run' in text
+                or 'The data were replaced' in text):
+            return f'{what}: ValueError {text}\n{traceback.format_exc()[-900:]}'
         counts = learn.cbs[L(learn.cbs).map(type).index(Counts)]
-        same = torch.equal(weights(learn.model), initial) and not has_stepped(learn.opt) and (counts.n,counts.words,len(counts.seen)) == (0,'a',0) and learn.save_model.best in (None, float('inf'))
+        same = (torch.equal(weights(learn.model), initial) and not has_stepped(learn.opt)
+                and (counts.n,counts.words,len(counts.seen)) == (0,'a',0)
+                and learn.save_model.best in (None, float('inf')))
         res = 'refused' if same else f'{what}: refused, but loaded'
     except Exception as e: return f'{what}: {type(e).__name__} {e}\n{traceback.format_exc()[-900:]}'
     else: res = 'harmless'
     if (folder/'victim.csv').read_text() != 'mine' or {f.name for f in folder.iterdir()} != {'victim.csv', 'run'}: return f'{what}: files'
     if learn.path != path or str(learn.csv_logger.fname) != 'history.csv': return f'{what}: paths'
     if res == 'harmless':
-        other = {k: (t, types[k]) for k,t in types_of(learn).items() if k in types and types[k] != t and not {t, types[k]} <= {'int', 'float', 'Tensor', 'TensorBase', 'NoneType'}}
+        other = {k: (t, types[k]) for k,t in types_of(learn).items() if k in types and types[k] != t
+                 and not {t, types[k]} <= {'int', 'float', 'Tensor', 'TensorBase', 'NoneType'}}
         if other: return f'{what}: types {other}'
     return res
 

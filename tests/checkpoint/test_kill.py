@@ -10,7 +10,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
 
 class Server:
     "Starts the script in a new process, in a folder"
-    def __init__(self): self.p = subprocess.Popen([*script, 'serve'], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    def __init__(self):
+        self.p = subprocess.Popen([*script, 'serve'], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                  bufsize=1)
     def start(self, folder):
         self.p.stdin.write(f'{folder}\n')
         self.pid = int(self.p.stdout.readline())
@@ -82,7 +84,10 @@ def test_fresh_processes(alone, tmp_path):
 
 # -- At every write ----------------------------------------------------------------------------------------------
 class Writes:
-    def __init__(self, tmp): self.p,self.tmp,self.n = subprocess.Popen([*script[:3], str(Path(__file__).with_name('kill_at_writes.py'))], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1),tmp,0
+    def __init__(self, tmp):
+        self.p,self.tmp,self.n = (subprocess.Popen([*script[:3], str(Path(__file__).with_name('kill_at_writes.py'))],
+                                                   env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                                   bufsize=1),tmp,0)
     def folder(self):
         self.n += 1
         (self.tmp/str(self.n)).mkdir()
@@ -106,7 +111,8 @@ def test_killed_at_every_write(background, tmp_path):
     assert writes.run(alone, 'alone') == 0 and writes.run(whole, -1, background) == 0
     want,seen = torch.load(alone/'result.pt'),(whole/'operations').read_text().splitlines()
     digests = whole/'models/checkpoint-finished'
-    assert all(map(torch.equal, torch.load(whole/'result.pt'), want)) and {s.split()[1] for s in seen} == {'mkdir', 'rmdir', 'replace', 'unlink', 'fsync', 'save', 'write_text'}
+    assert (all(map(torch.equal, torch.load(whole/'result.pt'), want))
+            and {s.split()[1] for s in seen} == {'mkdir', 'rmdir', 'replace', 'unlink', 'fsync', 'save', 'write_text'})
     tried = wanted(seen)[::5 if background else 2]
     for at in tried:
         folder = writes.folder()
@@ -115,6 +121,7 @@ def test_killed_at_every_write(background, tmp_path):
         models = folder/'models'
         assert first_difference(models/'checkpoint-finished', digests) is None
         assert all(map(torch.equal, torch.load(folder/'result.pt'), want)), seen[at]
-        assert not (models/'checkpoint').exists() and sorted(f.name for f in (models/'checkpoint-finished').iterdir()) == ['2-end.pt', 'digests.jsonl'], seen[at]
+        assert (not (models/'checkpoint').exists() and sorted(f.name for f in (models/'checkpoint-finished').iterdir())
+                == ['2-end.pt', 'digests.jsonl']), seen[at]
     writes.p.stdin.close(); writes.p.wait(); writes.p.stdout.close()
     print(f'{len(tried)} kills, at {len(seen)} operations')

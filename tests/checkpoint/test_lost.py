@@ -7,7 +7,10 @@ from reference import *
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 
-quick = 'test_named','test_no_alarm',*(f'test_saved[{case}]' for case in ('CountingLoss', 'counting_closure', 'Objects', 'Hooked', 'embedding', 'fastai_dl counting_item'))
+quick = ('test_named','test_no_alarm',
+         *(f'test_saved[{case}]'
+           for case in ('CountingLoss', 'counting_closure', 'Objects', 'Hooked', 'embedding',
+                        'fastai_dl counting_item')))
 
 torch.manual_seed(0)
 items = [(x, x.sum()[None].tanh()) for x in torch.randn(24, 4)]
@@ -28,7 +31,9 @@ class HasObject(nn.Module):
     def forward(self, p, y): return self.inner(p, y)
 class Method:
     def __init__(self): self.n,self.ema = 0,torch.zeros(1)
-    def loss(self, p, y): self.n += 1; self.ema = .9*self.ema + .1*(p-y).detach().abs().mean(); return (p-y).square().mean()*(self.n/10 + self.ema.sum())
+    def loss(self, p, y):
+        self.n += 1; self.ema = .9*self.ema + .1*(p-y).detach().abs().mean()
+        return (p-y).square().mean()*(self.n/10 + self.ema.sum())
 def counting_closure():
     n = 0
     def loss(p, y):
@@ -87,7 +92,9 @@ class Embeds(Bag):
     def forward(self, x): return self.lin(self.emb((x.abs()*3).long().clamp(max=9)).mean(1))
 
 def fastai_dl(make=None, **kwargs): return lambda: DataLoader(Items(make() if make else items.__getitem__), bs=4, shuffle=True, **kwargs)
-def torch_dl(make=None, **kwargs): return lambda: torch_data.DataLoader(Items(make() if make else items.__getitem__), batch_size=4, shuffle=True, **kwargs)
+def torch_dl(make=None, **kwargs):
+    return lambda: torch_data.DataLoader(Items(make() if make else items.__getitem__), batch_size=4, shuffle=True,
+                                         **kwargs)
 def drawing_item():
     rng = random.Random(4)
     return lambda i: (items[i][0]*rng.random(), items[i][1])
@@ -99,8 +106,11 @@ def counting_item():
 
 sgd = partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=0.))
 saved = {
-    **{f.__name__: dict(loss=f) for f in (CountingLoss, CountingObject, HasObject, counting_closure, drawing_closure)}, 'method': dict(loss=lambda: Method().loss),
-    'partial': dict(loss=lambda: partial(Method().loss)), 'partial_object': dict(loss=lambda: partial(CountingObject())), 'flat': dict(loss=lambda: BaseLoss(CountingLoss, flatten=False)),
+    **{f.__name__: dict(loss=f) for f in (CountingLoss, CountingObject, HasObject, counting_closure, drawing_closure)},
+    'method': dict(loss=lambda: Method().loss),
+    'partial': dict(loss=lambda: partial(Method().loss)),
+    'partial_object': dict(loss=lambda: partial(CountingObject())),
+    'flat': dict(loss=lambda: BaseLoss(CountingLoss, flatten=False)),
     **{f.__name__: dict(model=f) for f in (Tensors, InPlace, Lists, Dicts, Arrays, Objects, Draws, Hooked)},
     **{f'{dl.__name__} {f.__name__}': dict(dl=dl(f)) for dl in (fastai_dl, torch_dl) for f in (drawing_item, counting_item)},
     'bag': dict(model=Bag, opt=sgd), 'embedding': dict(model=Embeds, opt=sgd),
@@ -120,7 +130,9 @@ class Seen(Callback):
 def train(loss=lambda: F.mse_loss, model=Plain, dl=fastai_dl(), opt=SGD, stop=None, save=True, cbs=()):
     CheckpointFolder.in_use.clear()
     set_seed(0)
-    learn = Learner(DataLoaders(dl(), fastai_dl()(), device=devices.names[0]), model(), loss(), opt_func=opt, path='.', cbs=[Seen(), *cbs, *([TrainingCheckpoint(every_steps=1)] if save else []), *([Stop(*stop)] if stop else [])])
+    learn = Learner(DataLoaders(dl(), fastai_dl()(), device=devices.names[0]), model(), loss(), opt_func=opt, path='.',
+                    cbs=[Seen(), *cbs, *([TrainingCheckpoint(every_steps=1)] if save else []),
+                         *([Stop(*stop)] if stop else [])])
     learn.remove_cb(ProgressCallback)
     with learn.no_logging():
         def fits(): learn.fit(3, .05); learn.fit(2, .05)
@@ -156,20 +168,27 @@ class Queue(Plain):
     def forward(self, x): self.q = iter([*self.q][:100]); return self.lin(x)
 class Tokens(Plain):
     "Holds what cannot be saved, and does not change it"
-    def __init__(self): super().__init__(); self.file,self.lock,self.names = open(os.devnull),threading.Lock(),{i: str(i) for i in range(100)}
+    def __init__(self):
+        super().__init__()
+        self.file,self.lock,self.names = open(os.devnull),threading.Lock(),{i: str(i) for i in range(100)}
 
 def report(ds=items, model=Plain, **kwargs):
-    learn = Learner(DataLoaders(DataLoader(ds, bs=4, **kwargs), fastai_dl()(), device='cpu'), model(), F.mse_loss, opt_func=SGD, path='.', cbs=TrainingCheckpoint())
+    learn = Learner(DataLoaders(DataLoader(ds, bs=4, **kwargs), fastai_dl()(), device='cpu'), model(), F.mse_loss,
+                    opt_func=SGD, path='.', cbs=TrainingCheckpoint())
     learn.create_opt()
     learn.training_checkpoint.given.record(learn, learn.cbs)
     return learn.training_checkpoint.report()
 
 def test_named():
-    for kwargs in (dict(after_item=noise), dict(after_item=calls), dict(ds=Noisy()), dict(after_item=lambda x: (x[0]*np.random.rand(), x[1])), dict(after_item=Pipeline([noise]))):
-        assert [*report(**kwargs, num_workers=2).values()] == ['draws random numbers in worker processes, which cannot be saved; with num_workers=0 they can'], kwargs
+    for kwargs in (dict(after_item=noise), dict(after_item=calls), dict(ds=Noisy()),
+                   dict(after_item=lambda x: (x[0]*np.random.rand(), x[1])), dict(after_item=Pipeline([noise]))):
+        assert [*report(**kwargs, num_workers=2).values()] == [
+            'draws random numbers in worker processes, which cannot be saved; with num_workers=0 they can'], kwargs
         assert report(**kwargs) == {}
-    assert report(model=Queue) == {'model..q': 'a list_iterator cannot be saved'} or report(model=Queue) == {'model..q': 'a range_iterator cannot be saved'}
+    assert (report(model=Queue) == {'model..q': 'a list_iterator cannot be saved'}
+            or report(model=Queue) == {'model..q': 'a range_iterator cannot be saved'})
 
 def test_no_alarm():
-    for kwargs in (dict(), dict(num_workers=2), dict(ds=Reads(), num_workers=2), dict(ds=Reads()), dict(model=Tokens), dict(after_item=lambda x: (torch.tensor(x[0]), x[1]), num_workers=2)):
+    for kwargs in (dict(), dict(num_workers=2), dict(ds=Reads(), num_workers=2), dict(ds=Reads()), dict(model=Tokens),
+                   dict(after_item=lambda x: (torch.tensor(x[0]), x[1]), num_workers=2)):
         assert report(**kwargs) == {}, kwargs

@@ -37,7 +37,8 @@ lock(Path(sys.argv[1])); print('has it', flush=True); time.sleep(200)'''
 
 with_workers = '''
 from test_one_run import *
-learn = make(dict(dl_type=lambda d, batch_size: TfmdDL(d, bs=batch_size, shuffle=True, num_workers=2)), TrainingCheckpoint(every_steps=1), Say())
+learn = make(dict(dl_type=lambda d, batch_size: TfmdDL(d, bs=batch_size, shuffle=True, num_workers=2)),
+             TrainingCheckpoint(every_steps=1), Say())
 real = os.fork
 def told():
     pid = real()
@@ -51,7 +52,9 @@ def test_another_process_is_refused():
     whole,path = run({}),(Path.cwd()/'models'/'checkpoint').resolve()
     p,said = other(holds, path)
     try:
-        with pytest.raises(RuntimeError, match=f'process {p.pid} on .* trains with the checkpoints in .*checkpoint.*other'): run({}, TrainingCheckpoint())
+        with pytest.raises(RuntimeError,
+                           match=f'process {p.pid} on .* trains with the checkpoints in .*checkpoint.*other'):
+            run({}, TrainingCheckpoint())
         run({}, TrainingCheckpoint('other'))
     finally: p.kill(); p.wait()
     test_eq_bits(run({}, TrainingCheckpoint()), whole)                # at once

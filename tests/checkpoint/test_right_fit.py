@@ -9,7 +9,8 @@ from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.logs.steps import StepLogger
 
-quick = 'test_changed[peak]','test_changed[moms]','test_loop_over_seeds','test_same_seeds','test_other_seed','test_changed[max_norm]','test_changed[activation]','test_same[comment]','test_same[workers]'
+quick = ('test_changed[peak]','test_changed[moms]','test_loop_over_seeds','test_same_seeds','test_other_seed',
+         'test_changed[max_norm]','test_changed[activation]','test_same[comment]','test_same[workers]')
 
 torch.manual_seed(0)
 items = [(x, x.sum()[None].tanh()) for x in torch.randn(24, 4)]
@@ -29,7 +30,9 @@ class Stop(Callback):
 def dl_of_fastai(**kwargs): return DataLoader(items, **{**dict(bs=4, shuffle=True), **kwargs})
 def make(seed=0, cbs=(), act=nn.ReLU, dl=dl_of_fastai, loss=None, net=None, save={}, metrics=None, opt=SGD, valid={}):
     if seed is not None: set_seed(seed)
-    learn = Learner(DataLoaders(dl(), dl_of_fastai(shuffle=False, **valid)), (net or (lambda: nn.Sequential(nn.Linear(4, 4), act(), nn.Linear(4, 1))))(), loss or MSELossFlat(), opt_func=opt, metrics=metrics, path='.',
+    learn = Learner(DataLoaders(dl(), dl_of_fastai(shuffle=False, **valid)),
+                    (net or (lambda: nn.Sequential(nn.Linear(4, 4), act(), nn.Linear(4, 1))))(), loss or MSELossFlat(),
+                    opt_func=opt, metrics=metrics, path='.',
                     cbs=[*cbs, TrainingCheckpoint(**{**dict(every_steps=1), **save})])
     return learn
 
@@ -93,7 +96,8 @@ def test_no_seed(tmp_path):
 def test_hash_seed():
     "The order of a set is another one in each process"
     code = "from fastaccum.checkpoint.fingerprint import setting; print(setting([set('abcdefgh'), frozenset(map(str, range(100)))]))"
-    one,other = (subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, env={**os.environ, 'PYTHONHASHSEED': seed}).stdout for seed in '12')
+    one,other = (subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True,
+                                env={**os.environ, 'PYTHONHASHSEED': seed}).stdout for seed in '12')
     assert one == other != ''
 
 # --- what is another run
@@ -124,14 +128,22 @@ Verbose.__name__ = 'EarlyStoppingCallback'
 k1,k2,other_name = .5,.7,.5
 
 changed = dict(
-    lr=(fits('fit', .003), fits('fit', .001), 'Fit 1: lr 0.003 in the checkpoint, 0.001 now. Undo'), wd=(fits('fit', .003, wd=.1), fits('fit', .003), 'Fit 1: wd 0.1 in the checkpoint, None now. Undo'),
-    peak=(fits('fit_one_cycle', .003, pct_start=.275), fits('fit_one_cycle', .001, pct_start=.275), 'Fit 1: lr 0.003 in the checkpoint, 0.001 now. Undo'),
-    moms=(fits('fit_one_cycle', .003), fits('fit_one_cycle', .003, moms=(.95, .8, .95)), 'Fit 1: mom 0.85 in the checkpoint, 0.8 now after 25% of the fit. Undo'),
-    flat=(fits('fit_flat_cos', .003), fits('fit_flat_cos', .003, pct_start=.8), 'Fit 1: lr .* in the checkpoint, .* now after 86% of the fit'),
-    max_norm=(clip(1.), clip(2.), 'GradientClip.max_norm: 1.0 in the checkpoint, 2.0 now'), alpha=(dict(cbs=[MixUp(.2)]), dict(cbs=[MixUp(.4)]), 'MixUp.distrib'),
-    activation=(dict(), dict(act=nn.GELU), "the model's 1: ReLU\\(\\) in the checkpoint, GELU"), in_forward=(dict(net=F1), dict(net=F2), "the model's forward: F1\\(relu\\) in the checkpoint, F1\\(gelu\\) now"),
-    dropout=(dict(act=partial(nn.Dropout, .1)), dict(act=partial(nn.Dropout, .2)), "Dropout\\(p=0.1"), shuffle=(dict(), dict(dl=partial(dl_of_fastai, shuffle=False)), 'shuffle: True in the checkpoint, False now'),
-    torch_shuffle=(dict(dl=lambda: torch_data.DataLoader(items, 4, shuffle=True)), dict(dl=lambda: torch_data.DataLoader(items, 4)), 'shuffle: RandomSampler in the checkpoint'),
+    lr=(fits('fit', .003), fits('fit', .001), 'Fit 1: lr 0.003 in the checkpoint, 0.001 now. Undo'),
+    wd=(fits('fit', .003, wd=.1), fits('fit', .003), 'Fit 1: wd 0.1 in the checkpoint, None now. Undo'),
+    peak=(fits('fit_one_cycle', .003, pct_start=.275), fits('fit_one_cycle', .001, pct_start=.275),
+          'Fit 1: lr 0.003 in the checkpoint, 0.001 now. Undo'),
+    moms=(fits('fit_one_cycle', .003), fits('fit_one_cycle', .003, moms=(.95, .8, .95)),
+          'Fit 1: mom 0.85 in the checkpoint, 0.8 now after 25% of the fit. Undo'),
+    flat=(fits('fit_flat_cos', .003), fits('fit_flat_cos', .003, pct_start=.8),
+          'Fit 1: lr .* in the checkpoint, .* now after 86% of the fit'),
+    max_norm=(clip(1.), clip(2.), 'GradientClip.max_norm: 1.0 in the checkpoint, 2.0 now'),
+    alpha=(dict(cbs=[MixUp(.2)]), dict(cbs=[MixUp(.4)]), 'MixUp.distrib'),
+    activation=(dict(), dict(act=nn.GELU), "the model's 1: ReLU\\(\\) in the checkpoint, GELU"),
+    in_forward=(dict(net=F1), dict(net=F2), "the model's forward: F1\\(relu\\) in the checkpoint, F1\\(gelu\\) now"),
+    dropout=(dict(act=partial(nn.Dropout, .1)), dict(act=partial(nn.Dropout, .2)), "Dropout\\(p=0.1"),
+    shuffle=(dict(), dict(dl=partial(dl_of_fastai, shuffle=False)), 'shuffle: True in the checkpoint, False now'),
+    torch_shuffle=(dict(dl=lambda: torch_data.DataLoader(items, 4, shuffle=True)),
+                   dict(dl=lambda: torch_data.DataLoader(items, 4)), 'shuffle: RandomSampler in the checkpoint'),
     lambda_=(dict(loss=lambda p, y: (p-y).square().mean()*k1), dict(loss=lambda p, y: (p-y).square().mean()*k2), 'loss'))
 
 @pytest.mark.parametrize('case', changed)
@@ -144,17 +156,32 @@ def test_changed(case):
 # --- what is the same run
 def lambda_a(p, y): return (p-y).square().mean()
 same = dict(
-    comment=(dict(net=F1), dict(net=F3)), workers=(dict(), dict(dl=partial(dl_of_fastai, num_workers=1))), logger=(dict(), dict(cbs=[CSVLogger()])), no_logger=(dict(cbs=[CSVLogger()]), dict()),
-    steps=(dict(cbs=[StepLogger()]), dict()), progress=(dict(cbs=[ProgressCallback()]), dict()), every=(dict(), dict(save=dict(every_steps=None, every_minutes=5))), keep=(dict(), dict(save=dict(keep=4))),
-    background=(dict(), dict(save=dict(background=True))), digest=(dict(), dict(save=dict(digest=True))), metric=(dict(), dict(metrics=mae)), patience=(dict(cbs=[EarlyStoppingCallback(patience=3)]), dict(cbs=[EarlyStoppingCallback(patience=5)])),
-    renamed=(dict(loss=lambda p, y: (p-y).square().mean()), dict(loss=lambda pred, targ: (pred-targ).square().mean())), constant=(dict(loss=lambda p, y: (p-y).square().mean()*k1), dict(loss=lambda p, y: (p-y).square().mean()*other_name)),
-    docs=(dict(cbs=[GradientClip(1.)]), dict(cbs=[GradientClip(max_norm=1.)])), pin=(dict(), dict(dl=partial(dl_of_fastai, pin_memory=False, timeout=0))), mixup=(dict(cbs=[MixUp(.4)]), dict(cbs=[MixUp(alpha=.4)])),
-    partial=(dict(opt=partial(SGD, mom=.9)), dict(opt=partial(SGD, mom=9/10))), accumulation=(dict(cbs=[GradientAccumulation(8)]), dict(cbs=[GradientAccumulation(accum_bs=8)])),
+    comment=(dict(net=F1), dict(net=F3)), workers=(dict(), dict(dl=partial(dl_of_fastai, num_workers=1))),
+    logger=(dict(), dict(cbs=[CSVLogger()])), no_logger=(dict(cbs=[CSVLogger()]), dict()),
+    steps=(dict(cbs=[StepLogger()]), dict()), progress=(dict(cbs=[ProgressCallback()]), dict()),
+    every=(dict(), dict(save=dict(every_steps=None, every_minutes=5))), keep=(dict(), dict(save=dict(keep=4))),
+    background=(dict(), dict(save=dict(background=True))), digest=(dict(), dict(save=dict(digest=True))),
+    metric=(dict(), dict(metrics=mae)),
+    patience=(dict(cbs=[EarlyStoppingCallback(patience=3)]), dict(cbs=[EarlyStoppingCallback(patience=5)])),
+    renamed=(dict(loss=lambda p, y: (p-y).square().mean()), dict(loss=lambda pred, targ: (pred-targ).square().mean())),
+    constant=(dict(loss=lambda p, y: (p-y).square().mean()*k1),
+              dict(loss=lambda p, y: (p-y).square().mean()*other_name)),
+    docs=(dict(cbs=[GradientClip(1.)]), dict(cbs=[GradientClip(max_norm=1.)])),
+    pin=(dict(), dict(dl=partial(dl_of_fastai, pin_memory=False, timeout=0))),
+    mixup=(dict(cbs=[MixUp(.4)]), dict(cbs=[MixUp(alpha=.4)])),
+    partial=(dict(opt=partial(SGD, mom=.9)), dict(opt=partial(SGD, mom=9/10))),
+    accumulation=(dict(cbs=[GradientAccumulation(8)]), dict(cbs=[GradientAccumulation(accum_bs=8)])),
     
     # annotations, a docstring, names of variables; another batch size in validation
-    hints=(dict(net=F1), dict(net=F4)), prints=(dict(), dict(cbs=[Prints()])), verbose=(dict(cbs=[EarlyStoppingCallback()]), dict(cbs=[Verbose()])), valid_bs=(dict(), dict(valid=dict(bs=6))),
-    name_of_metric=(dict(metrics=mae), dict(metrics=AvgMetric(mae))), lambda_docs=(dict(loss=lambda p, y: lambda_a(p, y)), dict(loss=lambda p, y: lambda_a(p, y))), two_loggers=(dict(cbs=[CSVLogger()]), dict(cbs=[StepLogger(), CSVLogger('other.csv')])),
-    more_workers=(dict(dl=partial(dl_of_fastai, num_workers=1)), dict(dl=partial(dl_of_fastai, num_workers=2))), metric_renamed=(dict(metrics=[mae]), dict(metrics=[mae, mse])), positional=(dict(act=partial(nn.Dropout, .1)), dict(act=partial(nn.Dropout, p=.1))), in_place=(dict(net=F1), dict(net=F1, metrics=[mse])))
+    hints=(dict(net=F1), dict(net=F4)), prints=(dict(), dict(cbs=[Prints()])),
+    verbose=(dict(cbs=[EarlyStoppingCallback()]), dict(cbs=[Verbose()])), valid_bs=(dict(), dict(valid=dict(bs=6))),
+    name_of_metric=(dict(metrics=mae), dict(metrics=AvgMetric(mae))),
+    lambda_docs=(dict(loss=lambda p, y: lambda_a(p, y)), dict(loss=lambda p, y: lambda_a(p, y))),
+    two_loggers=(dict(cbs=[CSVLogger()]), dict(cbs=[StepLogger(), CSVLogger('other.csv')])),
+    more_workers=(dict(dl=partial(dl_of_fastai, num_workers=1)), dict(dl=partial(dl_of_fastai, num_workers=2))),
+    metric_renamed=(dict(metrics=[mae]), dict(metrics=[mae, mse])),
+    positional=(dict(act=partial(nn.Dropout, .1)), dict(act=partial(nn.Dropout, p=.1))),
+    in_place=(dict(net=F1), dict(net=F1, metrics=[mse])))
 
 @pytest.mark.parametrize('case', same)
 def test_same(case, capsys):

@@ -32,7 +32,9 @@ def test_soak():
     assert res['mib'][-1] < res['mib'][1] + 20
     assert all(n==1 for n in res['warnings'].values()), res['warnings']
 
-@pytest.mark.parametrize('make,name,least', [(lambda: bytes(100), 'blocks', MAX_BLOCKS), (lambda: torch.zeros(25), 'tensors', 1)], ids=['bytes','tensors'])
+@pytest.mark.parametrize('make,name,least',
+                         [(lambda: bytes(100), 'blocks', MAX_BLOCKS), (lambda: torch.zeros(25), 'tensors', 1)],
+                         ids=['bytes','tensors'])
 def test_would_notice(make, name, least):
     "100 bytes a step: `test_soak` would fail"
     meter,*_ = run(STEPS, Path.cwd(), Leak(make), n_fits=5)

@@ -37,12 +37,15 @@ def test_paths_are_the_scripts():
         state['more'].update(path=('path', 'PosixPath', [away]), model_dir=away, dls=7)
         state['learner']['path'] = away
         for i,(name,s) in enumerate(state['callbacks']):
-            if name == 'csv_logger': state['callbacks'][i] = name,{**s, 'attrs': dict(fname=away, append=True, path=('path', 'PosixPath', [away])), 'state': {}}
+            if name == 'csv_logger':
+                state['callbacks'][i] = (
+                    name,{**s, 'attrs': dict(fname=away, append=True, path=('path', 'PosixPath', [away])), 'state': {}})
             if name == 'save_model': s['attrs'].update(fname=away, learn=3)
         if not any(name == 'save_model' and 'fname' in s['attrs'] for name,s in state['callbacks']): raise AssertionError
         write_checkpoint(state, file)
     learn = fit()
-    assert learn.path == Path('run') and str(learn.csv_logger.fname) == 'history.csv' and learn.save_model.fname == 'model' and victim.read_text() == 'mine'
+    assert (learn.path == Path('run') and str(learn.csv_logger.fname) == 'history.csv'
+            and learn.save_model.fname == 'model' and victim.read_text() == 'mine')
     assert [str(f) for f in Path('.').iterdir() if f.name.startswith('victim')] == ['victim.csv']
 
 def test_manifest():
@@ -51,7 +54,8 @@ def test_manifest():
     folder.mkdir()
     for name in ('other.pt', 'other.jsonl'): Path(name).write_text('{"training_checkpoint": 1, "mine": 1}')
     names = ['../other.pt', '../other.jsonl', str(Path('other.jsonl').resolve()), '..', '', 7, None, ['x'], 'C:\\other.jsonl']
-    for wrong in (dict(files=names, finished=names), dict(files='../other.pt'), dict(run='../..', files=7), dict(run=[1], made='yes', finished=3)):
+    for wrong in (dict(files=names, finished=names), dict(files='../other.pt'), dict(run='../..', files=7),
+                  dict(run=[1], made='yes', finished=3)):
         (folder/OwnFiles.manifest).write_text(json.dumps(dict(training_checkpoint=1, **{**dict(run='abc'), **wrong})))
         own = OwnFiles(folder)
         assert own.listed == set() and not own.finished and own.run.isalnum() and own.made is False

@@ -68,7 +68,8 @@ def test_reopened_record():
     for p in PARTS['tokens'][:2]: toy.acc.count(tensor(p[0]), *p[1:])
     toy.acc.finish()
     toy.acc.reopen()
-    assert toy.acc.closed.planned==8 and toy.acc.closed.computed and toy.acc.so_far==toy.acc.closed._replace(target=11, planned=-1, computed=None)
+    assert (toy.acc.closed.planned==8 and toy.acc.closed.computed
+            and toy.acc.so_far==toy.acc.closed._replace(target=11, planned=-1, computed=None))
 
 def test_reduce():
     "With several ranks: `reduce` gets what this rank has, and what it returns is the step's"
@@ -149,7 +150,8 @@ def test_mean_since(stacked):
         marks.append(len(toy.acc.so_far.losses))
         toy.add(*p)
     if stacked: assert toy.acc.mean(marks[1], tensor([1, 0]))[0]==5
-    assert [toy.acc.mean(m, weights[i:] if stacked else None)[0].item() for i,m in reversed([*enumerate(marks)])]==[7, mean(*PARTS['tokens'][1:]), mean(*PARTS['tokens'])]
+    assert [toy.acc.mean(m, weights[i:] if stacked else None)[0].item()
+            for i,m in reversed([*enumerate(marks)])]==[7, mean(*PARTS['tokens'][1:]), mean(*PARTS['tokens'])]
     assert toy.acc.so_far.computed[1]==17 and toy.acc.mean() is toy.acc.so_far.computed and toy.finish()==mean(*PARTS['tokens'])
 
 @kinds

@@ -1,4 +1,5 @@
-"The loss of a head's outputs in chunks is that of all outputs: value, gradients of the head's input and of its parameters, whatever the loss and the cuts"
+"""The loss of a head's outputs in chunks is that of all outputs: value, gradients of the head's input and of its
+parameters, whatever the loss and the cuts"""
 import pytest
 from reference import *
 from fastai.losses import *
@@ -45,7 +46,9 @@ cases = {  # loss, head, input, target
     'pixels, mixed':       (nn.CrossEntropyLoss(), lambda: nn.Conv2d(width, n_cls, 3, padding=1), pixels_x, pixels_y),
     'pixels, labels':      (nn.BCEWithLogitsLoss(), conv, pixels_x, (torch.rand(3, n_cls, 6, 4) < .3).float()),
     'dice':                (DiceLoss(), conv, pixels_x, pixels_y),
-    'two layers':          (nn.CrossEntropyLoss(), lambda: nn.Sequential(nn.Linear(width, 4), nn.Tanh(), linear().__class__(4, n_cls)), flat_x, flat_y),
+    'two layers':          (nn.CrossEntropyLoss(),
+                            lambda: nn.Sequential(nn.Linear(width, 4), nn.Tanh(), linear().__class__(4, n_cls)), flat_x,
+                            flat_y),
     'own, masked':         (masked, linear, flat_x, flat_y),
     'own, items':          (by_items, linear, text_x, text_y),
     'own, class weights':  (weighted, linear, flat_x, flat_y)}
@@ -76,7 +79,9 @@ def test_exact_in_float64(name):
     torch.manual_seed(1)
     check(double(loss_func), head().double(), x.double(), double(y), n=4, tol=1e-12)
 
-@pytest.mark.parametrize('name,expected', {'texts': [(1, 4)]*6, 'pixels': [(1, 3)]*6, 'flat texts': [(8,)]*3, 'own, items': [(1, 8)]*3, 'pixels, mixed': [(1, 6)]*3}.items())
+@pytest.mark.parametrize('name,expected',
+                         {'texts': [(1, 4)]*6, 'pixels': [(1, 3)]*6, 'flat texts': [(8,)]*3, 'own, items': [(1, 8)]*3,
+                          'pixels, mixed': [(1, 6)]*3}.items())
 def test_positions(name, expected):
     "Fewer items than chunks are cut along positions, where each counts alone"
     loss_func,head,x,y = cases[name]
@@ -143,12 +148,14 @@ def test_half_weights():
     head,x,y = nn.Linear(32, 64).bfloat16(),torch.randn(512, 32).bfloat16(),torch.randint(64, (512,))
     loss_func = nn.CrossEntropyLoss()
     exact = torch.autograd.grad(loss_func((h := double(head))(x.double()), y), [*h.parameters()])
-    whole,parts = (torch.autograd.grad(f(x, y), [*head.parameters()]) for f in (lambda x, y: loss_func(head(x), y), ChunkedLoss(loss_func, head, 64)))
+    whole,parts = (torch.autograd.grad(f(x, y), [*head.parameters()])
+                   for f in (lambda x, y: loss_func(head(x), y), ChunkedLoss(loss_func, head, 64)))
     for a,b,e in zip(parts, whole, exact): assert a.dtype == torch.bfloat16 and rel_err(a, e) < 1.5*rel_err(b, e) + 1e-3
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
-    "The head computes in half precision, its loss in fp32, also outside of the context; gradients get the loss scale before they are rounded"
+    """The head computes in half precision, its loss in fp32, also outside of the context; gradients get the loss scale
+    before they are rounded"""
     torch.manual_seed(1)
     head,x,y = nn.Linear(32, 64),torch.randn(512, 32)*1e-2,torch.randint(64, (512,))
     scaler = torch.amp.GradScaler('cpu', init_scale=2.**16)
@@ -232,13 +239,16 @@ def test_regularized_head():
 @pytest.mark.filterwarnings('ignore:.*weight_norm. is deprecated')
 def test_weight_norm():
     "With hooks and with parametrizations"
-    for norm in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm): check(nn.CrossEntropyLoss(), norm(linear()), flat_x, flat_y, n=3, tol=1e-6)
+    for norm in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm):
+        check(nn.CrossEntropyLoss(), norm(linear()), flat_x, flat_y, n=3, tol=1e-6)
 
 def unbiased(): return nn.Linear(width, n_cls, bias=False)            # the gradient of its bias would be 0
 
 @pytest.mark.parametrize('loss_func,head,x,n_parts', [
-    (nn.CrossEntropyLoss(), unbiased, text_x, 3), (partial(F.cross_entropy), unbiased, text_x, 3), (CrossEntropyLossFlat(flatten=False), unbiased, text_x, 3),
-    (CrossEntropyLossFlat(flatten=False), conv, pixels_x, 3), (nn.CrossEntropyLoss(), conv, pixels_x, 18), (nn.BCEWithLogitsLoss(), linear, text_x, 24)])
+    (nn.CrossEntropyLoss(), unbiased, text_x, 3), (partial(F.cross_entropy), unbiased, text_x, 3),
+    (CrossEntropyLossFlat(flatten=False), unbiased, text_x, 3),
+    (CrossEntropyLossFlat(flatten=False), conv, pixels_x, 3), (nn.CrossEntropyLoss(), conv, pixels_x, 18),
+    (nn.BCEWithLogitsLoss(), linear, text_x, 24)])
 def test_soft_targets(loss_func, head, x, n_parts):
     "The dimension of the classes is not cut, whatever the head's outputs are"
     torch.manual_seed(1)
@@ -261,7 +271,8 @@ def texts(holes):
     for i,k in holes.items(): y[i,20-k:] = 0
     return torch.randn(16, 20, 8),y
 
-holes = {'rare': {14: 1}, 'at the end': {i: 15 for i in range(10, 16)}, 'alike in groups': {i: 5*(i//4) for i in range(16)}, 'empty': {**{i: 20 for i in range(4)}, 9: 3}}
+holes = {'rare': {14: 1}, 'at the end': {i: 15 for i in range(10, 16)},
+         'alike in groups': {i: 5*(i//4) for i in range(16)}, 'empty': {**{i: 20 for i in range(4)}, 9: 3}}
 @pytest.mark.parametrize('f', [unpadded, mean_of_texts])
 @pytest.mark.parametrize('name', holes)
 @pytest.mark.parametrize('n', [4, 8, 16])
@@ -306,7 +317,8 @@ class Decaying:
     def __call__(self, pred, y): return F.cross_entropy(pred, y, reduction='sum') + self.head[0].weight.detach().pow(2).sum()
 
 @pytest.mark.parametrize('make,match', {
-    'blind': (lambda head: Blind(), 'What Blind averages over could not be measured .IndexError'), 'counts': (lambda head: Counting(), 'once for each chunk. Counting changes itself'),
+    'blind': (lambda head: Blind(), 'What Blind averages over could not be measured .IndexError'),
+    'counts': (lambda head: Counting(), 'once for each chunk. Counting changes itself'),
     'decays': (Decaying, 'once for each chunk. Decaying is a sum')}.values(), ids=['blind','counts','decays'])
 def test_what_cannot_be_measured_is_refused(make, match):
     head = linear()
@@ -337,7 +349,9 @@ def test_a_rule_that_shows_late(always):
 def test_heads_that_change_at_each_call():
     "Found in the first batch, before `backward`; not in evaluation, and not with a single chunk"
     norm = nn.utils.parametrizations.spectral_norm
-    for head,n in ((norm(linear()).eval(), 3), (norm(linear()), 1)): ChunkedLoss(nn.CrossEntropyLoss(), head, n)(flat_x.clone().requires_grad_(), flat_y)
+    for head,n in ((norm(linear()).eval(), 3), (norm(linear()), 1)):
+        ChunkedLoss(nn.CrossEntropyLoss(), head, n)(flat_x.clone().requires_grad_(), flat_y)
     loss = ChunkedLoss(nn.CrossEntropyLoss(), norm(linear()), 3)
     with torch.no_grad(): loss(flat_x, flat_y)
-    with pytest.raises(ValueError, match='The head changes its buffers parametrizations.weight.0._u.* at each call'): loss(flat_x.clone().requires_grad_(), flat_y)
+    with pytest.raises(ValueError, match='The head changes its buffers parametrizations.weight.0._u.* at each call'):
+        loss(flat_x.clone().requires_grad_(), flat_y)

@@ -1,11 +1,14 @@
-"Gradients on the host, on the simulated accelerator: the same bits, at no time all of them on the device, and in sight of everybody who reads them"
+"""Gradients on the host, on the simulated accelerator: the same bits, at no time all of them on the device, and in
+sight of everybody who reads them"""
 import gc, pytest
 from collections import Counter
 import simulated
 if not simulated.available(): pytest.skip('PyTorch has no devices written in Python before 2.10', allow_module_level=True)
 from reference import *
 from fastai.callback.training import GradientClip
-from fastaccum.all import ActivationCheckpointing, AdaptiveGradientAccumulation, GradientNoiseScale, MixedPrecision, StepLogger, TrainingCheckpoint
+from fastaccum.all import (
+    ActivationCheckpointing, AdaptiveGradientAccumulation, GradientNoiseScale, MixedPrecision, StepLogger,
+    TrainingCheckpoint)
 from contextlib import nullcontext
 from fastaccum.accumulation.checks import check_learner
 from fastaccum.core import host as host_module
@@ -14,7 +17,8 @@ from fastaccum.core.host import HostGradient, HostGradients
 from simulated import memory, move, raw, trace, waits
 
 # every tool is one of `setups`; quickly some of them
-quick = 'test_never_all_at_once[SGD]', 'test_bytes[4]', 'test_refused[counts]', 'test_ranks_and_values', 'test_resumed', 'test_same_bits[foreign]', 'test_same_bits[fp16 overflows]'
+quick = ('test_never_all_at_once[SGD]', 'test_bytes[4]', 'test_refused[counts]', 'test_ranks_and_values',
+         'test_resumed', 'test_same_bits[foreign]', 'test_same_bits[fp16 overflows]')
 
 @pytest.fixture(autouse=True)
 def on_sim(device): devices.use('sim')
@@ -27,15 +31,18 @@ class Net(nn.Module):
         self.blocks,self.out = nn.Sequential(*map(block, range(n))),nn.Linear(d, 4)
     def forward(self, x): return self.out(self.blocks(x.to(self.out.weight.dtype))).float()
 
-def fit(acc=GradientAccumulation, cbs=(), opt_func=Adam, dtype=None, make=Net, n=43, bs=8, n_epoch=2, train=lambda l, n: l.fit(n, .01), **kwargs):
+def fit(acc=GradientAccumulation, cbs=(), opt_func=Adam, dtype=None, make=Net, n=43, bs=8, n_epoch=2,
+        train=lambda l, n: l.fit(n, .01), **kwargs):
     "Weights, losses, what StepLogger writes, and the Learner"
     set_seed(0)
     data,model = Data(torch.randn(n, 6), torch.randint(4, (n,))),make()
-    learn = learner(data, bs, acc(**kwargs), *(cb() for cb in cbs), StepLogger(grad_norm=True), model=model.to(dtype or torch.float32), opt_func=opt_func, loss_func=CrossEntropyLossFlat())
+    learn = learner(data, bs, acc(**kwargs), *(cb() for cb in cbs), StepLogger(grad_norm=True),
+                    model=model.to(dtype or torch.float32), opt_func=opt_func, loss_func=CrossEntropyLossFlat())
     set_seed(1)
     train(learn, n_epoch)
     df = learn.step_logger.to_df()
-    return weights(learn.model),tensor(learn.recorder.losses),torch.nan_to_num(torch.tensor(df[['grad_norm', 'loss']].to_numpy().copy(order='C')), -1.),learn
+    return (weights(learn.model),tensor(learn.recorder.losses),
+            torch.nan_to_num(torch.tensor(df[['grad_norm', 'loss']].to_numpy().copy(order='C')), -1.),learn)
 
 class Foreign(Callback):
     "Reads gradients before the step, and changes them in several ways"
@@ -63,17 +70,25 @@ class Cancels(Callback):
 torch_opt = lambda f, **kw: partial(OptimWrapper, opt=partial(f, **kw))
 wide = dict(dtype=torch.bfloat16, grad_dtype=torch.float32)
 setups = {
-    'plain': {}, 'split': dict(micro_batch_size=3), 'auto': dict(micro_batch_size='auto'), 'drop': dict(remainder='drop'), 'carry': dict(remainder='carry'),
-    'added up': dict(normalize=False), 'checked': dict(check_loss='always'), 'coupled': dict(micro_batch_size=3, coupled=True, accum_bs=None),
-    'schedule': dict(acc=lambda accum_bs, **kw: GradientAccumulationSchedule(8, 24, **kw)), 'adaptive': dict(acc=lambda accum_bs, **kw: AdaptiveGradientAccumulation(accum_bs, 32, **kw)),
-    'clip': dict(cbs=[lambda: GradientClip(.1)]), 'noise': dict(cbs=[GradientNoiseScale]), 'foreign': dict(cbs=[Foreign]), 'cancelled': dict(cbs=[Cancels]),
-    'fp16': dict(cbs=[lambda: MixedPrecision('fp16'), lambda: GradientClip(.1)]), 'fp16 overflows': dict(cbs=[lambda: MixedPrecision('fp16'), Infinite, Cancels]),
-    'bf16': dict(cbs=[lambda: MixedPrecision('bf16'), lambda: GradientClip(.1)]), 'recomputed': dict(cbs=[lambda: ActivationCheckpointing(nn.Sequential)]),
-    'lr_find': dict(train=lambda l, n: (l.lr_find(num_it=10, show_plot=False), l.fit(1))), 'one cycle': dict(train=lambda l, n: l.fit_one_cycle(n, .05)),
+    'plain': {}, 'split': dict(micro_batch_size=3), 'auto': dict(micro_batch_size='auto'),
+    'drop': dict(remainder='drop'), 'carry': dict(remainder='carry'),
+    'added up': dict(normalize=False), 'checked': dict(check_loss='always'),
+    'coupled': dict(micro_batch_size=3, coupled=True, accum_bs=None),
+    'schedule': dict(acc=lambda accum_bs, **kw: GradientAccumulationSchedule(8, 24, **kw)),
+    'adaptive': dict(acc=lambda accum_bs, **kw: AdaptiveGradientAccumulation(accum_bs, 32, **kw)),
+    'clip': dict(cbs=[lambda: GradientClip(.1)]), 'noise': dict(cbs=[GradientNoiseScale]),
+    'foreign': dict(cbs=[Foreign]), 'cancelled': dict(cbs=[Cancels]),
+    'fp16': dict(cbs=[lambda: MixedPrecision('fp16'), lambda: GradientClip(.1)]),
+    'fp16 overflows': dict(cbs=[lambda: MixedPrecision('fp16'), Infinite, Cancels]),
+    'bf16': dict(cbs=[lambda: MixedPrecision('bf16'), lambda: GradientClip(.1)]),
+    'recomputed': dict(cbs=[lambda: ActivationCheckpointing(nn.Sequential)]),
+    'lr_find': dict(train=lambda l, n: (l.lr_find(num_it=10, show_plot=False), l.fit(1))),
+    'one cycle': dict(train=lambda l, n: l.fit_one_cycle(n, .05)),
     'bf16 weights': dict(dtype=torch.bfloat16), 'fp32 sums': wide, 'fp32 sums, AdamW': dict(wide, opt_func=torch_opt(torch.optim.AdamW)),
     **{f.__name__: dict(opt_func=f) for f in (SGD, Lamb, ranger)},
     **{f.__name__: dict(opt_func=torch_opt(f)) for f in (torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor)},
-    'foreach': dict(opt_func=torch_opt(torch.optim.AdamW, foreach=True)), 'AdamW, fp16': dict(opt_func=torch_opt(torch.optim.AdamW), cbs=[MixedPrecision])}
+    'foreach': dict(opt_func=torch_opt(torch.optim.AdamW, foreach=True)),
+    'AdamW, fp16': dict(opt_func=torch_opt(torch.optim.AdamW), cbs=[MixedPrecision])}
 
 @pytest.mark.filterwarnings('ignore:.*')
 @pytest.mark.parametrize('setup', setups)
@@ -96,7 +111,8 @@ def deep(n=8, d=32): return move(nn.Sequential(*[nn.Linear(d, d, bias=False) for
 def there(*shape): return torch.randn(*shape).to(simulated.device)
 
 def held(model, opt, n_micro, context):
-    "Most bytes beyond weights and the optimizer's state, in a backward pass and in a step, of the second accumulated batch; bytes of a gradient"
+    """Most bytes beyond weights and the optimizer's state, in a backward pass and in a step, of the second accumulated
+    batch; bytes of a gradient"""
     xs = there(2*n_micro, 4, 32)
     with context(model.parameters(), opt):
         for i,x in enumerate(xs, 1):
@@ -127,7 +143,9 @@ def test_memory_in_a_fit():
     "It falls by all gradients but one, in `GradientAccumulation`"
     def peak(**kwargs):
         data = Data(torch.randn(32, 32), torch.randn(32, 32))
-        learn = learner(data, 2, GradientAccumulation(16, **kwargs), model=nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(20)]), opt_func=partial(SGD, mom=0.))
+        learn = learner(data, 2, GradientAccumulation(16, **kwargs),
+                        model=nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(20)]),
+                        opt_func=partial(SGD, mom=0.))
         gc.collect()
         before = memory.live
         memory.reset_peak()
@@ -139,7 +157,8 @@ def test_memory_in_a_fit():
 
 @pytest.mark.parametrize('n', [1, 4])
 def test_bytes(n):
-    "A step of `n` micro-batches: `n` times all gradients to the host, `n-1` times to the device, and once for the step. Nothing waits for them"
+    """A step of `n` micro-batches: `n` times all gradients to the host, `n-1` times to the device, and once for the
+    step. Nothing waits for them"""
     model,places = deep(),[]
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     with HostGradients(model.parameters(), opt):
@@ -148,7 +167,8 @@ def test_bytes(n):
             loss = model(x).pow(2).mean()
             with trace, waits: loss.backward()
             assert not waits.n, waits.sites
-            assert Counter(o for o in trace if o.startswith('copy to')) == ({'copy to the host': 8} if i%n == 0 else {'copy to the host': 8, 'copy to the device': 8})
+            assert Counter(o for o in trace if o.startswith('copy to')) == (
+                {'copy to the host': 8} if i%n == 0 else {'copy to the host': 8, 'copy to the device': 8})
             places.append({p.grad.host.data_ptr() for p in model.parameters()})
             if i%n == n-1:
                 with trace, waits: opt.step()
@@ -171,8 +191,10 @@ class Odd(torch.optim.SGD):
     def __init__(self, params, model, lr): super().__init__(params, lr=lr)
 class Own(Optimizer):
     def step(self, closure=None): super().step(closure)
-refused = dict(counts=(torch_opt(Counts), 'Counts counts in `k`'), joint=(torch_opt(Joint), 'Joint makes another step'), LBFGS=(torch_opt(torch.optim.LBFGS), 'LBFGS.*closure'),
-               odd=(torch_opt(Odd, model=1), "Odd cannot be tried.*argument: 'model'"), own=(lambda ps, lr: Own(ps, [], lr=lr), 'Own has a `step`'))
+refused = dict(counts=(torch_opt(Counts), 'Counts counts in `k`'), joint=(torch_opt(Joint), 'Joint makes another step'),
+               LBFGS=(torch_opt(torch.optim.LBFGS), 'LBFGS.*closure'),
+               odd=(torch_opt(Odd, model=1), "Odd cannot be tried.*argument: 'model'"),
+               own=(lambda ps, lr: Own(ps, [], lr=lr), 'Own has a `step`'))
 
 @pytest.mark.parametrize('name', refused)
 def test_refused(name):
@@ -207,7 +229,8 @@ def test_learns_later():
         def before_fit(self): self.learn.model.blocks.requires_grad_(False)
         def before_epoch(self): self.learn.model.blocks.requires_grad_(self.learn.epoch > 0)
     class Look(Callback):
-        def after_backward(self): kept.append({isinstance(p.grad, HostGradient) for p in self.learn.model.parameters() if p.grad is not None})
+        def after_backward(self):
+            kept.append({isinstance(p.grad, HostGradient) for p in self.learn.model.parameters() if p.grad is not None})
     a,b = fit(accum_bs=16, cbs=[Thaw]),fit(accum_bs=16, cbs=[Thaw, Look], grad_device='cpu')
     assert a[0].equal(b[0]) and kept == [{True}]*12
 
@@ -217,7 +240,9 @@ def test_fits_in_a_row():
         learn.fit(1, .01)
         with pytest.raises(ZeroDivisionError): learn.fit(1, .01, cbs=On('after_backward', throw(ZeroDivisionError()), calls=[2]))
         on_host = learn.gradient_accumulation.grad_device is not None
-        if on_host: assert all(not p._post_accumulate_grad_hooks and p.grad is None for p in learn.model.parameters()) and 'step' not in vars(learn.opt)
+        if on_host:
+            assert (all(not p._post_accumulate_grad_hooks and p.grad is None for p in learn.model.parameters())
+                    and 'step' not in vars(learn.opt))
         learn.fit(1, .01)
     assert fit(accum_bs=16, train=train)[0].equal(fit(accum_bs=16, train=train, grad_device='cpu')[0])
 
@@ -239,8 +264,10 @@ def test_advice():
     "The forecast counts a few of the largest gradients in place of all, and says so"
     peaks = {}
     for where in (None, 'cpu'):
-        data,model = Data(torch.randn(32, 64), torch.randint(4, (32,))),nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 4))
-        learn = learner(data, 32, GradientAccumulation(64, micro_batch_size=2, grad_device=where), model=model, opt_func=SGD, loss_func=CrossEntropyLossFlat())
+        data,model = (Data(torch.randn(32, 64), torch.randint(4, (32,))),
+                      nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 4)))
+        learn = learner(data, 32, GradientAccumulation(64, micro_batch_size=2, grad_device=where), model=model,
+                        opt_func=SGD, loss_func=CrossEntropyLossFlat())
         advice = learn.memory_advice()
         with PeakMemory(learn.dls.device) as real: learn.fit(2)
         peaks[where] = advice.peak,real.peak

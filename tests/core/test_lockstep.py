@@ -109,7 +109,8 @@ traps = dict(
     plain=lambda: nn.Sequential(conv(), BN(4), nn.ReLU(), conv(), BN(4)),
     on_raw_inputs=lambda: nn.Sequential(BN(4), conv()),
     on_raw_inputs_without_weights=lambda: nn.Sequential(BN(4, affine=False), conv(), BN(4)),
-    not_affine_and_in_place=lambda: nn.Sequential(conv(), BN(4, affine=False), nn.ReLU(inplace=True), conv(), BN(4, affine=False), nn.ReLU(inplace=True)),
+    not_affine_and_in_place=lambda: nn.Sequential(conv(), BN(4, affine=False), nn.ReLU(inplace=True), conv(),
+                                                  BN(4, affine=False), nn.ReLU(inplace=True)),
     no_running=lambda: nn.Sequential(conv(), BN(4, track_running_stats=False), conv()),
     momentum_none=lambda: nn.Sequential(conv(), BN(4, momentum=None), conv()),
     momentum_none_twice=lambda: Body(twice, **{**three(), 'n': BN(4, momentum=None)}),
@@ -164,8 +165,10 @@ def test_fp32_is_as_near_to_float64_as_the_whole_batch():
         ratios.append(rel(grads(in_parts(net, (x,), squares)), ref)/rel(grads(whole(net, (x,), squares)), ref))
     assert np.mean(ratios) < 1.2
 
-nets = dict(resnet18=tv.resnet18, mobilenet=tv.mobilenet_v3_small, densenet=partial(tv.DenseNet, 8, (2, 3, 2), 8), efficientnet=tv.efficientnet_b0,
-            shufflenet=tv.shufflenet_v2_x0_5, googlenet=partial(tv.googlenet, init_weights=False), resnet50=tv.resnet50, densenet121=tv.densenet121)
+nets = dict(resnet18=tv.resnet18, mobilenet=tv.mobilenet_v3_small, densenet=partial(tv.DenseNet, 8, (2, 3, 2), 8),
+            efficientnet=tv.efficientnet_b0,
+            shufflenet=tv.shufflenet_v2_x0_5, googlenet=partial(tv.googlenet, init_weights=False), resnet50=tv.resnet50,
+            densenet121=tv.densenet121)
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', nets)
@@ -178,7 +181,8 @@ def test_torchvision(name):
 def test_unet():
     from fastai.vision.models.unet import DynamicUnet
     torch.manual_seed(0)
-    net = DynamicUnet(nn.Sequential(*[nn.Sequential(nn.Conv2d(i, 4, 3, 2, 1), BN(4), nn.ReLU()) for i in (3, 4, 4)]), 3, (16, 16), norm_type=None).double()
+    net = DynamicUnet(nn.Sequential(*[nn.Sequential(nn.Conv2d(i, 4, 3, 2, 1), BN(4), nn.ReLU()) for i in (3, 4, 4)]), 3,
+                      (16, 16), norm_type=None).double()
     for m in net.modules():
         if isinstance(m, nn.ReLU): m.inplace = False
     keeps,x = Keeps(),torch.randn(5, 3, 16, 16).double()
@@ -201,7 +205,9 @@ def run_parts(net, x, keeps, size=2):
 
 class Late(nn.Module):
     "Keeps something from the second batch on"
-    def __init__(self): super().__init__(); self.a,self.n,self.b,self.calls,self.late = nn.Linear(4, 4),nn.BatchNorm1d(4),nn.Linear(4, 2),0,False
+    def __init__(self):
+        super().__init__()
+        self.a,self.n,self.b,self.calls,self.late = nn.Linear(4, 4),nn.BatchNorm1d(4),nn.Linear(4, 2),0,False
     def forward(self, x):
         x = self.a(x)
         if self.late: self.kept = x
@@ -259,12 +265,16 @@ def test_what_is_kept_elsewhere_is_refused(name):
     "One part would read what another one has put there"
     net = seeded(stored, *others[name]).double()
     net.at = torch.zeros(4, 5, 5).double()
-    with pytest.raises(ValueError, match="behind 'n2', a micro-batch has read activations of another one.*attributes of its modules"): run_parts(net, torch.randn(9, 4, 5, 5).double(), Keeps(), 3)
+    with pytest.raises(ValueError,
+                       match="behind 'n2', a micro-batch has read activations of another one.*attributes of its modules"):
+        run_parts(net, torch.randn(9, 4, 5, 5).double(), Keeps(), 3)
 
 tables = {}
 alike = dict(
-    to=lambda x, shape: torch.arange(shape.numel()).view(shape).to(x), type_as=lambda x, shape: torch.arange(shape.numel()).view(shape).type_as(x),
-    like=lambda x, shape: torch.ones_like(x[0]), new=lambda x, shape: x.new_full(shape, 2.), expand=lambda x, shape: x.new_tensor(3.).expand_as(x[0]))
+    to=lambda x, shape: torch.arange(shape.numel()).view(shape).to(x),
+    type_as=lambda x, shape: torch.arange(shape.numel()).view(shape).type_as(x),
+    like=lambda x, shape: torch.ones_like(x[0]), new=lambda x, shape: x.new_full(shape, 2.),
+    expand=lambda x, shape: x.new_tensor(3.).expand_as(x[0]))
 @pytest.mark.parametrize('name', alike)
 @pytest.mark.parametrize('in_module', [False, True])
 def test_tables_that_are_kept(name, in_module):
@@ -331,7 +341,8 @@ class OldNorm(BN):
     "Counts in a new tensor, as PyTorch did until 1.12"
     def forward(self, x):
         self.num_batches_tracked = self.num_batches_tracked + 1
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 1/float(self.num_batches_tracked), self.eps)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training,
+                            1/float(self.num_batches_tracked), self.eps)
 def test_a_counter_that_is_a_new_tensor():
     net = nn.Sequential(conv(), OldNorm(4), conv()).double()
     for _ in range(2): _,net = check(net, (torch.randn(9, 4, 5, 5).double(),))
@@ -371,7 +382,9 @@ def test_half_model(dtype):
     assert rel(b, ref) < 1.5*rel(a, ref) + .01
 
 # --- what goes wrong
-def state(model): return torch.get_rng_state(),random.getstate(),np.random.get_state()[1].copy(),{k: v.clone() for k,v in model.state_dict().items()},grads(model)
+def state(model):
+    return (torch.get_rng_state(),random.getstate(),np.random.get_state()[1].copy(),
+            {k: v.clone() for k,v in model.state_dict().items()},grads(model))
 def assert_same(a, b):
     assert a[0].equal(b[0]) and a[1] == b[1] and (a[2] == b[2]).all() and a[4].equal(b[4])
     for k in a[3]: assert a[3][k].equal(b[3][k]), k
@@ -484,7 +497,8 @@ def test_work_grows_linearly():
     "Each node of a residual net is passed once"
     counts = []
     for n in (4, 8):
-        net = seeded(Body, lambda m, x: [x := x + m.norms[i](m.convs[i](x)) for i in range(n)][-1], convs=nn.ModuleList(conv() for _ in range(n)), norms=nn.ModuleList(BN(4) for _ in range(n)))
+        net = seeded(Body, lambda m, x: [x := x + m.norms[i](m.convs[i](x)) for i in range(n)][-1],
+                     convs=nn.ModuleList(conv() for _ in range(n)), norms=nn.ModuleList(BN(4) for _ in range(n)))
         passed = []
         class Counted(torch.autograd.Function):
             @staticmethod
@@ -503,7 +517,10 @@ def simulated_device():
     if not simulated.available(): pytest.skip('PyTorch has no devices written in Python before 2.10')
     return simulated
 
-@pytest.mark.parametrize('name,size', [('resnet18', 2), *(pytest.param(k, n, marks=pytest.mark.slow) for k,n in (('resnet18', 1), ('resnet18', 4), ('resnet50', 1), ('resnet50', 8)))])
+@pytest.mark.parametrize('name,size',
+                         [('resnet18', 2),
+                          *(pytest.param(k, n, marks=pytest.mark.slow)
+                            for k,n in (('resnet18', 1), ('resnet18', 4), ('resnet50', 1), ('resnet50', 8)))])
 def test_memory_on_the_device(name, size, n=32):
     "At most 1.4 of ordinary micro-batches, however small they are; without the host it would be the whole batch's"
     sim = simulated_device()
@@ -558,7 +575,8 @@ def test_what_waits_on_the_host(name, monkeypatch):
     batch.run.mover.min_bytes = 0
     squares(batch.outputs()).backward()
     batch.backward()
-    assert rel(flat([sim.raw(p.grad) for p in net.parameters() if p.grad is not None]), flat([p.grad for p in ref.parameters() if p.grad is not None])) < 1e-12
+    assert rel(flat([sim.raw(p.grad) for p in net.parameters() if p.grad is not None]),
+               flat([p.grad for p in ref.parameters() if p.grad is not None])) < 1e-12
     for v,w in zip(ref.buffers(), net.buffers()): torch.testing.assert_close(sim.raw(w), v, rtol=1e-10, atol=1e-10)
     assert len(count) >= 3 and not batch.run.room.away
 
@@ -597,7 +615,8 @@ def test_a_part_without_values():
 def test_keywords_of_torchs_batch_norm():
     def forward(self, x):
         n = self.n
-        return torch.batch_norm(input=x, weight=n.weight, bias=n.bias, running_mean=n.running_mean, running_var=n.running_var, training=True, momentum=.1, eps=1e-5, cudnn_enabled=False)
+        return torch.batch_norm(input=x, weight=n.weight, bias=n.bias, running_mean=n.running_mean,
+                                running_var=n.running_var, training=True, momentum=.1, eps=1e-5, cudnn_enabled=False)
     torch.manual_seed(0)
     check(Body(forward, n=BN(3)).double().train(), (torch.randn(8, 3, 4, 4).double(),))
 
@@ -690,7 +709,9 @@ class EachItem(nn.Module):
     "Instance normalization, as in AdaIN"
     def forward(self, x): return F.batch_norm(x.reshape(1, -1, *x.shape[2:]), None, None, training=True).view(x.shape)
 class StandardizedConv(nn.Conv2d):
-    def forward(self, x): return self._conv_forward(x, F.batch_norm(self.weight.flatten(1)[None], None, None, training=True).view_as(self.weight), self.bias)
+    def forward(self, x):
+        return self._conv_forward(x, F.batch_norm(self.weight.flatten(1)[None], None, None,
+                                                  training=True).view_as(self.weight), self.bias)
 
 @pytest.mark.parametrize('size', [4, 1])
 @pytest.mark.parametrize('name', ['ghost', 'slices', 'each item'])
@@ -705,7 +726,8 @@ def test_other_items_are_told(name, size):
 
 def test_all_items_are_not_told():
     "Views of other kinds: raw inputs, a half of the channels, flattened features, hooks"
-    nets = [nn.Sequential(BN(4), conv()), traps['views'](), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(100)), nn.Sequential(conv(), nn.Flatten(), nn.Flatten(), nn.BatchNorm1d(100)),
+    nets = [nn.Sequential(BN(4), conv()), traps['views'](), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(100)),
+            nn.Sequential(conv(), nn.Flatten(), nn.Flatten(), nn.BatchNorm1d(100)),
             nn.Sequential(conv(), BN(4), nn.InstanceNorm2d(4)), nn.Sequential(StandardizedConv(4, 4, 3), BN(4))]
     for net in nets:
         for size in (3, 1):
@@ -717,7 +739,8 @@ def test_all_items_are_not_told():
 
 def test_standardized_weights():
     "`F.batch_norm` of weights, which all parts share"
-    check(nn.Sequential(StandardizedConv(4, 6, 3), BN(6), nn.ReLU(), StandardizedConv(6, 4, 3)).double(), (torch.randn(7, 4, 7, 7).double(),))
+    check(nn.Sequential(StandardizedConv(4, 6, 3), BN(6), nn.ReLU(), StandardizedConv(6, 4, 3)).double(),
+          (torch.randn(7, 4, 7, 7).double(),))
 
 unseen = dict(native=lambda x, n: torch.native_batch_norm(x, n.weight, n.bias, None, None, True, .1, 1e-5)[0],
               keyword=lambda x, n: torch.native_batch_norm(x, n.weight, n.bias, None, None, training=True, momentum=.1, eps=1e-5)[0],
@@ -728,17 +751,21 @@ class ByHand(BN):
     def __init__(self, n): super().__init__(n, track_running_stats=False)
     def forward(self, x): return (x - x.mean((0, 2, 3), keepdim=True))*self.weight.view(1, -1, 1, 1)
 
-@pytest.mark.parametrize('net', [lambda: nn.Sequential(ByHand(4), conv(), BN(4)), lambda: nn.Sequential(conv(), BN(4), ByHand(4)), lambda: nn.Sequential(conv(), ByHand(4), conv())])
+@pytest.mark.parametrize('net', [lambda: nn.Sequential(ByHand(4), conv(), BN(4)),
+                                 lambda: nn.Sequential(conv(), BN(4), ByHand(4)),
+                                 lambda: nn.Sequential(conv(), ByHand(4), conv())])
 def test_a_norm_that_computes_by_itself_is_refused(net):
     "Wherever it stands: before another one, behind it, alone"
     net = net()
     name = next(k for k,m in net.named_children() if isinstance(m, ByHand))
-    with pytest.raises(ValueError, match=f"the BatchNorm '{name}' computes its statistics without"): LockstepBatch(net, (torch.randn(6, 4, 5, 5),), 6, 2).outputs()
+    with pytest.raises(ValueError, match=f"the BatchNorm '{name}' computes its statistics without"):
+        LockstepBatch(net, (torch.randn(6, 4, 5, 5),), 6, 2).outputs()
 
 @pytest.mark.parametrize('name', unseen)
 def test_other_functions_are_refused(name):
     net = seeded(Body, lambda m, x: unseen[name](m.a(x), m.n), **three())
-    with pytest.raises(ValueError, match='batch_norm.* computes its statistics without'): LockstepBatch(net, (torch.randn(6, 4, 5, 5),), 6, 2).outputs()
+    with pytest.raises(ValueError, match='batch_norm.* computes its statistics without'):
+        LockstepBatch(net, (torch.randn(6, 4, 5, 5),), 6, 2).outputs()
 
 def test_native_batch_norm_outside_of_training():
     fixed = lambda m, x: m.n2(torch.native_batch_norm(m.a(x), m.n.weight, m.n.bias, m.n.running_mean, m.n.running_var, False, .1, 1e-5)[0])
@@ -751,4 +778,5 @@ def test_layers_that_are_left_out_at_random():
     b = in_parts(Body(block, **three(), drop=tv_ops.StochasticDepth(.5, 'row')).train(), (x,), squares)
     assert grads(b).norm() > 0
     ways = iter((True, True, False, True))
-    with pytest.raises(ValueError, match='the same way'): in_parts(Body(lambda m, x: m.n2(m.n(x) if next(ways) else x), **three()), (x,), squares)
+    with pytest.raises(ValueError, match='the same way'):
+        in_parts(Body(lambda m, x: m.n2(m.n(x) if next(ways) else x), **three()), (x,), squares)

@@ -88,7 +88,8 @@ cases = {  # loss, shape(s) of the prediction, targets, what it averages over ('
     'BaseLoss of own':       (BaseLoss(FocalCE, weight=cw), p3, (class_y,), 'items'),
     'label smoothing':       (smooth, p3, (class_y,), 'valid'),
     'fastai smoothing':      (SmoothCE(), p3, (class_y,), 'valid'),
-    'smoothing, ignored':    (lambda p, y: F.cross_entropy(p.transpose(1, 2), y, label_smoothing=.2, weight=cw), p53, (token_y,), 'classes'),
+    'smoothing, ignored':    (lambda p, y: F.cross_entropy(p.transpose(1, 2), y, label_smoothing=.2, weight=cw), p53,
+                              (token_y,), 'classes'),
     'ignored inside':        (Inside(), p53, (pad_y,), 'valid'),
     'weighted inside':       (Inside(cw), p53, (pad_y,), 'classes'),
     'permuted inside':       (lambda p, y: F.cross_entropy(p.permute(0, 2, 1), y), p53, (token_y,), 'valid'),
@@ -99,10 +100,12 @@ cases = {  # loss, shape(s) of the prediction, targets, what it averages over ('
     'mask as a target':      (masked, p5, (real5, mask), 'mask'),
     'mask in a column':      (stacked, p5, (torch.stack([real5, mask], -1),), 'mask'),
     'missing values':        (not_nan, p3, (real_y,), 'valid'),
-    'lists of objects':      (lambda p, y: sum((a.mean(0)-b.sum(0)).pow(2).sum() for a,b in zip(p, y))/len(y), None, ([torch.ones(1+i%3, 4) for i in range(n)],), 'items'),
+    'lists of objects':      (lambda p, y: sum((a.mean(0)-b.sum(0)).pow(2).sum() for a,b in zip(p, y))/len(y), None,
+                              ([torch.ones(1+i%3, 4) for i in range(n)],), 'items'),
     'two heads':             (heads, (p3, p5), (class_y, real5), 'valid'),
     'second target':         (by_second, p53, (real5, pad_y), 'valid'),
-    'dict of targets':       (lambda p, y: F.cross_entropy(p.flatten(0, 1), y['ids'].flatten()), p53, ({'x': real5, 'ids': token_y},), 'valid'),
+    'dict of targets':       (lambda p, y: F.cross_entropy(p.flatten(0, 1), y['ids'].flatten()), p53,
+                              ({'x': real5, 'ids': token_y},), 'valid'),
     'positives':             (positives, p3, (some_y,), 'mask'),
     'soft targets':          (Soft(), p3, (soft_y,), 'items'),
     'pos_weight':            (type('B', (nn.BCEWithLogitsLoss,), {})(pos_weight=cw), p3, (soft_y,), 'items'),
@@ -150,7 +153,8 @@ def accumulated(rule, loss_func, pred, yb, sizes=(3,1,8)):
     parts = [(cut(pred, z-k, z), cut(yb, z-k, z), k) for k,z in zip(sizes, ends)]
     weights = [loss_weight(rule, y, k) for _,y,k in parts]
     total = 1 if weights[0] is None else sum(weights)
-    grads = [[g*(1 if w is None else float(w)/float(total)) for g in gradient(loss_func, p, y)] for (p,y,_),w in zip(parts, weights) if w is None or w > 0]
+    grads = [[g*(1 if w is None else float(w)/float(total)) for g in gradient(loss_func, p, y)]
+             for (p,y,_),w in zip(parts, weights) if w is None or w > 0]
     return [g for gs in grads for g in gs] if isinstance(pred, list) else [torch.cat(g) for g in zip(*grads)]
 
 def off(a, b):
@@ -173,12 +177,14 @@ def test_rule(name):
 
 
 @pytest.mark.parametrize('dtype,tol', [(torch.float64, 1e-14), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)])
-@pytest.mark.parametrize('name', ['focal, ignored', 'sum by items', 'class axis 1', 'ignored inside', 'per sample', 'missing values', 'two heads', 'two divisors'])
+@pytest.mark.parametrize('name', ['focal, ignored', 'sum by items', 'class axis 1', 'ignored inside', 'per sample',
+                                  'missing values', 'two heads', 'two divisors'])
 def test_types(name, dtype, tol):
     "Half-precision predictions are measured in float32"
     loss_func,shape,yb,over = cases[name]
     pred,yb = predict(shape, dtype),in_type(yb, torch.float64 if dtype is torch.float64 else torch.float32)
-    if dtype is torch.float64 and name == 'two divisors': loss_func = lambda p, y: F.cross_entropy(p, y, weight=cw.double()) + F.cross_entropy(p, y)
+    if dtype is torch.float64 and name == 'two divisors':
+        loss_func = lambda p, y: F.cross_entropy(p, y, weight=cw.double()) + F.cross_entropy(p, y)
     with torch.autocast('cpu', torch.bfloat16, enabled=dtype is torch.bfloat16): probe = probed(loss_func, pred, yb)
     if over is None: assert probe.message and not probe.fits; return
     assert over in [r.over for r in probe.fits]
@@ -196,7 +202,8 @@ def test_confident_predictions():
                                             (lambda p, y: F.cross_entropy(p.transpose(1, 2), y), 'valid'),
                                             (lambda p, y: F.mse_loss(p[...,0], y.float()), 'elements'),
                                             (lambda p, y: F.mse_loss(p[...,0], y.float(), reduction='sum')/len(y), 'items'),
-                                            (lambda p, y: F.ctc_loss(p.transpose(0, 1).log_softmax(2), y.clamp(1), [5]*len(y), [3]*len(y)), 'items'),
+                                            (lambda p, y: F.ctc_loss(p.transpose(0, 1).log_softmax(2), y.clamp(1),
+                                                                     [5]*len(y), [3]*len(y)), 'items'),
                                             (lambda p, y: (p[...,0]-y).pow(2).sum(1).sqrt().mean(), 'items')])
 def test_elements_or_items(loss_func, over):
     "All items of a batch have as many elements: the second look cuts through the items. It counts where batches are of different length"
@@ -287,11 +294,13 @@ def test_changes_nothing_in_place():
     assert torch.equal(pred, before) and torch.equal(y, token_y)
 
 gen = torch.Generator()
-@pytest.mark.parametrize('draw', [lambda p: F.dropout(p), lambda p: p*(1+torch.rand(len(p), 1)), lambda p: p*random.random(), lambda p: p*np.random.rand(),
+@pytest.mark.parametrize('draw', [lambda p: F.dropout(p), lambda p: p*(1+torch.rand(len(p), 1)),
+                                  lambda p: p*random.random(), lambda p: p*np.random.rand(),
                                   lambda p: p*torch.rand(len(p), 1, generator=gen)])
 def test_random_losses(draw):
     "They are not said to couple, and random numbers go on as if there was no probe"
-    state = lambda: (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), np.random.get_state()[2], gen.get_state().tolist())
+    state = lambda: (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(),
+                     np.random.get_state()[2], gen.get_state().tolist())
     before = state()
     probe = probed(lambda p, y: F.mse_loss(draw(p), y), torch.randn(n, 3, generator=torch.manual_seed(1)), (torch.ones(n, 3),))
     torch.manual_seed(0); a = state(); probe.look(torch.ones(n, 3)*2, torch.ones(n, 3)); assert state() == a
@@ -342,8 +351,10 @@ def test_known_losses_are_not_called(monkeypatch):
     probe = probed(l, torch.ones(3, 3), (torch.ones(3, 3),), 3)
     assert not probe.open and probe.message is None and 'known' in str(probe)
 
-means = {'items': (lambda u, y, m: u.mean(), ['items']), 'valid': (lambda u, y, m: (u*m).sum()/m.sum(), ['valid']), 'sum': (lambda u, y, m: u.sum(), ['sum']),
-         'weights': (lambda u, y, m: (u*cw[y.clamp(0)]*m).sum()/(cw[y.clamp(0)]*m).sum(), ['classes']), 'top': (lambda u, y, m: u.flatten().topk(5).values.mean(), []),
+means = {'items': (lambda u, y, m: u.mean(), ['items']), 'valid': (lambda u, y, m: (u*m).sum()/m.sum(), ['valid']),
+         'sum': (lambda u, y, m: u.sum(), ['sum']),
+         'weights': (lambda u, y, m: (u*cw[y.clamp(0)]*m).sum()/(cw[y.clamp(0)]*m).sum(), ['classes']),
+         'top': (lambda u, y, m: u.flatten().topk(5).values.mean(), []),
          'samples': (lambda u, y, m: ((u*m).sum(1)/m.sum(1)).mean(), ['items'])}
 @pytest.mark.parametrize('name', means)
 @pytest.mark.parametrize('in_place', [False, True])

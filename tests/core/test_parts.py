@@ -48,7 +48,9 @@ def test_as_many_inputs_as_items():
 
 def test_without_targets():
     "Nor items in one of the inputs"
-    assert [(len(xb[0]), xb[1], yb, mixed) for xb,yb,mixed in split_batch((torch.arange(5), 'name'), (), 5, 2)]==[(n, 'name', (), ()) for n in (2, 2, 1)]
+    assert [(len(xb[0]), xb[1], yb, mixed)
+            for xb,yb,mixed in split_batch((torch.arange(5), 'name'), (), 5, 2)]==[
+                (n, 'name', (), ()) for n in (2, 2, 1)]
 
 def test_lists_of_items():
     "One object an item; tensors that are no items: of other lengths, or without dimensions. Lists of fastcore too"
@@ -62,7 +64,8 @@ def test_lists_of_items():
 def test_views():
     "Several views of all items, one after the other: only where they are asked for"
     x = torch.arange(6)
-    assert [tensors_in(p)[0].tolist() + tensors_in(p)[1].tolist() for p in split_items((x, {'a': [x]}), 2, 3, views=True)]==[[0, 1, 3, 4]*2, [2, 5]*2]
+    assert [tensors_in(p)[0].tolist() + tensors_in(p)[1].tolist()
+            for p in split_items((x, {'a': [x]}), 2, 3, views=True)]==[[0, 1, 3, 4]*2, [2, 5]*2]
     assert [len(p[0][0]) for p in split_batch((x,), (x[:3],), 3, 2, views=True)]==[4, 2]
     with pytest.raises(TypeError, match=r'shape \(6,\).*the batch has 3 items'): split_items(x, 2, 3)
     with pytest.raises(TypeError, match=r'shape \(6,\).*the batch has 4 items'): split_items(x, 2, 4, views=True)
@@ -78,13 +81,18 @@ boxes = [{'boxes': torch.ones(3, 4)} for _ in range(3)]
 @pytest.mark.parametrize('xb,yb,bs,n,objects', [
     ((torch.ones(3, 2),), (torch.ones(3),), None, None, []), ((tensors(3, 5),), (), None, 3, [True]), ((tensors(3, 5),), (), 5, 5, [False]),
     ((tensors(3, 5),), (torch.ones(5),), 3, 5, [False]), ((tensors(3, 5),), (torch.ones(3),), 5, 3, [True]),
-    ((tensors(3, 5), torch.ones(5)), (torch.ones(3),), None, 5, [False]),            # the rows of an input count more than those of a target
+    # the rows of an input count more than those of a target
+    ((tensors(3, 5), torch.ones(5)), (torch.ones(3),), None, 5, [False]),
     ((tensors(3, 5), torch.ones(7)), (), None, None, []), ((tensors(3, 5), torch.ones(7)), (torch.ones(3),), 3, None, []),
     ((tensors(3, 5), tensors(5, 3)), (), 5, 5, [False, True]), ((tensors(3, 5), tensors(4, 6)), (), None, None, []),
-    ((tensors(3, 4, 5),), (), 4, 3, [True]), (([1, 'a'],), (), None, None, []), (([1, 2],), (), None, 2, [True]), (([1, torch.ones(4)],), (), None, 4, [False]),
-    ((tensors(3, 3),), (), None, 3, [True]), ((tuple(tensors(3, 3)),), (), None, 3, [False]), (((torch.ones(3, 1), *tensors(2, 3)),), (), None, 3, [True]),
-    (((*tensors(2, 3), 'a'),), (), None, 3, [False]), ((tuple(tensors(3, 3)),), (boxes,), None, 3, [True, True]), ((tuple(tensors(3, 3)),), (['a']*3,), None, 3, [True, True]),
-    (([],), (torch.ones(3),), None, None, []), (({'a': tensors(2, 4)},), (), None, 2, []), ((namedtuple('Pair', 'a b')(*tensors(2, 4)),), (), None, None, [])])
+    ((tensors(3, 4, 5),), (), 4, 3, [True]), (([1, 'a'],), (), None, None, []), (([1, 2],), (), None, 2, [True]),
+    (([1, torch.ones(4)],), (), None, 4, [False]),
+    ((tensors(3, 3),), (), None, 3, [True]), ((tuple(tensors(3, 3)),), (), None, 3, [False]),
+    (((torch.ones(3, 1), *tensors(2, 3)),), (), None, 3, [True]),
+    (((*tensors(2, 3), 'a'),), (), None, 3, [False]), ((tuple(tensors(3, 3)),), (boxes,), None, 3, [True, True]),
+    ((tuple(tensors(3, 3)),), (['a']*3,), None, 3, [True, True]),
+    (([],), (torch.ones(3),), None, None, []), (({'a': tensors(2, 4)},), (), None, 2, []),
+    ((namedtuple('Pair', 'a b')(*tensors(2, 4)),), (), None, None, [])])
 def test_lists(xb, yb, bs, n, objects): assert looks(Lists(), xb, yb, bs)==(n, objects)
 
 def test_lists_stay():
@@ -98,7 +106,8 @@ def test_lists_stay():
     last = tensors(3, 7)
     assert looks(lists, (last,))==(7, [False]) and lists.knows(last) and not lists.knows(tensors(3, 7))
 
-clear = " To be clear: return columns in a dict or as inputs of their own; if the list has one object for each item, load other than {n} at a time."
+clear = " To be clear: return columns in a dict or as inputs of their own; " \
+        "if the list has one object for each item, load other than {n} at a time."
 @pytest.mark.parametrize('make,n,form', [(list, 3, 'one object for each item'), (tuple, 4, 'columns with all items each')])
 def test_lists_not_clear(make, n, form):
     lists,b = Lists(),make(tensors(n, n))
@@ -130,7 +139,8 @@ def test_rows_of():
 
 def test_joined():
     joined,x = Joined([2, 1]),torch.ones(2, 3, requires_grad=True)
-    assert joined.differs is None and joined.add(0, [x*2, (tensor(1.), torch.ones(4)), 'a']) is None and joined.has_grad==[True, False, False]
+    assert (joined.differs is None and joined.add(0, [x*2, (tensor(1.), torch.ones(4)), 'a']) is None
+            and joined.has_grad==[True, False, False])
     assert not joined.template[0].requires_grad
     out,(one,rows),name = joined.add(1, [x[:1]*3, (tensor(1.)+1e-6, torch.zeros(2)), 'a'])
     assert out.tolist()==[[2]*3]*2 + [[3]*3] and rows.tolist()==[1]*4 + [0]*2 and (one, name, joined.template)==(1, 'a', None)
@@ -145,11 +155,14 @@ def test_cannot_be_joined():
     joined = Joined([2, 1])
     joined.add(0, (torch.ones(2), 'a'))
     with pytest.raises(ValueError, match="^coupled: the model returns 'b' beside its tensors"): joined.add(1, (torch.ones(1), 'b'))
-    with pytest.raises(ValueError, match=r'^coupled: .* shape \(3, 2\) for a micro-batch of 2 items'): Joined([2, 1]).add(0, torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r'^coupled: .* shape \(3, 2\) for a micro-batch of 2 items'):
+        Joined([2, 1]).add(0, torch.ones(3, 2))
     for part,shape in ((torch.ones(1, 3), r'\(1, 3\)'), (torch.ones(3, 2), r'\(3, 2\)')):
         joined = Joined([2, 1])
         joined.add(0, torch.ones(4, 2))
-        with pytest.raises(ValueError, match=rf'^coupled: .* micro-batches of 2 and 1 items have the shapes \(4, 2\) and {shape}'): joined.add(1, part)
+        with pytest.raises(ValueError,
+                           match=rf'^coupled: .* micro-batches of 2 and 1 items have the shapes \(4, 2\) and {shape}'):
+            joined.add(1, part)
 
 class Net(nn.Module):
     def __init__(self):

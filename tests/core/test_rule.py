@@ -5,7 +5,8 @@ import numpy as np, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from torch import tensor
 from fastai.losses import BaseLoss, CrossEntropyLossFlat, FocalLoss, LabelSmoothingCrossEntropy
 from torch.nn.utils.rnn import pack_sequence
-from fastaccum.core.losses import (LossInfo, LossRule, _item_weights, _options, _passing, _targets, _valid, at_least, count_items, ignore_empty,
+from fastaccum.core.losses import (LossInfo, LossRule, _item_weights, _options, _passing, _targets, _valid, at_least,
+                                   count_items, ignore_empty,
                                    is_known, loss_weight, mixer_of, n_items, unwrapped)
 from fastaccum.core.probe import LossProbe
 
@@ -22,8 +23,10 @@ def rule_of(loss, *args, **kw):
 sizes = [8], [4, 4], [3, 3, 2], [2, 2, 2, 1, 1], [2, 2, 2, 2], [1]*8, [5, 3]
 @pytest.mark.parametrize('sizes', sizes)
 @pytest.mark.parametrize('loss,yb', [
-    (nn.CrossEntropyLoss(), y), (nn.CrossEntropyLoss(weight=cw), y), (nn.CrossEntropyLoss(ignore_index=1), y.clamp(min=0)), (nn.CrossEntropyLoss(), y[:,None].expand(8, 5)),
-    (nn.CrossEntropyLoss(weight=cw), torch.stack([y, y.roll(1), y.roll(3)], 1)), (F.mse_loss, torch.ones(8, 3)), (nn.TripletMarginLoss(), torch.ones(8, 3)),
+    (nn.CrossEntropyLoss(), y), (nn.CrossEntropyLoss(weight=cw), y),
+    (nn.CrossEntropyLoss(ignore_index=1), y.clamp(min=0)), (nn.CrossEntropyLoss(), y[:,None].expand(8, 5)),
+    (nn.CrossEntropyLoss(weight=cw), torch.stack([y, y.roll(1), y.roll(3)], 1)), (F.mse_loss, torch.ones(8, 3)),
+    (nn.TripletMarginLoss(), torch.ones(8, 3)),
     (nn.KLDivLoss(reduction='batchmean'), torch.ones(8, 3)), (nn.CrossEntropyLoss(), torch.full((8, 3), 1/3))])
 def test_weights(loss, yb, sizes):
     "They are those of the micro-batches one by one, and what they would add up to if all targets counted"
@@ -66,7 +69,8 @@ def test_looks_up_what_has_changed():
     rule = rule_of(loss, LossProbe)
     info = rule.info
     rule.look_up(loss); assert rule.info is info                       # nothing has changed
-    for change in (lambda: setattr(loss, 'ignore_index', 3), lambda: setattr(loss, 'reduction', 'sum'), lambda: setattr(loss, 'label_smoothing', .1),
+    for change in (lambda: setattr(loss, 'ignore_index', 3), lambda: setattr(loss, 'reduction', 'sum'),
+                   lambda: setattr(loss, 'label_smoothing', .1),
                    lambda: setattr(loss, 'weight', cw)):
         change()
         rule.look_up(loss); assert rule.info is not info
@@ -266,7 +270,8 @@ def test_looks_in_each_epoch():
     assert LossRule()._random.random() == LossRule()._random.random()                # at the same places in each run
 
 @pytest.mark.parametrize('change,gap,before,seen,was_sure,says', [
-    (None, False, 0, 0, False, False), (None, True, 0, 0, False, False), (None, False, 1, 1, False, False), (None, False, 1, 0, False, False),
+    (None, False, 0, 0, False, False), (None, True, 0, 0, False, False), (None, False, 1, 1, False, False),
+    (None, False, 1, 0, False, False),
     (.5, False, 0, 0, False, False), (.5, True, 0, 0, False, True), (.5, False, 1, 1, False, True), (.5, True, 1, 1, True, True),
     (None, False, 0, 0, True, False), (None, True, 0, 0, True, True), (None, False, 1, 1, True, False), (None, False, 1, 0, True, True),
     (0., True, 0, 0, False, True)])
@@ -361,8 +366,10 @@ def test_names():
     assert str(info) == 'class weights of the valid targets (not -100)' and str(info.measure('items')) == 'items'
     assert str(LossInfo(nn.CrossEntropyLoss())) == 'valid targets (not -100)'
     assert str(info.measure('valid', target=1, class_weight=None)) == 'valid targets (not -100, of target 1)'
-    assert str(info.measure('mask', target=1, channel=2)) == 'the sum of target 1, column 2' and str(info.measure('mask', target=0)) == 'the sum of the target'
-    assert str(info.measure('elements')) == 'elements of the target' and str(LossInfo(nn.MSELoss(reduction='sum'))) == 'nothing: it is a sum'
+    assert (str(info.measure('mask', target=1, channel=2)) == 'the sum of target 1, column 2'
+            and str(info.measure('mask', target=0)) == 'the sum of the target')
+    assert (str(info.measure('elements')) == 'elements of the target'
+            and str(LossInfo(nn.MSELoss(reduction='sum'))) == 'nothing: it is a sum')
     count = info.measure('count', test=('in 0 to', 5), floor=1)
     assert str(count) == 'the number of targets in 0 to 5 in the target, at least 1'
     assert str(count.measure('count', target=1, channel='row', shifted=True)) == \
@@ -374,7 +381,8 @@ rules = [info.measure(**{**dict(over='valid', ignore_index=float('nan')), **kw})
     dict(class_weight=cw.clone()), dict(test=('>', 0)), dict(shifted=True), dict(floor=1))]
 def test_keys():
     "Two rules are the same if nothing differs, a NaN neither"
-    assert len({r.key for r in rules}) == len(rules) and all(r.measure(**r.as_dict()|dict(class_weight=r.class_weight)).key == r.key for r in rules)
+    assert (len({r.key for r in rules}) == len(rules)
+            and all(r.measure(**r.as_dict()|dict(class_weight=r.class_weight)).key == r.key for r in rules))
     assert rules[0].measure('valid', ignore_index=float('nan')).key == rules[0].key
     assert rules[-1].key[:-1] == rules[-1].measure('valid', floor=.5).key[:-1]        # the floor is measured for all others alike
 
@@ -383,7 +391,8 @@ def test_rule_for_another_process():
     rule = info.measure('valid', ignore_index=3, target=1, channel=2, test=('>', 0), floor=.5, shifted=True, class_weight=w).as_dict()
     assert torch.equal(rule['class_weight'], cw) and not rule['class_weight'].requires_grad
     rule['class_weight'] = None
-    assert rule == dict(over='valid', reduction='mean', ignore_index=3, target=1, channel=2, test=('>', 0), floor=.5, shifted=True, class_weight=None)
+    assert rule == dict(over='valid', reduction='mean', ignore_index=3, target=1, channel=2, test=('>', 0), floor=.5,
+                        shifted=True, class_weight=None)
     assert rules[0].as_dict()['class_weight'] is None and list(rules[0].as_dict()) == list(rule)
 
 @pytest.mark.parametrize('over,may', [('items', False), ('elements', False), ('valid', True), ('mask', True), ('classes', True)])
@@ -392,7 +401,8 @@ def test_measured(over, may):
     assert (info.nan_if_empty, info.inexact, info.reduction, info.measured, info.over) == (may, False, 'mean', True, over)
 
 def test_defaults():
-    assert (LossInfo(own).reduction, LossInfo(own).ignore_index, LossInfo(own).class_weight, LossInfo(own).over) == ('mean', -100, None, 'items')
+    assert (LossInfo(own).reduction, LossInfo(own).ignore_index, LossInfo(own).class_weight,
+            LossInfo(own).over) == ('mean', -100, None, 'items')
     assert LossInfo(partial(partial(F.nll_loss, ignore_index=1), ignore_index=2)).ignore_index == 2
     assert LossInfo(LabelSmoothingCrossEntropy()).over == LossInfo(FocalLoss()).over == 'elements'
     assert LossInfo(nn.CrossEntropyLoss(label_smoothing=.1)).nan_if_empty is True and LossInfo(nn.CrossEntropyLoss()).nan_if_empty is False
@@ -463,20 +473,28 @@ def test_ignore_empty(weight, kept):
 # --- items
 
 @pytest.mark.parametrize('xb,yb,expected', [
-    ((torch.ones(4, 3),), (torch.ones(4),), (4, True)), ((torch.ones(4, 3),), (), (4, True)), ((torch.ones(4, 3),), (torch.ones(5),), (4, False)),
+    ((torch.ones(4, 3),), (torch.ones(4),), (4, True)), ((torch.ones(4, 3),), (), (4, True)),
+    ((torch.ones(4, 3),), (torch.ones(5),), (4, False)),
     ((torch.ones(4, 3), torch.ones(4, 2)), (torch.ones(4),), (4, True)),
-    ((), (torch.ones(3),), (3, True)), ((torch.tensor(1.), torch.ones(4, 2)), (torch.tensor(2.),), (4, True)), (({'a': torch.ones(6)},), (torch.ones(6, 2),), (6, True)),
-    ((None, torch.ones(4)), (None,), (4, True)), (torch.ones(4, 2), torch.ones(4), (4, True)), ([torch.ones(4, 2)], [torch.ones(4)], (4, True)),
+    ((), (torch.ones(3),), (3, True)), ((torch.tensor(1.), torch.ones(4, 2)), (torch.tensor(2.),), (4, True)),
+    (({'a': torch.ones(6)},), (torch.ones(6, 2),), (6, True)),
+    ((None, torch.ones(4)), (None,), (4, True)), (torch.ones(4, 2), torch.ones(4), (4, True)),
+    ([torch.ones(4, 2)], [torch.ones(4)], (4, True)),
     ((torch.ones(4, 3),), (1,), (4, True)), ((torch.ones(2, 3).numpy(),), (torch.ones(2),), (2, True))])
 def test_count_items(xb, yb, expected): assert count_items(xb, yb) == expected
 
 rows = lambda *ns: [torch.ones(n, 2) for n in ns]
 @pytest.mark.parametrize('xb,yb,expected', [
-    ((rows(5, 5, 5),), rows(3), (3, True)), ((rows(5, 5, 5),), rows(5), (5, True)), ((rows(5, 5, 5),), rows(7), (5, False)),   # columns, or items
+    # columns, or items
+    ((rows(5, 5, 5),), rows(3), (3, True)), ((rows(5, 5, 5),), rows(5), (5, True)),
+    ((rows(5, 5, 5),), rows(7), (5, False)),
     ((rows(5, 4),), rows(7), (2, False)), ((rows(2, 4, 6),), rows(2), (3, False)), ((['a', 1],), (), (2, True)),
-    ((rows(2, 3),), rows(2), (2, True)), (({'a': 1, 'b': rows(3, 3)},), rows(2), (2, True)), (({'a': rows(3, 4)},), rows(3), (2, False)), (({'a': torch.ones(5)},), rows(1), (5, False)),
-    ((pack_sequence([torch.ones(3), torch.ones(2), torch.ones(2), torch.ones(1)]),), (), (4, True)), ((np.ones((3, 2)),), rows(3), (3, True)),
-    ((np.array(1.), np.ones(2)), (), (2, True)), (([rows(3, 3), rows(3, 4)],), rows(3), (2, False)), (([rows(3, 3), rows(3, 3)],), rows(3), (3, True))])
+    ((rows(2, 3),), rows(2), (2, True)), (({'a': 1, 'b': rows(3, 3)},), rows(2), (2, True)),
+    (({'a': rows(3, 4)},), rows(3), (2, False)), (({'a': torch.ones(5)},), rows(1), (5, False)),
+    ((pack_sequence([torch.ones(3), torch.ones(2), torch.ones(2), torch.ones(1)]),), (), (4, True)),
+    ((np.ones((3, 2)),), rows(3), (3, True)),
+    ((np.array(1.), np.ones(2)), (), (2, True)), (([rows(3, 3), rows(3, 4)],), rows(3), (2, False)),
+    (([rows(3, 3), rows(3, 3)],), rows(3), (3, True))])
 def test_counts_lists(xb, yb, expected): assert count_items(xb, tuple(yb)) == expected
 
 @pytest.mark.parametrize('x,y,views,plain', [(4, 8, (4, True), (4, False)), (8, 4, (4, True), (8, False)), (2, 6, (2, True), (2, False)),
@@ -503,6 +521,8 @@ def test_asks_what_lists_hold():
     with pytest.raises(TypeError, match='of a tuple: use tensors'): count_items((1, 'a'))
 
 def test_n_items():
-    assert [n_items(b) for b in (torch.ones(3), (torch.ones(4), torch.ones(5)), [tensor(1.), torch.ones(2)], ((), torch.ones(6)))] == [3, 4, 2, 6]
+    assert [n_items(b)
+            for b in (torch.ones(3), (torch.ones(4), torch.ones(5)), [tensor(1.), torch.ones(2)],
+                      ((), torch.ones(6)))] == [3, 4, 2, 6]
     for b,kind in (((), 'tuple'), (tensor(1.), 'Tensor'), ('a', 'str')):
         with pytest.raises(TypeError, match=f'the items of a {kind} without tensors: pass the number of items'): n_items(b)

@@ -159,7 +159,8 @@ def test_patience(overflows, kwargs, raises, fused):
 
 def test_patience_message():
     with pytest.raises(FloatingPointError) as e: play(cpu_scaler(patience=2), 'xxxxx')
-    for hint in ('inputs', 'targets', 'loss', 'learning rate', 'bf16', 'lower min_scale', 'Clipping does not help'): assert hint in str(e.value)
+    for hint in ('inputs', 'targets', 'loss', 'learning rate', 'bf16', 'lower min_scale', 'Clipping does not help'):
+        assert hint in str(e.value)
 
 def test_patience_after_error():
     "Who catches the error and goes on has a consistent scaler, and the full patience again"
@@ -184,7 +185,8 @@ def test_may_give_up():
 
 # no plain Adam: it reads its own step counter, which lies on the host
 @pytest.mark.parametrize('opt_func,fused,per_step', ((torch.optim.SGD,False,1), (torch.optim.SGD,True,0),
-                                                     (torch.optim.AdamW,True,0), (torch.optim.Adagrad,True,None)))  # None: PyTorch 2.8's own reads once
+                                                     # None: PyTorch 2.8's own reads once
+                                                     (torch.optim.AdamW,True,0), (torch.optim.Adagrad,True,None)))
 def test_syncs(opt_func, fused, per_step):
     scaler,task,theirs = cpu_scaler(hysteresis=2),Task(opt_func, fused=fused),torch.amp.GradScaler('cpu')
     for s in (scaler, theirs): task.step(s, False)  # makes the optimizer's state
@@ -354,7 +356,8 @@ def test_device():
 
 def test_defaults_are_torchs():
     ours,theirs = DynamicLossScaler('cpu'),torch.amp.GradScaler('cpu')
-    for get in ('get_scale', 'get_growth_factor', 'get_backoff_factor', 'get_growth_interval'): assert getattr(ours, get)() == getattr(theirs, get)()
+    for get in ('get_scale', 'get_growth_factor', 'get_backoff_factor', 'get_growth_interval'):
+        assert getattr(ours, get)() == getattr(theirs, get)()
 
 # --- saved state
 
@@ -375,7 +378,9 @@ def by_state_in_use(scaler, **kwargs):
     new.load_state_dict(scaler.state_dict())
     return new
 
-@pytest.mark.parametrize('copied', (by_state, by_state_in_use, lambda s,**kw: copy.deepcopy(s), lambda s,**kw: pickle.loads(pickle.dumps(s))),
+@pytest.mark.parametrize('copied',
+                         (by_state, by_state_in_use, lambda s,**kw: copy.deepcopy(s),
+                          lambda s,**kw: pickle.loads(pickle.dumps(s))),
                          ids=('state', 'state_in_use', 'deepcopy', 'pickle'))
 @pytest.mark.parametrize('cut', range(12))
 def test_resume(cut, copied):
@@ -430,7 +435,8 @@ def test_settings_stay():
 
 # --- errors
 
-good = dict(init_scale=1024., growth_factor=2., backoff_factor=.5, growth_interval=100, min_scale=1., max_scale=2.**20, hysteresis=1, patience=9)
+good = dict(init_scale=1024., growth_factor=2., backoff_factor=.5, growth_interval=100, min_scale=1., max_scale=2.**20,
+            hysteresis=1, patience=9)
 
 @pytest.mark.parametrize('bad,error,message', (
     (dict(init_scale=2.**30),      ValueError, r'init_scale=1073741824.0 must be .* within min_scale=1.0 and max_scale=1048576.0'),

@@ -33,7 +33,8 @@ def in_a_function_of_the_users():
     return train(get_learner(4))
 
 
-@pytest.mark.parametrize('f', [called, from_pythons_library, before_a_fit, in_a_batch, after_an_epoch, in_a_schedule, in_lr_find, of_another_callback, in_a_function_of_the_users],
+@pytest.mark.parametrize('f', [called, from_pythons_library, before_a_fit, in_a_batch, after_an_epoch, in_a_schedule,
+                               in_lr_find, of_another_callback, in_a_function_of_the_users],
                          ids=lambda f: f.__name__)
 def test_points_to_the_users_line(f):
     with warnings.catch_warnings(record=True) as seen:
@@ -52,6 +53,7 @@ def test_can_be_filtered():
 
 def test_without_a_users_line():
     "In a thread of a library's there is none"
-    code = 'import threading; from fastaccum.core.warnings import warn; t = threading.Thread(target=warn, args=["off"]); t.start(); t.join()'
+    code = 'import threading; from fastaccum.core.warnings import warn; ' \
+           't = threading.Thread(target=warn, args=["off"]); t.start(); t.join()'
     res = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert 'threading.py' in res.stderr and 'FastaccumWarning: off' in res.stderr

@@ -1,7 +1,7 @@
 """What holds on every accelerator: on the simulated one, or with `make test DEVICE=cuda` on a GPU, by the same code
 
-Waits of the host, memory, sizes found by running out, whole runs in each precision, resumed runs; and what only a GPU has: fused optimizers,
-graphs, streams. `torch.cuda` and the simulated `torch.sim` have the same functions for it."""
+Waits of the host, memory, sizes found by running out, whole runs in each precision, resumed runs; and what only a GPU
+has: fused optimizers, graphs, streams. `torch.cuda` and the simulated `torch.sim` have the same functions for it."""
 import gc, pytest
 from reference import *
 import simulated
@@ -19,7 +19,8 @@ quick = 'test_no_waits_between_steps','test_waits_are_noticed','test_resume','te
 accelerators = [n for n in devices.names if n != 'cpu']
 if not accelerators: pytest.skip('no GPU here, and this PyTorch has no devices written in Python', allow_module_level=True)
 is_gpu = bool(devices.GPU)
-only_cuda = pytest.mark.skipif(devices.GPU != 'cuda', reason='the simulated device has no streams, graphs and kernels: make test DEVICE=cuda')
+only_cuda = pytest.mark.skipif(devices.GPU != 'cuda',
+                               reason='the simulated device has no streams, graphs and kernels: make test DEVICE=cuda')
 
 @pytest.fixture(autouse=True)
 def on_it(device):
@@ -35,7 +36,9 @@ def on_it(device):
 
 class InMemory(list):
     "Loader batches that are on the device already"
-    def __init__(self, data, batch_size): super().__init__([tuple(map(devices.now.put, data.batch(range(i, min(i+batch_size, len(data)))))) for i in range(0, len(data), batch_size)])
+    def __init__(self, data, batch_size):
+        super().__init__([tuple(map(devices.now.put, data.batch(range(i, min(i+batch_size, len(data))))))
+                          for i in range(0, len(data), batch_size)])
 
 def make(data, bs, *cbs, amp='to_fp32', seed=0, **kwargs):
     learn = learner(data, bs, *cbs, valid=Data(data.x[:2], data.y[0][:2]), seed=seed, **kwargs)
@@ -55,18 +58,24 @@ class NoMore(Callback):
 
 torch.manual_seed(0)
 x = torch.randn(64, 6)
-waits_of = {'mse': (MSELossFlat(), torch.randn(64, 4), {}), 'ignored': (CrossEntropyLossFlat(), ignored(), {}), 'class weights': (CrossEntropyLossFlat(weight=cls_w), ignored(), {}),
-            'smoothing': (nn.CrossEntropyLoss(label_smoothing=.1), ignored(), {}), 'bce': (BCEWithLogitsLossFlat(), (torch.rand(64, 4) < .3).float(), {}),
-            'own weight': (CrossEntropyLossFlat(), ignored(), dict(weight=lambda learn: (learn.y >= 0).sum())), 'sum': (nn.MSELoss(reduction='sum'), torch.randn(64, 4), {}),
-            'not normalized': (MSELossFlat(), torch.randn(64, 4), dict(normalize=False)), 'carry': (MSELossFlat(), torch.randn(64, 4), dict(remainder='carry'))}
+waits_of = {'mse': (MSELossFlat(), torch.randn(64, 4), {}), 'ignored': (CrossEntropyLossFlat(), ignored(), {}),
+            'class weights': (CrossEntropyLossFlat(weight=cls_w), ignored(), {}),
+            'smoothing': (nn.CrossEntropyLoss(label_smoothing=.1), ignored(), {}),
+            'bce': (BCEWithLogitsLossFlat(), (torch.rand(64, 4) < .3).float(), {}),
+            'own weight': (CrossEntropyLossFlat(), ignored(), dict(weight=lambda learn: (learn.y >= 0).sum())),
+            'sum': (nn.MSELoss(reduction='sum'), torch.randn(64, 4), {}),
+            'not normalized': (MSELossFlat(), torch.randn(64, 4), dict(normalize=False)),
+            'carry': (MSELossFlat(), torch.randn(64, 4), dict(remainder='carry'))}
 amps = 'to_fp32','to_bf16','to_fp16'
 
-every = [(name, k, amp) for i,name in enumerate(waits_of) for j,k in enumerate([None, 3, 'auto']) for l,amp in enumerate(amps) if is_gpu or name == 'mse' or (i+j+l)%3 == 0]
+every = [(name, k, amp) for i,name in enumerate(waits_of) for j,k in enumerate([None, 3, 'auto'])
+         for l,amp in enumerate(amps) if is_gpu or name == 'mse' or (i+j+l)%3 == 0]
 
 @pytest.mark.parametrize('name,k,amp', every)   # on the simulated device a third of them: each pair of two once
 def test_no_waits_between_steps(name, k, amp):
     loss_func,y,acc = waits_of[name]
-    learn = make(Data(x, y), 16, Acc(32, micro_batch_size=k, **acc), NoWaits(), NoMore(), loss_func=loss_func, dl_type=InMemory, amp=amp, lr=.001)
+    learn = make(Data(x, y), 16, Acc(32, micro_batch_size=k, **acc), NoWaits(), NoMore(), loss_func=loss_func,
+                 dl_type=InMemory, amp=amp, lr=.001)
     learn.fit(2)
     assert len(learn.recorder.losses)==4
 
@@ -74,7 +83,8 @@ def test_no_waits_between_steps(name, k, amp):
 @pytest.mark.parametrize('name', ['ignored', 'class weights'])
 def test_no_waits_of_chunks(name, amp):
     loss_func,y,_ = waits_of[name]
-    learn = make(Data(x, y), 16, Acc(32, micro_batch_size=8), NoWaits(), NoMore(), ChunkedHead(2), loss_func=loss_func, dl_type=InMemory, amp=amp, lr=.001)
+    learn = make(Data(x, y), 16, Acc(32, micro_batch_size=8), NoWaits(), NoMore(), ChunkedHead(2), loss_func=loss_func,
+                 dl_type=InMemory, amp=amp, lr=.001)
     learn.fit(2)
     assert len(learn.recorder.losses)==4
 
@@ -88,7 +98,8 @@ def test_no_waits_of_a_schedule():
 def test_waits_are_noticed():
     class Reads(Callback):
         def after_pred(self): self.learn.pred.sum().item()
-    with pytest.raises(RuntimeError, match='synchroniz'): make(Data(x, torch.randn(64, 4)), 16, Acc(32), NoWaits(), NoMore(), Reads(), dl_type=InMemory).fit(1)
+    with pytest.raises(RuntimeError, match='synchroniz'):
+        make(Data(x, torch.randn(64, 4)), 16, Acc(32), NoWaits(), NoMore(), Reads(), dl_type=InMemory).fit(1)
 
 reads = {  # of each loader batch, in the loop: of a step of two loader batches
     'a row a step':         ({}, [], [0, 1]),
@@ -114,7 +125,8 @@ class CountedEnd(Callback):
 def test_waits_are_the_rows(name, amp, opt):
     "And with fp16, whose host must know whether to step, one for every step"
     acc,without,expected = reads[name]
-    learn = make(Data(x, torch.randn(64, 4)), 16, Acc(32, micro_batch_size=4, **acc), Counted(), CountedEnd(), StepLogger(), dl_type=InMemory, amp=amp, opt_func=opt)
+    learn = make(Data(x, torch.randn(64, 4)), 16, Acc(32, micro_batch_size=4, **acc), Counted(), CountedEnd(),
+                 StepLogger(), dl_type=InMemory, amp=amp, opt_func=opt)
     for cb in without: learn.remove_cb(cb)
     learn.fit(2, .01)
     if amp == 'to_fp16': expected = [expected[0], max(expected[1], 1)]
@@ -125,7 +137,8 @@ def test_tokens_are_read_once():
     "With `unit='tokens'` each loader batch costs one more wait, and no micro-batch does"
     classes = torch.randint(8, (64, 5))
     acc = Acc(100, unit='tokens', micro_batch_size=4)
-    learn = make(Data(x, classes), 16, acc, Counted(), CountedEnd(), model=Words(), loss_func=CrossEntropyLossFlat(ignore_index=0), dl_type=InMemory)
+    learn = make(Data(x, classes), 16, acc, Counted(), CountedEnd(), model=Words(),
+                 loss_func=CrossEntropyLossFlat(ignore_index=0), dl_type=InMemory)
     learn.fit(2, .01)
     assert acc.n_opened == len(learn.recorder.losses) == 4 and learn.counted.all == [1, 2]*4, simulated.waits.sites
 
@@ -140,7 +153,9 @@ class Forward(nn.Module):
     def __init__(self, d, n_layer=2, n_cls=8):
         super().__init__()
         self.inp,self.out = nn.Linear(6, d),nn.Linear(d, n_cls)
-        self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(d, 2, 2*d, dropout=.1, batch_first=True, norm_first=True), n_layer, enable_nested_tensor=False)
+        self.body = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(d, 2, 2*d, dropout=.1, batch_first=True, norm_first=True), n_layer,
+            enable_nested_tensor=False)
     def forward(self, x): return self.out(self.body(self.inp(x))).transpose(1, 2)
 
 class ClassesFirst(nn.Module):
@@ -162,7 +177,8 @@ def net(name, n=2*n_items):
     return Data(torch.randn(n, *shape), torch.randint(8, (n, *dims))), make_net()
 
 class Peaks(Callback):
-    "The most memory of each training batch beyond what it began with. (It does not listen to `after_batch`, where `learn.pred` would be kept for it)"
+    """The most memory of each training batch beyond what it began with. (It does not listen to `after_batch`, where
+    `learn.pred` would be kept for it)"""
     order,run_valid = -100,False
     def before_fit(self): self.all,self.start = [],None
     def before_batch(self):
@@ -177,7 +193,8 @@ class Peaks(Callback):
 def peak(name, bs, *cbs, k=None, accum_bs=None, amp='to_fp32', opt_func=SGD, fit=lambda l: l.fit(2, .01), loader=InMemory):
     "Of the second epoch: gradients and the optimizer's state are there before"
     data,model = net(name)
-    learn = make(data, bs, Acc(accum_bs or n_items, micro_batch_size=k), Peaks(), *cbs, model=model, loss_func=nn.CrossEntropyLoss(), opt_func=opt_func, dl_type=loader, amp=amp)
+    learn = make(data, bs, Acc(accum_bs or n_items, micro_batch_size=k), Peaks(), *cbs, model=model,
+                 loss_func=nn.CrossEntropyLoss(), opt_func=opt_func, dl_type=loader, amp=amp)
     fit(learn)
     assert rel_err(weights(learn.model), weights(model)) > 1e-4
     return max(learn.peaks.all[len(learn.peaks.all)//2:])
@@ -191,7 +208,8 @@ def test_memory_of_micro_batches(name, amp):
     whole,split = peak(name, n_items, amp=amp),peak(name, n_items, k=n_items//8, amp=amp)
     assert split < 1.05*whole/8 + largest(name), (split, whole, largest(name))
 
-extras = {'logger': lambda: [StepLogger()], 'checkpoint': lambda: [TrainingCheckpoint(every_steps=1)], 'both': lambda: [StepLogger(), TrainingCheckpoint(every_steps=1)]}
+extras = {'logger': lambda: [StepLogger()], 'checkpoint': lambda: [TrainingCheckpoint(every_steps=1)],
+          'both': lambda: [StepLogger(), TrainingCheckpoint(every_steps=1)]}
 
 @pytest.mark.parametrize('name', extras)
 def test_peak_with(name):
@@ -212,7 +230,8 @@ class ManyClasses(nn.Module):
 def chunked_peak(n_chunks, amp, k=None, n=512*big, loss_func=None, since=1):
     torch.manual_seed(0)
     data,model = Data(torch.randn(64, 16, 6), torch.randint(n, (64, 16))),ManyClasses(n)
-    learn = make(data, 32, Acc(32, micro_batch_size=k), *[ChunkedHead(n) for n in n_chunks], Peaks(), model=model, loss_func=loss_func or CrossEntropyLossFlat(), opt_func=SGD, dl_type=InMemory, amp=amp)
+    learn = make(data, 32, Acc(32, micro_batch_size=k), *[ChunkedHead(n) for n in n_chunks], Peaks(), model=model,
+                 loss_func=loss_func or CrossEntropyLossFlat(), opt_func=SGD, dl_type=InMemory, amp=amp)
     learn.fit(2, .01)
     assert rel_err(weights(learn.model), weights(model)) > 1e-5
     return max(learn.peaks.all[since*len(learn.peaks.all)//2:]),weights(learn.model)
@@ -230,7 +249,8 @@ def own_loss(pred, y): return (F.cross_entropy(pred.flatten(0, 1), y.flatten(), 
 
 @pytest.mark.parametrize('amp', ['to_fp32', 'to_fp16'])
 def test_memory_of_measuring(amp):
-    "Chunks of a loss of one's own, while what it averages over is measured: at most six times the outputs of a chunk, instead of three times"
+    """Chunks of a loss of one's own, while what it averages over is measured: at most six times the outputs of a chunk,
+    instead of three times"""
     n = 4096*big
     outputs,grads = 4*32*16*n,4*(8+1)*n
     (whole,a),(chunked,b) = (chunked_peak(n_chunks, amp, n=n, loss_func=own_loss, since=0) for n_chunks in ([], [8]))
@@ -240,12 +260,16 @@ def test_memory_of_measuring(amp):
 # --- 'auto'
 
 def state(learn):
-    return weights(learn.model), *[host(b) for b in learn.model.buffers()], tensor(learn.recorder.losses), host(torch_device.get_rng_state()), torch.get_rng_state()
+    return (weights(learn.model), *[host(b) for b in learn.model.buffers()], tensor(learn.recorder.losses),
+            host(torch_device.get_rng_state()), torch.get_rng_state())
 
 def fit_auto(name, k, amp='to_fp32', accum_bs=n_items, bytes=None):
     data,model = net(name)
-    learn = make(data, n_items, Acc(accum_bs, micro_batch_size=k), model=model, loss_func=nn.CrossEntropyLoss(), opt_func=SGD, dl_type=InMemory, amp=amp)
-    if bytes is not None: torch_device.set_per_process_memory_fraction((base(learn)+bytes)/torch_device.get_device_properties(0).total_memory)
+    learn = make(data, n_items, Acc(accum_bs, micro_batch_size=k), model=model, loss_func=nn.CrossEntropyLoss(),
+                 opt_func=SGD, dl_type=InMemory, amp=amp)
+    if bytes is not None:
+        torch_device.set_per_process_memory_fraction(
+            (base(learn)+bytes)/torch_device.get_device_properties(0).total_memory)
     try: learn.fit(2, .05)
     finally: torch_device.set_per_process_memory_fraction(1.)
     return learn
@@ -258,8 +282,8 @@ def base(learn):
 
 @pytest.mark.parametrize('name,accum_bs', [*((name, n_items) for name in nets), (next(iter(nets)), 2*n_items)])
 def test_auto(name, accum_bs):
-    """It ends with the largest of n, n/2, n/4... that fits, wherever memory ran out; weights, BatchNorm, losses and random numbers are those of a
-    run with that size, to the bit"""
+    """It ends with the largest of n, n/2, n/4... that fits, wherever memory ran out; weights, BatchNorm, losses and
+    random numbers are those of a run with that size, to the bit"""
     data,model = net(name)
     n_params = sum(p.nbytes for p in model.parameters())
     found = []
@@ -282,7 +306,8 @@ class Heavy(nn.Module):
 def test_auto_step():
     "Running out in the optimizer's step says so"
     model = Heavy()
-    learn = make(Data(x, ignored().clamp(min=0)), 16, Acc(micro_batch_size='auto'), model=model, dl_type=InMemory, loss_func=nn.CrossEntropyLoss(), opt_func=Adam)
+    learn = make(Data(x, ignored().clamp(min=0)), 16, Acc(micro_batch_size='auto'), model=model, dl_type=InMemory,
+                 loss_func=nn.CrossEntropyLoss(), opt_func=Adam)
     bytes = base(learn) + 2.5*model.weight.nbytes     # its gradient, and one of Adam's two averages
     torch_device.set_per_process_memory_fraction(bytes/torch_device.get_device_properties(0).total_memory)
     with pytest.raises(torch.OutOfMemoryError, match='optimizer.*step'): learn.fit(1, .01)
@@ -291,7 +316,8 @@ def test_auto_step():
 
 def fit_net(name, amp='to_fp32', *cbs, k=8, opt_func=partial(SGD, mom=.9), model=None, data=None, loader=InMemory, n_epoch=3, lr=.02):
     d,m = net(name)
-    learn = make(data or d, n_items//2, Acc(n_items, micro_batch_size=k), *cbs, model=model or m, loss_func=nn.CrossEntropyLoss(), opt_func=opt_func, dl_type=loader, amp=amp)
+    learn = make(data or d, n_items//2, Acc(n_items, micro_batch_size=k), *cbs, model=model or m,
+                 loss_func=nn.CrossEntropyLoss(), opt_func=opt_func, dl_type=loader, amp=amp)
     learn.fit(n_epoch, lr)
     assert rel_err(weights(learn.model), weights(m)) > 1e-4
     return learn
@@ -353,10 +379,12 @@ def test_order_of_copies():
     "Between two fetches nothing waits, with fastaccum as without; and no copy is made that fastai does not make"
     def order(*cbs, opt=SGD):
         data,model = net('MLP')
-        learn = learner(data, n_items//2, *cbs, model=model, loss_func=nn.CrossEntropyLoss(), opt_func=opt, dl_type=NonBlocking, valid=Data(data.x[:2], data.y[0][:2]))
+        learn = learner(data, n_items//2, *cbs, model=model, loss_func=nn.CrossEntropyLoss(), opt_func=opt,
+                        dl_type=NonBlocking, valid=Data(data.x[:2], data.y[0][:2]))
         learn._do_epoch_validate = noop
         with simulated.trace: learn.fit(1, .01)
-        return [o for o in simulated.trace if o in ('copy to the device', 'read', 'copy to the host', 'blocking copy to the device') or o=='aten::addmm']
+        return [o for o in simulated.trace if o in ('copy to the device', 'read', 'copy to the host',
+                                                    'blocking copy to the device') or o=='aten::addmm']
     plain,acc = order(),order(Acc(2*n_items, micro_batch_size=8))
     copies = [i for i,o in enumerate(acc) if o=='copy to the device']
     assert len(copies)==8==plain.count('copy to the device')               # x and y of 4 loader batches
@@ -382,7 +410,8 @@ def test_fetched_while_computing():
                 yield b
     def beside(*cbs):
         data,model = net('transformer', 4*n_items)
-        learn = learner(data, n_items, *cbs, model=model, loss_func=nn.CrossEntropyLoss(), dl_type=Prefetch, valid=Data(data.x[:2], data.y[0][:2]))
+        learn = learner(data, n_items, *cbs, model=model, loss_func=nn.CrossEntropyLoss(), dl_type=Prefetch,
+                        valid=Data(data.x[:2], data.y[0][:2]))
         learn.fit(1, .01)
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof: learn.fit(1, .01)
         events = [e for e in prof.events() if e.device_type==torch.autograd.DeviceType.CUDA]
@@ -447,7 +476,8 @@ def test_graphs():
     out.zero_()
     graph.replay()
     assert torch.equal(out, before)
-    data,model = Data(torch.randn(2*n_items, 6), torch.randint(8, (2*n_items,))),nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 8)).cuda()
+    data,model = (Data(torch.randn(2*n_items, 6), torch.randint(8, (2*n_items,))),
+                  nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 8)).cuda())
     plain = fit_net('MLP', model=deepcopy(model), data=data)
     graphed = torch.cuda.make_graphed_callables(deepcopy(model), (torch.randn(8, 6, device='cuda'),))
     learn = make(data, n_items//2, Acc(n_items, micro_batch_size=8), loss_func=nn.CrossEntropyLoss(), dl_type=InMemory)

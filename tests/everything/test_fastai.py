@@ -28,9 +28,11 @@ def assert_same(whole, acc, tol=1e-5):
 
 # --- whole runs are equal
 
-runs = {'fit': lambda l: l.fit(3, .1), 'fit_one_cycle': lambda l: l.fit_one_cycle(3, .1), 'fit_flat_cos': lambda l: l.fit_flat_cos(3, .1), 'fit_sgdr': lambda l: l.fit_sgdr(2, 1, .1),
+runs = {'fit': lambda l: l.fit(3, .1), 'fit_one_cycle': lambda l: l.fit_one_cycle(3, .1),
+        'fit_flat_cos': lambda l: l.fit_flat_cos(3, .1), 'fit_sgdr': lambda l: l.fit_sgdr(2, 1, .1),
         'discriminative': lambda l: l.fit_one_cycle(3, slice(.01, .1)), 'fine_tune': lambda l: l.fine_tune(2, .1, freeze_epochs=2),
-        'two fits': lambda l: (l.fit_one_cycle(1, .1), l.fit_one_cycle(2, .05)), 'reset_opt': lambda l: (l.fit(1, .1), l.fit(1, .05, reset_opt=True))}
+        'two fits': lambda l: (l.fit_one_cycle(1, .1), l.fit_one_cycle(2, .05)),
+        'reset_opt': lambda l: (l.fit(1, .1), l.fit(1, .05, reset_opt=True))}
 opts = {'SGD': partial(SGD, mom=.9), 'Adam': partial(Adam, wd=.1), 'AdamW': partial(OptimWrapper, opt=torch.optim.AdamW)}
 
 @pytest.mark.parametrize('opt', opts)
@@ -44,8 +46,10 @@ def test_whole_runs(run, opt):
 def assert_hps(whole, acc):
     for k,v in whole.recorder.hps.items(): assert np.allclose(v, acc.recorder.hps[k], rtol=1e-6)
 
-@pytest.mark.parametrize('cb', [partial(GradientClip, .05), partial(EarlyStoppingCallback, patience=1, min_delta=.5), partial(ReduceLROnPlateau, patience=1, min_delta=.5), SaveModelCallback,
-                                TerminateOnNaNCallback, FetchPredsCallback, CollectDataCallback, BnFreeze], ids=lambda c: getattr(c, 'func', c).__name__)
+@pytest.mark.parametrize('cb', [partial(GradientClip, .05), partial(EarlyStoppingCallback, patience=1, min_delta=.5),
+                                partial(ReduceLROnPlateau, patience=1, min_delta=.5), SaveModelCallback,
+                                TerminateOnNaNCallback, FetchPredsCallback, CollectDataCallback, BnFreeze],
+                                ids=lambda c: getattr(c, 'func', c).__name__)
 def test_callbacks(cb):
     whole,acc = pair(cb)
     for l in (whole, acc): l.fit_one_cycle(4, .1)
@@ -70,7 +74,9 @@ def test_n_acc():
         learn.fit(1, .1)
         assert learn.gradient_accumulation.items==learn.gradient_accumulation.accum_bs==64 and len(learn.spy.steps)==3
     for n_acc in (32, 64):
-        with pytest.raises(ValueError, match=f'accum_bs=64 and n_acc={n_acc} are the same argument: pass accum_bs alone'): GradientAccumulation(64, n_acc)
+        with pytest.raises(ValueError,
+                           match=f'accum_bs=64 and n_acc={n_acc} are the same argument: pass accum_bs alone'):
+            GradientAccumulation(64, n_acc)
     with pytest.raises(TypeError, match='a float'): GradientAccumulation(n_acc=2.5, micro_batch_size=4)
 
 def test_only_in_one_fit():
@@ -144,7 +150,8 @@ def read_events(path):
 def test_tensorboard(remainder, tmp_path):
     "One row a step, on an axis of micro-batches; none before there is one"
     accum_bs = 32 if remainder=='step' else 100
-    learn = learner(data61, 8, GradientAccumulation(accum_bs, remainder=remainder), TensorBoardCallback(tmp_path/'tb', log_preds=False), loss_func=ce, metrics=accuracy)
+    learn = learner(data61, 8, GradientAccumulation(accum_bs, remainder=remainder),
+                    TensorBoardCallback(tmp_path/'tb', log_preds=False), loss_func=ce, metrics=accuracy)
     learn.fit(3)
     log = read_events(tmp_path/'tb')
     at = [4,8,12,16,20,24] if remainder=='step' else [13]       # loader batches done when it closed
@@ -214,10 +221,12 @@ def test_terminate_on_nan():
     y = data61.y[0].clone()
     y[8:16] = -100
     for loss_func,weight in ((ce, None), (ce, lambda learn: (learn.y >= 0).sum())):
-        learn = learner(Data(data61.x, y), 8, GradientAccumulation(32, weight=weight), TerminateOnNaNCallback(), Spy(), loss_func=loss_func, valid=data61)
+        learn = learner(Data(data61.x, y), 8, GradientAccumulation(32, weight=weight), TerminateOnNaNCallback(), Spy(),
+                        loss_func=loss_func, valid=data61)
         learn.fit(2)
         assert len(learn.spy.steps)==4
-    learn = learner(data61, 8, GradientAccumulation(32), TerminateOnNaNCallback(), Spy(), loss_func=lambda pred, y: ce(pred, y)*float('nan'))
+    learn = learner(data61, 8, GradientAccumulation(32), TerminateOnNaNCallback(), Spy(),
+                    loss_func=lambda pred, y: ce(pred, y)*float('nan'))
     learn.fit(2)
     assert len(learn.spy.steps)==0 and no_gradients(learn)
 
@@ -231,7 +240,8 @@ def test_loss_that_is_not_finite():
 
 # --- copies and files
 
-copies = {'deepcopy': deepcopy, 'pickle': lambda l: pickle.loads(pickle.dumps(l)), 'cloudpickle': lambda l: pickle.loads(cloudpickle.dumps(l))}
+copies = {'deepcopy': deepcopy, 'pickle': lambda l: pickle.loads(pickle.dumps(l)),
+          'cloudpickle': lambda l: pickle.loads(cloudpickle.dumps(l))}
 
 @pytest.mark.parametrize('how', copies)
 @pytest.mark.parametrize('when', ['fresh', 'trained'])
@@ -240,7 +250,8 @@ def test_copy(how, when):
     learn = learner(data, 16, GradientAccumulation(64), GradientClip(.1), loss_func=ce)
     if when!='fresh': learn.fit_one_cycle(1, .1)
     copy = copies[how](learn)
-    assert copy.one_batch.learn is copy is copy.gradient_accumulation.learn and copy.gradient_accumulation is not learn.gradient_accumulation
+    assert (copy.one_batch.learn is copy is copy.gradient_accumulation.learn
+            and copy.gradient_accumulation is not learn.gradient_accumulation)
     before = weights(learn.model)
     copy.fit_one_cycle(2, .1)
     assert torch.equal(weights(learn.model), before) and len(copy.recorder.losses)==6
@@ -276,13 +287,15 @@ def in_order(dls):
 def rows(n=40): return pd.DataFrame(dict(a=np.arange(n)%3, b=np.sin(np.arange(n)), y=np.arange(n)%2)).astype(dict(a=str, y=str))
 
 def tabular(bs=8):
-    return in_order(TabularDataLoaders.from_df(rows(), '.', [Categorify, FillMissing, Normalize], ['a'], ['b'], 'y', valid_idx=range(32, 40), bs=bs))
+    return in_order(TabularDataLoaders.from_df(rows(), '.', [Categorify, FillMissing, Normalize], ['a'], ['b'], 'y',
+                                               valid_idx=range(32, 40), bs=bs))
 
 @lru_cache
 def images(n=24):
     rng = np.random.default_rng(0)
     noise = lambda hi,*shape: rng.integers(0, hi, shape).astype(np.uint8)
-    return [(PILImage.create(noise(255, 32, 32, 3)), 'cat' if i%3 else 'dog', PILMask.create(noise(3, 32, 32)), ['cat','dog'][i%2:]) for i in range(n)]
+    return [(PILImage.create(noise(255, 32, 32, 3)), 'cat' if i%3 else 'dog', PILMask.create(noise(3, 32, 32)),
+             ['cat','dog'][i%2:]) for i in range(n)]
 
 def vision(block, y, bs=4):
     block = DataBlock(blocks=(ImageBlock, block), get_x=ItemGetter(0), get_y=ItemGetter(y), splitter=IndexSplitter(range(16, 24)))
@@ -290,7 +303,8 @@ def vision(block, y, bs=4):
 
 def language(bs=8):
     docs = [inspect.getdoc(f) for f in vars(str).values() if callable(f) and inspect.getdoc(f)]
-    block = DataBlock(blocks=TextBlock(Tokenizer(BaseTokenizer(), rules=[]), is_lm=True, seq_len=16), get_x=ColReader('text'), splitter=RandomSplitter(.2, seed=0))
+    block = DataBlock(blocks=TextBlock(Tokenizer(BaseTokenizer(), rules=[]), is_lm=True, seq_len=16),
+                      get_x=ColReader('text'), splitter=RandomSplitter(.2, seed=0))
     return block.dataloaders(pd.DataFrame(dict(text=docs)), bs=bs, num_workers=0)
 
 def language_model(**kwargs):
@@ -299,8 +313,10 @@ def language_model(**kwargs):
 
 applications = {
     'tabular':  lambda **kw: tabular_learner(tabular(), layers=[8], metrics=accuracy, **kw),
-    'vision':   lambda **kw: vision_learner(vision(CategoryBlock, 1), squeezenet1_1, pretrained=False, metrics=accuracy, loss_func=CrossEntropyLossFlat(weight=tensor([1.,2.])), **kw),
-    'unet':     lambda **kw: unet_learner(vision(MaskBlock(list('abc')), 2), resnet18, pretrained=False, loss_func=CrossEntropyLossFlat(axis=1, weight=tensor([1.,2.,3.])), **kw),
+    'vision':   lambda **kw: vision_learner(vision(CategoryBlock, 1), squeezenet1_1, pretrained=False, metrics=accuracy,
+                                            loss_func=CrossEntropyLossFlat(weight=tensor([1.,2.])), **kw),
+    'unet':     lambda **kw: unet_learner(vision(MaskBlock(list('abc')), 2), resnet18, pretrained=False,
+                                          loss_func=CrossEntropyLossFlat(axis=1, weight=tensor([1.,2.,3.])), **kw),
     'language': language_model}
 
 def quiet(learn):
@@ -326,8 +342,10 @@ def test_application(name):
 
 @pytest.mark.parametrize('k', [None, 3])
 @pytest.mark.parametrize('block,y,loss_func', [
-    (CategoryBlock, 1, CrossEntropyLossFlat(weight=tensor([1.,3.]))), (CategoryBlock, 1, LabelSmoothingCrossEntropyFlat()), (CategoryBlock, 1, FocalLossFlat()),
-    (MaskBlock(list('abc')), 2, CrossEntropyLossFlat(axis=1, weight=tensor([1.,2.,4.]), ignore_index=1)), (MultiCategoryBlock, 3, BCEWithLogitsLossFlat())],
+    (CategoryBlock, 1, CrossEntropyLossFlat(weight=tensor([1.,3.]))),
+    (CategoryBlock, 1, LabelSmoothingCrossEntropyFlat()), (CategoryBlock, 1, FocalLossFlat()),
+    (MaskBlock(list('abc')), 2, CrossEntropyLossFlat(axis=1, weight=tensor([1.,2.,4.]), ignore_index=1)),
+    (MultiCategoryBlock, 3, BCEWithLogitsLossFlat())],
     ids=['class weights', 'label smoothing', 'focal', 'masks', 'multi-label'])
 def test_typed_targets(block, y, loss_func, k):
     "Batches of fastai's tensor types, through real loaders"
@@ -352,7 +370,9 @@ def test_warns_of_batchnorm():
 
 @pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items")
 def test_tensorboard_with_all_it_has(tmp_path):
-    learn = quiet(applications['vision'](cbs=[GradientAccumulation(16), TensorBoardCallback(tmp_path/'tb', trace_model=True, log_preds=True)]))
+    learn = quiet(
+        applications['vision'](cbs=[GradientAccumulation(16),
+                                    TensorBoardCallback(tmp_path/'tb', trace_model=True, log_preds=True)]))
     learn.fit(1)
     assert len(read_events(tmp_path/'tb')['lr_0'])==1
 

@@ -1,4 +1,5 @@
-"Every callback, and pairs of them in either order, through what real runs meet: the right training or a clear error, never a silently different one"
+"""Every callback, and pairs of them in either order, through what real runs meet: the right training or a clear error,
+never a silently different one"""
 import itertools, pickle, pytest
 from functools import lru_cache
 from contextlib import contextmanager
@@ -36,15 +37,18 @@ callbacks = {  # `None`: not here
     'steps':    lambda: StepLogger(grad_norm=True),
     'wandb':    wandb and (lambda: WandbCallback(log_preds=False)),
     'saves':    TrainingCheckpoint and (lambda: TrainingCheckpoint(every_steps=2))}
-pairs = ['acc+fp16', 'fp16+acc', 'split+bf16', 'bf16+carry', 'fp16+auto', 'auto+steps', 'steps+drop', 'steps+fp16', 'wandb+fp16', 'wandb+parts', 'rows+wandb',
-         'schedule+fp16+steps', 'steps+fp16+parts', 'wandb+steps+bf16+split', 'saves+acc', 'schedule+saves', 'fp16+saves', 'parts+fp16+saves+steps',
+pairs = ['acc+fp16', 'fp16+acc', 'split+bf16', 'bf16+carry', 'fp16+auto', 'auto+steps', 'steps+drop', 'steps+fp16',
+         'wandb+fp16', 'wandb+parts', 'rows+wandb',
+         'schedule+fp16+steps', 'steps+fp16+parts', 'wandb+steps+bf16+split', 'saves+acc', 'schedule+saves',
+         'fp16+saves', 'parts+fp16+saves+steps',
          'wandb+saves', 'saves+steps+wandb+acc']
 for_hours = 'SWEEP' in os.environ    # every setup, every two callbacks in both orders, every event
 accumulating,precise = ('acc','drop','carry','rows','split','auto','schedule','parts'),('fp16','bf16')
 if for_hours: pairs += [f'{a}+{b}' for a,b in itertools.permutations(callbacks, 2) if not ({a,b} <= {*accumulating} or {a,b} <= {*precise})]
 setups = [s for s in dict.fromkeys([*callbacks, *pairs]) if all(callbacks[n] for n in s.split('+'))]
 every_setup = pytest.mark.parametrize('setup', setups)
-some_setups = every_setup if for_hours else pytest.mark.parametrize('setup', [s for s in setups if s in ('carry','split','fp16','steps','acc+fp16','parts+fp16+saves+steps')])
+some = 'carry','split','fp16','steps','acc+fp16','parts+fp16+saves+steps'
+some_setups = every_setup if for_hours else pytest.mark.parametrize('setup', [s for s in setups if s in some])
 
 def make(setup): return [callbacks[n]() for n in setup.split('+') if n]
 def has(setup, *names): return bool(set(names) & set(setup.split('+')))
@@ -112,11 +116,13 @@ def watched(learn):
 
 def rows(learn):
     "How many steps the loggers have written down"
-    return [len(cb.rows) if isinstance(cb, StepLogger) else getattr(cb, '_n_steps', 0) for cb in learn.cbs if cb.name in ('step_logger','wandb')]
+    return [len(cb.rows) if isinstance(cb, StepLogger) else getattr(cb, '_n_steps', 0)
+            for cb in learn.cbs if cb.name in ('step_logger','wandb')]
 
 def chained(learn, steps):
     "The weights change by the steps of SGD and by nothing else"
-    for s,after in zip(steps, [*[s.weights for s in steps[1:]], weights(learn.model)]): assert rel_err(after, s.weights - s.lr*s.grad) < 1e-5
+    for s,after in zip(steps, [*[s.weights for s in steps[1:]], weights(learn.model)]):
+        assert rel_err(after, s.weights - s.lr*s.grad) < 1e-5
 
 def right(learn, setup, n_epoch=1, steps=None, data=data, fit=None, sgd=True):
     "Train, and every step was the one it should be, and nothing is left"
@@ -145,14 +151,18 @@ def test_right(setup):
 
 copies = {'deepcopy': deepcopy, 'pickle': lambda o: pickle.loads(pickle.dumps(o))}
 
-@pytest.mark.parametrize('setup,how', [(s,h) for i,s in enumerate(setups) for j,h in enumerate(copies) if for_hours or i%2==j or 'saves' in s])
+@pytest.mark.parametrize('setup,how',
+                         [(s,h) for i,s in enumerate(setups) for j,h in enumerate(copies) if for_hours or i%2==j
+                          or 'saves' in s])
 def test_copies(setup, how):
     "Of Learners and of callbacks, fresh and trained: they train like the original, and the original does not notice"
     learn = start(setup)
     for trained in (False, True):
         copy,lone = copies[how](learn),start('steps')
         before = weights(learn.model)
-        for l in (copy, learn): right(l, setup, 2) if l is copy or torch.equal(before, weights(learn.model)) else pytest.fail('the original changed')
+        for l in (copy, learn):
+            (right(l, setup, 2) if l is copy or torch.equal(before, weights(learn.model))
+             else pytest.fail('the original changed'))
         assert torch.equal(weights(copy.model), weights(learn.model))
         assert all(cb.learn is copy for cb in copy.cbs) and not {id(cb) for cb in copy.cbs} & {id(cb) for cb in learn.cbs}
         lone.remove_cbs([cb for cb in lone.cbs if isinstance(cb, StepLogger)])
@@ -183,7 +193,8 @@ def test_save_and_load(setup):
 
 # --- several fits, and what else is done with a Learner
 
-between = {'nothing': noop, 'validate': lambda l: l.validate(), 'get_preds': lambda l: l.get_preds(), 'get_preds of training': lambda l: l.get_preds(0),
+between = {'nothing': noop, 'validate': lambda l: l.validate(), 'get_preds': lambda l: l.get_preds(),
+           'get_preds of training': lambda l: l.get_preds(0),
     'lr_find': lambda l: l.lr_find(num_it=12, show_plot=False, stop_div=False), 'freeze': lambda l: (l.freeze(), l.unfreeze()),
     'predictions inside': lambda l: l.fit(1, 0., cbs=Predicts()), 'a new optimizer': lambda l: l.create_opt(),
     'fit of no epochs': lambda l: l.fit(0), 'one cycle': lambda l: l.fit_one_cycle(1, 0.), 'show_results': lambda l: l.summary()}
@@ -238,7 +249,8 @@ class Sometimes(nn.Module):
         if few.any(): out = out.index_put((few,), out[few]+self.extra(x[few]))
         return out
 
-opts = {'SGD': SGD, 'momentum': partial(SGD, mom=.9, wd=.1, decouple_wd=True), 'Adam': partial(Adam, wd=.1), 'AdamW': partial(OptimWrapper, opt=torch.optim.AdamW)}
+opts = {'SGD': SGD, 'momentum': partial(SGD, mom=.9, wd=.1, decouple_wd=True), 'Adam': partial(Adam, wd=.1),
+        'AdamW': partial(OptimWrapper, opt=torch.optim.AdamW)}
 
 @pytest.mark.parametrize('setup,opt', [(s,o) for i,s in enumerate(setups) for j,o in enumerate(opts) if for_hours or o=='Adam' or i%3==j])
 def test_without_gradient(setup, opt):
@@ -371,9 +383,12 @@ def survive(setup, stop):
     assert rel_err(weights(learn.model), ws2) < 1e-6, 'other weights than fastai in the next fit'
 
 def stops(setup, ex):
-    "Every event, in training and validation, before our callbacks and after; if it is not for hours, one order each, and those that fastai catches"
+    """Every event, in training and validation, before our callbacks and after; if it is not for hours, one order each,
+    and those that fastai catches"""
     first = steps_of(setup, 2, data=short)[0]
-    cases = [(e, first[-1], True) for e in epoch_events+batch_events] + [(e, first[0], True) for e in batch_events if 'step' not in e] + [(e, (0,0), False) for e in valid_events]
+    cases = ([(e, first[-1], True) for e in epoch_events+batch_events]
+             + [(e, first[0], True) for e in batch_events if 'step' not in e]
+             + [(e, (0,0), False) for e in valid_events])
     orders = lambda e: (3, 20) if e!='after_batch' else (3, 55)
     res = [(e, ex, at, order, in_training) for e,at,in_training in dict.fromkeys(cases) for order in orders(e)]
     if for_hours: return res
@@ -387,5 +402,7 @@ def test_exception(setup, ex):
     wrong = []
     for stop in stops(setup, ex):
         try: survive(setup, stop)
-        except Exception as e: wrong.append(f'{stop[0]}, batch {stop[2]}, order {stop[3]}, training {stop[4]}: {type(e).__name__} {str(e)[:200]}')
+        except Exception as e:
+            wrong.append(
+                f'{stop[0]}, batch {stop[2]}, order {stop[3]}, training {stop[4]}: {type(e).__name__} {str(e)[:200]}')
     assert not wrong, '\n'.join(wrong)

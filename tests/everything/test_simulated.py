@@ -14,12 +14,16 @@ def there(*shape): return torch.randn(*shape).to(sim)
 @pytest.fixture(autouse=True)
 def on_sim(device): devices.use('sim')
 
-def conv(): return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4))
+def conv():
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(8, 4))
 def norms(): return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
-        self.emb,self.body = nn.Embedding(20, 8),nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True), 1)
+        self.emb,self.body = (nn.Embedding(20, 8),
+                              nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True),
+                                                    1))
         self.out = nn.Linear(8, 4)
     def forward(self, x): return self.out(self.body(self.emb(x.abs().mul(5).long().clamp(max=19))).mean(1))
 
@@ -47,18 +51,25 @@ def test_trains_as_the_cpu(net, route, amp):
 
 def test_two_devices():
     a,b = there(3),torch.randn(3)
-    for f in (lambda: a+b, lambda: b*a, lambda: torch.cat([a, b]), lambda: F.mse_loss(a, b), lambda: a.add_(b), lambda: torch.where(a > 0, a, b)):
+    for f in (lambda: a+b, lambda: b*a, lambda: torch.cat([a, b]), lambda: F.mse_loss(a, b), lambda: a.add_(b),
+              lambda: torch.where(a > 0, a, b)):
         with pytest.raises(RuntimeError, match='same device.*sim:0 and cpu'): f()
     assert raw(a*torch.tensor(2.)).equal(raw(a)*2)    # without dimensions, as on a GPU
     a.copy_(b)
     assert raw(a).equal(b)
 
-reads = {'item': lambda t: t.sum().item(), 'float': lambda t: float(t[0]), 'if': lambda t: bool((t > 0).any()), 'cpu': lambda t: t.cpu(), 'tolist': lambda t: t.tolist(),
-         'to': lambda t: t.to('cpu', torch.float64), 'copy_': lambda t: torch.empty(3).copy_(t), 'nonzero': lambda t: t.nonzero(), 'a mask': lambda t: t[t > 0],
-         'masked_select': lambda t: t.masked_select(t > 0), 'equal': lambda t: torch.equal(t, t), 'synchronize': lambda t: torch.sim.synchronize(),
-         'unique': lambda t: t.unique(), 'a new tensor': lambda t: torch.tensor([1., 2.], device=sim), 'a copy there': lambda t: torch.ones(3).to(sim), 'numpy': lambda t: t.cpu().numpy()}
-others = {'add': lambda t: t+1, 'shape': lambda t: t.shape, 'to itself': lambda t: t.to(sim), 'type': lambda t: t.half(), 'clone': lambda t: t.clone(), 'where': lambda t: torch.where(t > 0, t, 0),
-          'index': lambda t: t[1:], 'non_blocking': lambda t: torch.ones(3).to(sim, non_blocking=True), 'zeros': lambda t: torch.zeros(3, device=sim), 'detach': lambda t: t.detach()}
+reads = {'item': lambda t: t.sum().item(), 'float': lambda t: float(t[0]), 'if': lambda t: bool((t > 0).any()),
+         'cpu': lambda t: t.cpu(), 'tolist': lambda t: t.tolist(),
+         'to': lambda t: t.to('cpu', torch.float64), 'copy_': lambda t: torch.empty(3).copy_(t),
+         'nonzero': lambda t: t.nonzero(), 'a mask': lambda t: t[t > 0],
+         'masked_select': lambda t: t.masked_select(t > 0), 'equal': lambda t: torch.equal(t, t),
+         'synchronize': lambda t: torch.sim.synchronize(),
+         'unique': lambda t: t.unique(), 'a new tensor': lambda t: torch.tensor([1., 2.], device=sim),
+         'a copy there': lambda t: torch.ones(3).to(sim), 'numpy': lambda t: t.cpu().numpy()}
+others = {'add': lambda t: t+1, 'shape': lambda t: t.shape, 'to itself': lambda t: t.to(sim),
+          'type': lambda t: t.half(), 'clone': lambda t: t.clone(), 'where': lambda t: torch.where(t > 0, t, 0),
+          'index': lambda t: t[1:], 'non_blocking': lambda t: torch.ones(3).to(sim, non_blocking=True),
+          'zeros': lambda t: torch.zeros(3, device=sim), 'detach': lambda t: t.detach()}
 
 @pytest.mark.parametrize('name,n', [*((k, 1) for k in reads), *((k, 0) for k in others)])
 def test_waits(name, n):
@@ -70,7 +81,8 @@ def test_waits(name, n):
 def test_trace():
     t = there(3)
     with trace: torch.ones(3).to(sim, non_blocking=True).mul(t).sum().item()
-    assert [o for o in trace if o in ('copy to the device', 'aten::mul', 'aten::sum', 'read')]==['copy to the device', 'aten::mul', 'aten::sum', 'read']
+    assert [o for o in trace if o in ('copy to the device', 'aten::mul', 'aten::sum', 'read')]==[
+        'copy to the device', 'aten::mul', 'aten::sum', 'read']
 
 def test_memory():
     start = memory.live

@@ -18,8 +18,10 @@ def watched():
     learn.fit(2)
     return learn
 
-drawn = dict(steps=lambda l: l.step_logger.plot(), epochs=lambda l: l.step_logger.plot(['items'], x='epoch'), times=lambda l: l.step_logger.plot_times(),
-             noise=lambda l: l.gradient_noise_scale.plot(), scale=lambda l: l.mixed_precision.plot(), sizes=lambda l: l.gradient_accumulation.plot(2),
+drawn = dict(steps=lambda l: l.step_logger.plot(), epochs=lambda l: l.step_logger.plot(['items'], x='epoch'),
+             times=lambda l: l.step_logger.plot_times(),
+             noise=lambda l: l.gradient_noise_scale.plot(), scale=lambda l: l.mixed_precision.plot(),
+             sizes=lambda l: l.gradient_accumulation.plot(2),
              memory=lambda l: l.memory_advice().plot())
 
 @pytest.mark.parametrize('name', drawn)

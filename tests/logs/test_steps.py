@@ -166,7 +166,8 @@ def test_export():
     assert len(rows(learn))==2 and not any(cb.name=='step_logger' for cb in load_learner('learn.pkl').cbs)
 
 def test_plot():
-    learn = learner(data, 8, GradientAccumulation(16), StepLogger(grad_norm=True), Stop('before_step', CancelStepException, [(0,3)], once=False))
+    learn = learner(data, 8, GradientAccumulation(16), StepLogger(grad_norm=True),
+                    Stop('before_step', CancelStepException, [(0,3)], once=False))
     with pytest.raises(ValueError, match='no rows yet'): learn.step_logger.plot()
     learn.fit(1); learn.fit(1)
     axs = learn.step_logger.plot()
@@ -177,7 +178,8 @@ def test_plot():
 
 def test_tensorboard():
     "Next to what fastai writes, on its axis"
-    learn = learner(data, 8, GradientAccumulation(32), StepLogger(grad_norm=True), TensorBoardCallback('runs', trace_model=False, log_preds=False), Mine())
+    learn = learner(data, 8, GradientAccumulation(32), StepLogger(grad_norm=True),
+                    TensorBoardCallback('runs', trace_model=False, log_preds=False), Mine())
     learn.fit(2, .01)
     events = EventAccumulator('runs').Reload()
     df = rows(learn)

@@ -51,7 +51,8 @@ def test_a_row_a_step():
     rows,df = run.rows,learn.step_logger.to_df()
     assert col(rows, '_step')==list(range(6))
     close(col(rows, 'epoch'), [.5, 1, 1.5, 2, 2.5, 3])
-    for theirs,ours in dict(raw_loss='loss', lr_0='lr', grad_norm='grad_norm', accum_bs='accum_bs', items='items', skipped='skipped').items():
+    for theirs,ours in dict(raw_loss='loss', lr_0='lr', grad_norm='grad_norm', accum_bs='accum_bs', items='items',
+                            skipped='skipped').items():
         close(col(rows, theirs), df[ours])
     close(col(rows, 'train_loss'), learn.recorder.losses)
     assert [r['_step'] for r in rows if 'mae' in r]==[1, 3, 5]
@@ -161,7 +162,8 @@ def test_training_is_the_same():
     def run(*cbs):
         dls = image_dls()
         set_seed(3)
-        learn = quiet(Learner(dls, nn.Sequential(nn.Flatten(), nn.Dropout(.2), nn.Linear(3*8*8, 2)), loss_func=CrossEntropyLossFlat(), cbs=cbs))
+        learn = quiet(Learner(dls, nn.Sequential(nn.Flatten(), nn.Dropout(.2), nn.Linear(3*8*8, 2)),
+                              loss_func=CrossEntropyLossFlat(), cbs=cbs))
         learn.fit(2, .01)
         return weights(learn.model)
     plain = run(GradientAccumulation(16))
@@ -218,7 +220,8 @@ def test_the_same_samples_in_every_run():
 def test_own_valid_dl_with_progress_bar():
     dls = image_dls()
     with Run() as run:
-        learn = Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(3*8*8, 2)), cbs=WandbCallback(valid_dl=dls.test_dl(dls.valid_ds.items[:3], with_labels=True)))
+        learn = Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(3*8*8, 2)),
+                        cbs=WandbCallback(valid_dl=dls.test_dl(dls.valid_ds.items[:3], with_labels=True)))
         learn.fit(2)
     assert len(table(run)['data'])==3
     assert not hasattr(learn, 'fetch_preds') and learn.training is False
@@ -236,7 +239,8 @@ def test_segmentation_predictions():
 def test_tabular_predictions():
     df = pd.DataFrame(dict(c=list('abab')*10, x=np.linspace(-1, 1, 40), y=['no','yes']*20))
     dls = TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['c'], cont_names=['x'], y_names='y', bs=8)
-    learn = quiet(Learner(dls, TabularModel([(3,2)], 1, 2, [4], use_bn=False), loss_func=CrossEntropyLossFlat(), cbs=[GradientAccumulation(16), WandbCallback(n_preds=4)]))
+    learn = quiet(Learner(dls, TabularModel([(3,2)], 1, 2, [4], use_bn=False), loss_func=CrossEntropyLossFlat(),
+                          cbs=[GradientAccumulation(16), WandbCallback(n_preds=4)]))
     with Run() as run: learn.fit(1)
     t = table(run)
     assert t['columns']==['c', 'x', 'y', 'y_pred'] and len(t['data'])==4
@@ -244,9 +248,13 @@ def test_tabular_predictions():
 def test_text_predictions():
     df = pd.DataFrame(dict(text=['a good one', 'a bad one'], label=['+','-'])).loc[[0,1]*10]
     block = TextBlock.from_df('text', tok=BaseTokenizer(' '), seq_len=8)
-    dls = vision.DataBlock((block, vision.CategoryBlock), get_x=vision.ColReader('text'), get_y=vision.ColReader('label'), splitter=vision.RandomSplitter(.4, seed=0)).dataloaders(df, bs=4)
+    dls = vision.DataBlock((block, vision.CategoryBlock), get_x=vision.ColReader('text'),
+                           get_y=vision.ColReader('label'),
+                           splitter=vision.RandomSplitter(.4, seed=0)).dataloaders(df, bs=4)
     emb = nn.Embedding(len(dls.vocab[0]), 4)
-    with Run() as run: quiet(Learner(dls, nn.Sequential(emb, Lambda(lambda x: x.mean(1)), nn.Linear(4, 2)), cbs=WandbCallback(n_preds=3))).fit(1)
+    with Run() as run:
+        quiet(Learner(dls, nn.Sequential(emb, Lambda(lambda x: x.mean(1)), nn.Linear(4, 2)),
+                      cbs=WandbCallback(n_preds=3))).fit(1)
     t = table(run)
     assert t['columns']==['Text', 'Target', 'Prediction'] and len(t['data'])==3 and 'one' in t['data'][0][0]
 
@@ -274,7 +282,8 @@ def test_model_of_a_save_callback():
 
 def test_dataset(capsys):
     "A folder without its `models`, once a run"
-    for f in ('set/train/1.txt', 'set/labels.csv', 'set/models/m.pth'): Path(f).parent.mkdir(parents=True, exist_ok=True); Path(f).write_text('x')
+    for f in ('set/train/1.txt', 'set/labels.csv', 'set/models/m.pth'):
+        Path(f).parent.mkdir(parents=True, exist_ok=True); Path(f).write_text('x')
     with Run() as run:
         learn = learner(data, 16, wb(log_dataset='set', dataset_name='digits'))
         learn.fit(1); learn.fit(1)
@@ -287,7 +296,8 @@ def test_dataset(capsys):
         learn.dls.path,learn.wandb._run_id = Path('set').resolve(),None
         learn.fit(1)
     assert list(run.artifacts())==['set']
-    with Run(), pytest.raises(ValueError, match="log_dataset='nowhere' is not a folder"): learner(data, 16, wb(log_dataset='nowhere')).fit(1)
+    with Run(), pytest.raises(ValueError, match="log_dataset='nowhere' is not a folder"):
+        learner(data, 16, wb(log_dataset='nowhere')).fit(1)
 
 # --- errors and copies
 def test_errors(monkeypatch):

@@ -56,7 +56,9 @@ class Broken(nn.Module):
 
 data,valid = (Data(torch.linspace(-1, 1, n*6).view(n, 6), torch.zeros(n, 4)) for n in (20,12))
 
-loops = {'plain': Plain, 'accumulation': lambda: GradientAccumulation(8), 'split': lambda: GradientAccumulation(micro_batch_size=8), 'auto': lambda: GradientAccumulation(8, micro_batch_size='auto')}
+loops = {'plain': Plain, 'accumulation': lambda: GradientAccumulation(8),
+         'split': lambda: GradientAccumulation(micro_batch_size=8),
+         'auto': lambda: GradientAccumulation(8, micro_batch_size='auto')}
 
 def outcome(cast, loop, model=None, n_epoch=2, metrics=None, **kwargs):
     "Calls, error, losses and weights of a fit with the callbacks `cast(log)`"
@@ -96,7 +98,8 @@ casts = {
     'training only':     lambda log: [TrainOnly(log, 'training')],
     'validation only':   lambda log: [ValidOnly(log, 'validation')],
     'own __call__':      lambda log: [Own(log, 'own'), Some(log, 'some', 5)],
-    'keyword arguments': lambda log: [Callback(after_pred=lambda self: log.append(seen(self.learn)), before_step=lambda self: log.append('before_step'))],
+    'keyword arguments': lambda log: [Callback(after_pred=lambda self: log.append(seen(self.learn)),
+                                               before_step=lambda self: log.append('before_step'))],
     'before_batch_cb':   lambda log: [before_batch_cb(lambda self, xb, yb: (log.append(len(xb[0])), ((xb[0]*2,), yb))[1])],
     'own method':        own_method,
     'late method':       method_from_before_fit,
@@ -223,7 +226,8 @@ class Own2(Exception):
     def __init__(self, code, what): super().__init__(code, what); self.code = code
 
 kinds = [ValueError('bad'), KeyError('k'), RuntimeError('two', 'parts'), AttributeError('none'), OSError(2, 'no file'), Own2(3, 'x'),
-         torch.OutOfMemoryError('full'), AssertionError(7), KeyboardInterrupt(), SystemExit(3), *[c('why') for c in cancels], *[c() for c in cancels]]
+         torch.OutOfMemoryError('full'), AssertionError(7), KeyboardInterrupt(), SystemExit(3),
+         *[c('why') for c in cancels], *[c() for c in cancels]]
 before = {'after_cancel_batch': ('after_pred', CancelBatchException), 'after_cancel_backward': ('before_backward', CancelBackwardException),
           'after_cancel_step': ('before_step', CancelStepException)}
 
@@ -231,7 +235,8 @@ def cast_of(event, e, training=True):
     "One callback that raises `e` at `event`, between two that listen"
     def cast(log):
         cause = [At(before[event][0], throw(before[event][1]()))] if event in before else []
-        clear = [Callback(after_step=lambda self: self.learn.opt.zero_grad())] if event=='after_step' else []  # fastai keeps these gradients
+        # fastai keeps these gradients
+        clear = [Callback(after_step=lambda self: self.learn.opt.zero_grad())] if event=='after_step' else []
         return [All(log, 'first', -1), *cause, *clear, At(event, throw(deepcopy(e)), training), All(log, 'last', 1)]
     return cast
 
@@ -264,7 +269,8 @@ def own_error(log):
 def test_error_of_an_own_call(): assert same(own_error)[1]=='mine'
 
 @pytest.mark.parametrize('e', kinds, ids=repr)
-def test_error_in_the_model(e): same(lambda log: [All(log, 'all')], model=lambda: Broken(throw(deepcopy(e))), n_epoch=1, calls=5, rows=False)
+def test_error_in_the_model(e):
+    same(lambda log: [All(log, 'all')], model=lambda: Broken(throw(deepcopy(e))), n_epoch=1, calls=5, rows=False)
 
 @pytest.mark.parametrize('e', kinds, ids=repr)
 def test_error_in_a_training_metric(e):

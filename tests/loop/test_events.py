@@ -109,7 +109,8 @@ def test_slots():
     a.run,a.running = True,False                 # added in mid-batch: it starts with the next one
     assert table.accumulation is table.every_batch
     learn.cbs = L(other)
-    assert table.accumulation is table.every_batch and table.precision is table.as_it_is and table.lr_finder is None and table.table['mixers']==[]
+    assert (table.accumulation is table.every_batch and table.precision is table.as_it_is and table.lr_finder is None
+            and table.table['mixers']==[])
 
 def test_after_pred():
     "Where only the precision listens, nobody needs to be called"

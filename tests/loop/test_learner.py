@@ -1,4 +1,5 @@
-"The methods of `Learner` that fastaccum replaces: they stay fastai's at heart, however often and in whatever order modules are loaded again"
+"""The methods of `Learner` that fastaccum replaces: they stay fastai's at heart, however often and in whatever order
+modules are loaded again"""
 import os, subprocess, sys
 from pathlib import Path
 import pytest
@@ -48,5 +49,6 @@ print('trained')
 def test_loaded_again(order, tmp_path):
     "Twice: a plain Learner and one with accumulation train as before, also with a callback that is older than the modules"
     env = dict(os.environ, PYTHONPATH=str(root), OMP_NUM_THREADS='1')
-    res = subprocess.run([sys.executable, '-c', code.format(order=order, tmp=str(tmp_path))], env=env, capture_output=True, text=True, timeout=300)
+    res = subprocess.run([sys.executable, '-c', code.format(order=order, tmp=str(tmp_path))], env=env,
+                         capture_output=True, text=True, timeout=300)
     assert res.stdout.split() == ['trained'], res.stdout + res.stderr[-3000:]

@@ -5,7 +5,9 @@ from reference import *
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.precision.callback import MixedPrecision
 
-quick = tuple(f'test_undisturbed[{k}]' for k in ('accumulation-validate-after_batch', 'micro-train_preds-after_loss', 'bf16-twice-before_step', 'plain-own_loader-before_batch', 'checkpoint-with_loss-after_step'))
+quick = tuple(f'test_undisturbed[{k}]'
+              for k in ('accumulation-validate-after_batch', 'micro-train_preds-after_loss', 'bf16-twice-before_step',
+                        'plain-own_loader-before_batch', 'checkpoint-with_loss-after_step'))
 pytestmark = pytest.mark.filterwarnings(r"ignore:[\s\S]*The model's BatchNorm sees micro-batches of")
 torch.manual_seed(0)
 items = [(x, x.sum()[None].tanh()) for x in torch.randn(48, 4)]
@@ -29,20 +31,25 @@ class Batches(Callback):
 def train(*cbs):
     set_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(.3), nn.Linear(8, 1))
-    learn = Learner(DataLoaders(DataLoader(items, bs=4, shuffle=True), DataLoader(items[:20], bs=4)), net, MSELossFlat(), opt_func=SGD, metrics=mae, cbs=[Batches(), *cbs])
+    learn = Learner(DataLoaders(DataLoader(items, bs=4, shuffle=True), DataLoader(items[:20], bs=4)), net,
+                    MSELossFlat(), opt_func=SGD, metrics=mae, cbs=[Batches(), *cbs])
     with learn.no_logging(), learn.no_bar(): learn.fit(2, .1)
     return learn
 
-looks = dict(validate=lambda l: l.validate(), get_preds=lambda l: l.get_preds(), train_preds=lambda l: l.get_preds(ds_idx=0), with_loss=lambda l: l.get_preds(with_loss=True),
+looks = dict(validate=lambda l: l.validate(), get_preds=lambda l: l.get_preds(),
+             train_preds=lambda l: l.get_preds(ds_idx=0), with_loss=lambda l: l.get_preds(with_loss=True),
              own_loader=lambda l: l.get_preds(dl=DataLoader(items[:9], bs=3)), twice=lambda l: (l.validate(), l.get_preds()))
-setups = dict(plain=lambda: [GradientAccumulation(4)], accumulation=lambda: [GradientAccumulation(12)], micro=lambda: [GradientAccumulation(8, micro_batch_size=2)],
+setups = dict(plain=lambda: [GradientAccumulation(4)], accumulation=lambda: [GradientAccumulation(12)],
+              micro=lambda: [GradientAccumulation(8, micro_batch_size=2)],
               bf16=lambda: [MixedPrecision('bf16')], checkpoint=lambda: [TrainingCheckpoint()])
 
-@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch'])
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward',
+                                   'before_step', 'after_step', 'after_batch'])
 @pytest.mark.parametrize('what', looks)
 @pytest.mark.parametrize('setup', setups)
 def test_undisturbed(setup, what, event):
     plain,looked = train(*setups[setup]()),train(*setups[setup](), Looks(looks[what], event))
     assert looked.batches.sums == plain.batches.sums and all(training for training,_ in plain.batches.sums)
     assert torch.equal(weights(looked.model), weights(plain.model))
-    assert looked.recorder.losses == plain.recorder.losses and [list(v) for v in looked.recorder.values] == [list(v) for v in plain.recorder.values]
+    assert (looked.recorder.losses == plain.recorder.losses
+            and [list(v) for v in looked.recorder.values] == [list(v) for v in plain.recorder.values])

@@ -14,7 +14,8 @@ from fastaccum.memory.activations import Recompute, find_blocks
 from fastaccum.core.memory import PeakMemory
 from fastaccum.precision.callback import MixedPrecision
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items", 'ignore:Compile.backend=.eager.., PyTorch.s backend for debugging')
+pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items",
+                                        'ignore:Compile.backend=.eager.., PyTorch.s backend for debugging')
 
 class Net(nn.Module):
     "Attention, dropout and BatchNorm, in blocks; `draw` is one more source of random numbers"
@@ -103,7 +104,8 @@ def test_gone(event, ex):
     try: learn.fit(1)
     except ex: pass
     for m in (learn.model, *twins):
-        assert [n for n,_ in m.named_modules()]==names and list(m.state_dict())==keys and isinstance(m, Net) and m._compiled_call_impl is None
+        assert ([n for n,_ in m.named_modules()]==names and list(m.state_dict())==keys and isinstance(m, Net)
+                and m._compiled_call_impl is None)
         assert not any(isinstance(vars(c).get('forward'), Recompute) for c in m.modules())
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     learn.remove_cb(On)
@@ -112,14 +114,17 @@ def test_gone(event, ex):
 @pytest.mark.slow
 def test_fits_in_a_row():
     "lr_find and fine_tune: each fit in its own context"
-    learn = learner(data, 8, *(f() for f in tools.values()), GradientAccumulation(16, micro_batch_size=4), model=Net(), loss_func=nn.CrossEntropyLoss())
+    learn = learner(data, 8, *(f() for f in tools.values()), GradientAccumulation(16, micro_batch_size=4), model=Net(),
+                    loss_func=nn.CrossEntropyLoss())
     with learn.no_bar(): learn.lr_find(num_it=6, show_plot=False)
     learn.fine_tune(1)
     assert learn.get_preds()[0].shape == (22,4)
 
 # -- Compiled -----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kwargs', [dict(mode='reduce-overhead'), dict(mode='max-autotune'), dict(options={'triton.cudagraphs': True}), dict(backend='cudagraphs')])
+@pytest.mark.parametrize('kwargs',
+                         [dict(mode='reduce-overhead'), dict(mode='max-autotune'),
+                          dict(options={'triton.cudagraphs': True}), dict(backend='cudagraphs')])
 def test_no_cuda_graphs(kwargs):
     "PyTorch accumulates wrong gradients in them: an error before training, however the model was compiled"
     with pytest.raises(ValueError, match='CUDA graphs.*max-autotune-no-cudagraphs'): fit(GradientAccumulation(8), Compile(**kwargs))
@@ -155,7 +160,8 @@ def test_validation_is_split(size):
     "The same predictions, losses and metrics from micro-batches, in the fit and outside of it; with and without targets"
     def get(k):
         set_seed(0)
-        return learner(data, 11, GradientAccumulation(11, micro_batch_size=k), model=Sizes(), loss_func=nn.CrossEntropyLoss(), metrics=[accuracy, Perplexity()])
+        return learner(data, 11, GradientAccumulation(11, micro_batch_size=k), model=Sizes(),
+                       loss_func=nn.CrossEntropyLoss(), metrics=[accuracy, Perplexity()])
     learn,whole = get(size),get(None)
     most = max if size == 3 else (lambda o: 3)
     learn.validate(); whole.validate()
@@ -189,7 +195,8 @@ def test_sums(native, monkeypatch):
     "256 micro-batches; where PyTorch has no `grad_dtype` too"
     if not native: monkeypatch.setattr('fastaccum.core.grads.hasattr', lambda o, k: False, raising=False)
     def error(f):
-        learn = learner(halves, 256, f(1024, micro_batch_size=4), spy:=Weights(), model=half(), loss_func=nn.CrossEntropyLoss(), valid=Data(halves.x[:4], halves.y[0][:4]))
+        learn = learner(halves, 256, f(1024, micro_batch_size=4), spy:=Weights(), model=half(),
+                        loss_func=nn.CrossEntropyLoss(), valid=Data(halves.x[:4], halves.y[0][:4]))
         learn.fit(1)
         assert all(p.grad is None for p in learn.model.parameters()) or f is GradientAccumulation
         if hasattr(spy.p, 'grad_dtype'): assert spy.p.grad_dtype is torch.bfloat16
@@ -197,7 +204,8 @@ def test_sums(native, monkeypatch):
     (off,rounded),(plain,_) = error(wide),error(GradientAccumulation)
     assert off < max(1e-8, 1.5*rounded) and plain > 5e-3      # hardly more than the exact sum loses that is rounded to fp32 once
 
-torch_opts = {k: partial(OptimWrapper, opt=partial(f, **kw)) for k,f,kw in (('AdamW', torch.optim.AdamW, {}), ('AdamW fused', torch.optim.AdamW, dict(fused=True)),
+torch_opts = {k: partial(OptimWrapper, opt=partial(f, **kw))
+              for k,f,kw in (('AdamW', torch.optim.AdamW, {}), ('AdamW fused', torch.optim.AdamW, dict(fused=True)),
               ('SGD', torch.optim.SGD, dict(momentum=.9)), ('SGD fused', torch.optim.SGD, dict(fused=True)))}
 all_opts = {**{f.__name__: f for f in (SGD, RMSProp, Adam, RAdam, QHAdam, Larc, Lamb, ranger)}, **torch_opts}
 
@@ -206,7 +214,8 @@ def test_optimizers_step(opt):
     "With sums in fp32; they are clipped as such, whatever the optimizer takes"
     kinds = []
     look = On('before_step', lambda l: kinds.append({p.grad.dtype for p in l.model.parameters()}), order=15)
-    learn = learner(halves, 256, wide(512), GradientClip(1.), look, model=half(), loss_func=nn.CrossEntropyLoss(), opt_func=all_opts[opt], lr=.05,
+    learn = learner(halves, 256, wide(512), GradientClip(1.), look, model=half(), loss_func=nn.CrossEntropyLoss(),
+                    opt_func=all_opts[opt], lr=.05,
                     valid=Data(halves.x[:4], halves.y[0][:4]))
     before = weights(learn.model)
     learn.fit(2)
@@ -224,7 +233,8 @@ class Residual(nn.Module):
     def __init__(self, d): super().__init__(); self.body = nn.Sequential(nn.Linear(d, 4*d), nn.GELU(), nn.Linear(4*d, d))
     def forward(self, x): return x+self.body(x)
 foreseen = dict(transformer=(partial(Net, n=2), (5,16)), mlp=(lambda: nn.Sequential(Residual(64), Residual(64), nn.Linear(64, 4)), (64,)),
-                convs=(lambda: nn.Sequential(*[ResBlock(1, 3 if i==0 else 8, 8) for i in range(3)], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)), (3,8,8)))
+                convs=(lambda: nn.Sequential(*[ResBlock(1, 3 if i==0 else 8, 8) for i in range(3)],
+                                             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)), (3,8,8)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize('opt', opts)
@@ -233,7 +243,8 @@ def test_foretold(net, opt):
     "The forecast is within 1% of a fit's peak, plain, in bf16, recomputed, and split"
     make,shape = foreseen[net]
     d = Data(torch.randn(64, *shape), torch.arange(64)%4)
-    ways = dict(plain=[], bf16=[MixedPrecision('bf16')], recomputed=[ActivationCheckpointing()], both=[MixedPrecision('bf16'), ActivationCheckpointing()])
+    ways = dict(plain=[], bf16=[MixedPrecision('bf16')], recomputed=[ActivationCheckpointing()],
+                both=[MixedPrecision('bf16'), ActivationCheckpointing()])
     if opt == 'AdamW': ways['split'] = [GradientAccumulation(micro_batch_size=8)]
     for way,cbs in ways.items():
         learn = learner(d, 32, *cbs, model=make(), loss_func=CrossEntropyLossFlat(), opt_func=opts[opt], valid=Data(*d[:32]))

@@ -4,9 +4,11 @@ from functools import partial
 import numpy as np, pandas as pd, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.basics import Adam, Callback, CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, OptimWrapper, SGD
 from fastai.callback.schedule import SchedLin
-from fastai.text.all import (AWD_LSTM, CategoryBlock, ColReader, ColSplitter, DataBlock, TextBlock, awd_lstm_clas_config, awd_lstm_lm_config,
+from fastai.text.all import (AWD_LSTM, CategoryBlock, ColReader, ColSplitter, DataBlock, TextBlock,
+                             awd_lstm_clas_config, awd_lstm_lm_config,
                              language_model_learner, text_classifier_learner)
-from fastaccum.all import (ActivationCheckpointing, AdaptiveGradientAccumulation, GradientAccumulation, GradientAccumulationSchedule, GradientNoiseScale,
+from fastaccum.all import (ActivationCheckpointing, AdaptiveGradientAccumulation, GradientAccumulation,
+                           GradientAccumulationSchedule, GradientNoiseScale,
                            PeakMemory)
 
 def get_learner(*cbs):
@@ -17,7 +19,8 @@ def get_learner(*cbs):
     return Learner(dls, net, loss_func=nn.CrossEntropyLoss(), opt_func=SGD, cbs=list(cbs))
 
 def own_weight(learn): return len(learn.y)
-settings = dict(coupled=True, weight=own_weight, remainder='carry', grad_dtype=torch.float32, normalize=False, check_loss='always', log_accum_batch=False,
+settings = dict(coupled=True, weight=own_weight, remainder='carry', grad_dtype=torch.float32, normalize=False,
+                check_loss='always', log_accum_batch=False,
                 n_items=lambda learn: len(learn.x))
 made = {k: lambda k=k, v=v: GradientAccumulation(32, micro_batch_size=15, **{k: v}) for k,v in settings.items()}
 made['schedule'] = lambda: GradientAccumulationSchedule(16, 64, finish=.9, schedule=SchedLin, micro_batch_size=15)
@@ -32,7 +35,8 @@ def advise(learn):
 def test_line_keeps_what_is_attached(setting):
     learn = get_learner(made[setting]())
     acc = learn.gradient_accumulation
-    mine = ('n_acc','log_accum_batch','remainder','normalize','weight','check_loss','grad_dtype','coupled','_accum_bs','_n_items','start_accum_bs','final_accum_bs','finish')
+    mine = ('n_acc','log_accum_batch','remainder','normalize','weight','check_loss','grad_dtype','coupled','_accum_bs',
+            '_n_items','start_accum_bs','final_accum_bs','finish')
     before = {k: getattr(acc, k, None) for k in mine}
     exec(advise(learn).call)
     assert learn.gradient_accumulation is acc and sum(isinstance(cb, GradientAccumulation) for cb in learn.cbs) == 1
@@ -73,7 +77,8 @@ def test_what_to_try_when_not_one_item_fits():
         return str(learn.memory_advice(gib=gib)).partition('less a tenth, ')[2]
     plain = told(GradientAccumulation(32))
     assert plain.startswith('are not enough for even one item\nWhat takes less (the page "Fit it into memory"')
-    tools = 'an optimizer that keeps less', 'ActivationCheckpointing()', 'ActivationOffload()', "grad_device='cpu'", 'FullyShard()', 'a smaller model'
+    tools = ('an optimizer that keeps less', 'ActivationCheckpointing()', 'ActivationOffload()', "grad_device='cpu'",
+             'FullyShard()', 'a smaller model')
     for t in tools: assert t in plain, t
     used = told(GradientAccumulation(32, grad_device='cpu'), ActivationCheckpointing(nn.Linear), opt=SGD)
     assert [t for t in tools if t in used] == [*tools[2:3], *tools[4:]]
@@ -111,7 +116,8 @@ def texts(make, *cbs, **kwargs):
     df = pd.DataFrame(dict(text=words, label=[*'xy']*32, is_valid=[False,False,False,True]*16))
     lm = make is language_model_learner
     block = TextBlock.from_df('text', is_lm=lm, tok=Words(), min_freq=1, seq_len=16)
-    data = DataBlock(block if lm else (block, CategoryBlock), get_x=ColReader('text'), get_y=None if lm else ColReader('label'), splitter=ColSplitter())
+    data = DataBlock(block if lm else (block, CategoryBlock), get_x=ColReader('text'),
+                     get_y=None if lm else ColReader('label'), splitter=ColSplitter())
     config = dict(awd_lstm_lm_config if lm else awd_lstm_clas_config, emb_sz=16, n_hid=32, n_layers=2)
     return make(data.dataloaders(df, bs=16), AWD_LSTM, pretrained=False, config=config, cbs=list(cbs), **kwargs)
 
@@ -162,7 +168,8 @@ def test_language_models_are_not_split():
     learn = texts(language_model_learner)
     advice = learn.memory_advice()
     small = learn.memory_advice(gib=(advice.params+advice.peak_at(5))/.9/2**30)
-    assert small.call is None and 'load 5 items at a time (bs=5)' in str(small) and not any('micro_batch' in row for row in small.table.index)
+    assert (small.call is None and 'load 5 items at a time (bs=5)' in str(small)
+            and not any('micro_batch' in row for row in small.table.index))
 
 # -- What cannot be known ------------------------------------------------------------------------------------------
 class Reads(nn.Module):

@@ -1,4 +1,5 @@
-"The head in chunks: a Learner trains, validates, predicts, saves and resumes as without it, and the model never returns all outputs in training"
+"""The head in chunks: a Learner trains, validates, predicts, saves and resumes as without it, and the model never
+returns all outputs in training"""
 import pytest
 from contextlib import nullcontext
 from reference import *
@@ -40,15 +41,19 @@ def conv_net(): return nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), n
 
 def text(*cbs, loss_func=None, model=NextWord, data=None, bs=8, **kwargs):
     set_seed(0)
-    return learner(data or next_words(), bs, *cbs, model=model(), loss_func=loss_func or CrossEntropyLossFlat(), **{'splitter': splitter, 'lr': .1, **kwargs})
+    return learner(data or next_words(), bs, *cbs, model=model(), loss_func=loss_func or CrossEntropyLossFlat(),
+                   **{'splitter': splitter, 'lr': .1, **kwargs})
 def segment(*cbs, loss_func=None, bs=8, **kwargs):
     set_seed(0)
     return learner(pixels, bs, *cbs, model=conv_net(), loss_func=loss_func or CrossEntropyLossFlat(axis=1), lr=.1, **kwargs)
 
 class Returned(Callback):
-    "Does the model return no outputs in training, and in the fit's validation? By a hook: a callback that listens to batches might read them"
+    """Does the model return no outputs in training, and in the fit's validation? By a hook: a callback that listens to
+    batches might read them"""
     def before_fit(self): self.train,self.valid,self.hook = [],[],self.model.register_forward_hook(self.look)
-    def look(self, model, xb, out): (self.train if model.training else self.valid).append(isinstance(out[0] if isinstance(out, tuple) else out, HeadInput))
+    def look(self, model, xb, out):
+        (self.train if model.training else self.valid).append(
+            isinstance(out[0] if isinstance(out, tuple) else out, HeadInput))
     def after_fit(self): self.hook.remove()
 
 def same(a, b, tol=1e-6):
@@ -58,7 +63,8 @@ def same(a, b, tol=1e-6):
 
 def classify(*cbs, bs=8, **kwargs):
     set_seed(0)
-    return learner(Data(torch.randn(20, 6), torch.randint(n_words, (20,))), bs, *cbs, model=mlp(n_out=n_words), loss_func=CrossEntropyLossFlat(), lr=.1, **kwargs)
+    return learner(Data(torch.randn(20, 6), torch.randint(n_words, (20,))), bs, *cbs, model=mlp(n_out=n_words),
+                   loss_func=CrossEntropyLossFlat(), lr=.1, **kwargs)
 
 def masked(pred, y): return (F.cross_entropy(pred.flatten(0, 1), y.flatten(), reduction='none')*(y != 3).flatten()).sum()/(y != 3).sum()
 acc = GradientAccumulation
@@ -68,7 +74,8 @@ setups = {
     'accumulated':    (text, [lambda: acc(16)], {}),
     'split':          (text, [lambda: acc(16, micro_batch_size=3)], {}),
     'one item':       (text, [lambda: acc(8, micro_batch_size=1)], {}),
-    'class weights':  (text, [lambda: acc(16, micro_batch_size=3)], dict(loss_func=lambda: CrossEntropyLossFlat(weight=torch.arange(1., n_words+1)))),
+    'class weights':  (text, [lambda: acc(16, micro_batch_size=3)],
+                       dict(loss_func=lambda: CrossEntropyLossFlat(weight=torch.arange(1., n_words+1)))),
     'smoothing':      (text, [lambda: acc(16, micro_batch_size=3)], dict(loss_func=lambda: CrossEntropyLossFlat(label_smoothing=.1))),
     'sum':            (text, [lambda: acc(16, micro_batch_size=3)], dict(loss_func=lambda: CrossEntropyLossFlat(reduction='sum'), lr=.001)),
     'own loss':       (text, [lambda: acc(16, micro_batch_size=3)], dict(loss_func=lambda: masked, data=lambda: next_words(False))),
@@ -79,9 +86,13 @@ setups = {
     'offload':        (text, [ActivationOffload], {}),
     'clip':           (text, [lambda: acc(16), GradientClip], {}),
     'segmentation':   (segment, [lambda: acc(16, micro_batch_size=3)], {}),
-    'weighted pixels':(segment, [lambda: acc(16)], dict(loss_func=lambda: CrossEntropyLossFlat(axis=1, weight=torch.arange(1., n_words+1), ignore_index=2))),
+    'weighted pixels':(segment, [lambda: acc(16)],
+                       dict(
+                           loss_func=lambda: CrossEntropyLossFlat(
+                               axis=1, weight=torch.arange(1., n_words+1), ignore_index=2))),
     'mixup':          (classify, [lambda: MixUp(.4)], {}),
-    'cutmix':         (lambda *cbs: learner(Data(torch.randn(20, 3, 4, 4), torch.randint(n_words, (20,))), 8, *cbs, model=nn.Sequential(*conv_net()[:2], nn.Flatten(), nn.Linear(96, n_words)),
+    'cutmix':         (lambda *cbs: learner(Data(torch.randn(20, 3, 4, 4), torch.randint(n_words, (20,))), 8, *cbs,
+                                            model=nn.Sequential(*conv_net()[:2], nn.Flatten(), nn.Linear(96, n_words)),
                                             loss_func=CrossEntropyLossFlat(), lr=.1), [lambda: acc(16), CutMix], {}),
     'mixup, split':   (classify, [lambda: acc(16, micro_batch_size=4), lambda: MixUp(.4)], {})}
 
@@ -106,7 +117,8 @@ def test_same_run(name):
 def test_float64():
     def run(*cbs):
         set_seed(0)
-        learn = learner(Data(pixels.x.double(), *pixels.y), 8, acc(16, micro_batch_size=3), *cbs, model=conv_net().double(), loss_func=nn.CrossEntropyLoss(), lr=.1)
+        learn = learner(Data(pixels.x.double(), *pixels.y), 8, acc(16, micro_batch_size=3), *cbs,
+                        model=conv_net().double(), loss_func=nn.CrossEntropyLoss(), lr=.1)
         learn.remove_cbs([Recorder])           # which cannot take a loss in float64
         learn.fit(3)
         return weights(learn.model)
@@ -167,7 +179,8 @@ def test_readers_in_after_pred():
     class Asks(Callback):
         run_valid = False
         def after_pred(self): self.shape = self.learn.pred.outputs().shape
-    with pytest.raises(AttributeError, match="'argmax' does not find them.*read `learn.pred` in `after_batch`"): text(ChunkedHead(4), Reads()).fit(1)
+    with pytest.raises(AttributeError, match="'argmax' does not find them.*read `learn.pred` in `after_batch`"):
+        text(ChunkedHead(4), Reads()).fit(1)
     learn,plain = text(ChunkedHead(4), Asks()),text()
     for l in (learn, plain): l.fit(1)
     assert learn.asks.shape[-1] == n_words
@@ -202,7 +215,9 @@ def test_values_that_a_loss_keeps(name):
         return learn.recorder.values[-1]
     if name == 'twice': assert list(run(ChunkedHead(4))) == pytest.approx(list(run()), rel=1e-6)
     else:
-        with pytest.warns(UserWarning, match='reads `most` of the loss after a batch. With ChunkedHead it is the value of the last chunk'): run(ChunkedHead(4))
+        with pytest.warns(UserWarning,
+                          match='reads `most` of the loss after a batch. With ChunkedHead it is the value of the last chunk'):
+            run(ChunkedHead(4))
 
 def test_predictions():
     "Outside of a fit, and in the middle of it, the model is the plain one"
@@ -226,7 +241,8 @@ def test_lr_find():
     assert a.valley == pytest.approx(b.valley, rel=1e-4)
 
 def test_save_load_export(tmp_path):
-    dls = Datasets(range(20), [[lambda i: words[i,:-1]], [lambda i: words[i,1:]]], splits=[range(16), range(16, 20)]).dataloaders(bs=8, device='cpu')
+    dls = Datasets(range(20), [[lambda i: words[i,:-1]], [lambda i: words[i,1:]]],
+                   splits=[range(16), range(16, 20)]).dataloaders(bs=8, device='cpu')
     def make(*cbs):
         set_seed(0)
         return quiet(Learner(dls, NextWord(), loss_func=CrossEntropyLossFlat(), lr=.1, path=tmp_path, cbs=cbs))
@@ -327,7 +343,8 @@ def many_words(*cbs, valid=2):
                 valid=Data(words[:valid,:-1], words[:valid,1:]))
 
 def test_memory_and_its_forecast():
-    "The outputs take a part of what they took: of a chunk, with their softmax and two gradients, beside the gradients of the head. `memory_advice` knows it"
+    """The outputs take a part of what they took: of a chunk, with their softmax and two gradients, beside the gradients
+    of the head. `memory_advice` knows it"""
     outputs,grads = 4*16*32*2000,4*(16*2000+2000)
     for n in (1, 2, 4, 16):
         learn = many_words(*[ChunkedHead(n)]*(n > 1))
@@ -362,9 +379,11 @@ refused = {
     'scaled':     (dict(model=Scaled), {}, TypeError, 'HeadInput'),
     'not last':   (dict(model=Hidden), dict(head='head'), TypeError, 'linear does not find them'),
     'no name':    (dict(), dict(head='decoder'), ValueError, 'no such module'),
-    'outputs':    (dict(model=Both, loss_func=lambda: lambda pred, y: CrossEntropyLossFlat()(pred[0], y)), {}, ValueError, 'several outputs'),
+    'outputs':    (dict(model=Both, loss_func=lambda: lambda pred, y: CrossEntropyLossFlat()(pred[0], y)), {},
+                   ValueError, 'several outputs'),
     'coupled':    (dict(cbs=lambda: acc(micro_batch_size=4, coupled=True)), {}, ValueError, 'with coupled the loss compares'),
-    'compares':   (dict(loss_func=lambda: lambda pred, y: F.cross_entropy(pred[:,0]@pred[:,0].T, torch.arange(len(y)))), {}, ValueError, 'does not add up'),
+    'compares':   (dict(loss_func=lambda: lambda pred, y: F.cross_entropy(pred[:,0]@pred[:,0].T, torch.arange(len(y)))),
+                   {}, ValueError, 'does not add up'),
     'two means':  (dict(loss_func=lambda: LabelSmoothingCrossEntropyFlat(weight=torch.ones(n_words))), {}, ValueError, 'two means')}
 
 @pytest.mark.parametrize('name', refused)
@@ -408,8 +427,11 @@ class Decoded(NextWord):
     def __init__(self): super().__init__(); self.head = Decoder(self.emb)
 def with_loss(f): return lambda learn: setattr(learn, 'loss_func', partial(f, learn))
 def with_head(norm): return lambda learn: norm(learn.model.head)
-lost = {'aux': (WithAux, with_loss(with_aux), 'emb.weight|block'), 'decay': (NextWord, with_loss(with_decay), 'emb.weight|block'), 'decoder': (Decoded, noop, 'model.emb.weight, of shape .11, 8.'),
-        'weight_norm': (NextWord, with_head(nn.utils.weight_norm), 'head.weight_'), 'spectral_norm': (NextWord, with_head(nn.utils.spectral_norm), 'head.weight_orig')}
+lost = {'aux': (WithAux, with_loss(with_aux), 'emb.weight|block'),
+        'decay': (NextWord, with_loss(with_decay), 'emb.weight|block'),
+        'decoder': (Decoded, noop, 'model.emb.weight, of shape .11, 8.'),
+        'weight_norm': (NextWord, with_head(nn.utils.weight_norm), 'head.weight_'),
+        'spectral_norm': (NextWord, with_head(nn.utils.spectral_norm), 'head.weight_orig')}
 
 @pytest.mark.filterwarnings('ignore:.*weight_norm. is deprecated')
 @pytest.mark.parametrize('k', [None, 3])

@@ -13,7 +13,9 @@ class Noisy(nn.Module):
     "BatchNorm, dropout, a generator of its own, and a state that it keeps in an attribute and in a list"
     def __init__(self):
         super().__init__()
-        self.body,self.seen,self.last,self.rng = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(.2), nn.Linear(8, 4)),[],0.,np.random.default_rng(0)
+        self.body,self.seen,self.last,self.rng = (
+            nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(.2), nn.Linear(8, 4)),[],0.,
+            np.random.default_rng(0))
     def forward(self, x):
         self.seen.append(len(x))
         self.last = self.last + x.detach().mean()
@@ -30,26 +32,34 @@ class Listens(Callback):
 def batch_of(dl): return torch.randn(16, 6),torch.randint(4, (16,))
 data = Data(torch.randn(44, 6), torch.randint(4, (44,)))
 setups = dict(
-    auto=lambda: [Acc(16)], split=lambda: [Acc(16, micro_batch_size=3)], whole=lambda: [GradientAccumulation(16)], coupled=lambda: [Acc(micro_batch_size=3, coupled=True)],
+    auto=lambda: [Acc(16)], split=lambda: [Acc(16, micro_batch_size=3)], whole=lambda: [GradientAccumulation(16)],
+    coupled=lambda: [Acc(micro_batch_size=3, coupled=True)],
     carry=lambda: [Acc(12, remainder='carry')], schedule=lambda: [GradientAccumulationSchedule(8, 24, micro_batch_size='auto')],
-    adaptive=lambda: [AdaptiveGradientAccumulation(16, 32, micro_batch_size=4)], noise=lambda: [Acc(16), GradientNoiseScale(), StepLogger()],
+    adaptive=lambda: [AdaptiveGradientAccumulation(16, 32, micro_batch_size=4)],
+    noise=lambda: [Acc(16), GradientNoiseScale(), StepLogger()],
     mixed=lambda: [Acc(16), MixUp()], checkpoints=lambda: [Acc(16), TrainingCheckpoint(every_steps=2)])
-loaders = dict(fastai=partial(DataLoader, shuffle=True), torch=partial(TorchDL, shuffle=True), generator=lambda *args, **kwargs: TorchDL(*args, shuffle=True, generator=torch.Generator().manual_seed(1), **kwargs))
+loaders = dict(fastai=partial(DataLoader, shuffle=True), torch=partial(TorchDL, shuffle=True),
+               generator=lambda *args, **kwargs: TorchDL(*args, shuffle=True,
+                   generator=torch.Generator().manual_seed(1), **kwargs))
 
 def trained(setup, *cbs, loader='fastai', amp='to_fp32'):
     set_seed(0)
-    learn = learner(data, 8, *setups[setup](), *cbs, model=Noisy(), loss_func=CrossEntropyLossFlat(), dl_type=loaders[loader], opt_func=Adam)
+    learn = learner(data, 8, *setups[setup](), *cbs, model=Noisy(), loss_func=CrossEntropyLossFlat(),
+                    dl_type=loaders[loader], opt_func=Adam)
     getattr(learn, amp)().add_cb(listens := Listens())
     set_seed(1)
     learn.fit(2, .05)
     rows = learn.step_logger.rows if hasattr(learn, 'step_logger') else []
     noise = learn.gradient_noise_scale.estimate() if hasattr(learn, 'gradient_noise_scale') else None
-    return dict(weights=weights(learn.model), buffers=[b.clone() for b in learn.model.buffers()], losses=tensor(learn.recorder.losses), random=[torch.rand(2), np.random.rand(), random.random()],
+    return dict(weights=weights(learn.model), buffers=[b.clone() for b in learn.model.buffers()],
+                losses=tensor(learn.recorder.losses), random=[torch.rand(2), np.random.rand(), random.random()],
                 seen=learn.model.seen, heard=(listens.batches, listens.n), rows=len(rows), noise=str(noise),
                 steps=learn.opt.state[first(learn.model.parameters())]['step'])
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('setup,loader,amp,batch', [(s, ['fastai','torch','generator'][i%3], ['to_fp32','to_fp16','to_bf16'][i%3], ['first','epoch',batch_of][i%3]) for i,s in enumerate(setups)])
+@pytest.mark.parametrize('setup,loader,amp,batch',
+                         [(s, ['fastai','torch','generator'][i%3], ['to_fp32','to_fp16','to_bf16'][i%3],
+                           ['first','epoch',batch_of][i%3]) for i,s in enumerate(setups)])
 def test_training_is_the_same(setup, loader, amp, batch):
     a,b = (trained(setup, *cbs, loader=loader, amp=amp) for cbs in ([], [LargestFirst(batch)]))
     for k in a: assert str(a[k])==str(b[k]) and (not isinstance(a[k], Tensor) or torch.equal(a[k], b[k])), k
@@ -60,7 +70,8 @@ def test_order_of_a_language_model():
         set_seed(0)
         texts = L((torch.arange(i, i+10+i%3),) for i in range(12))
         dls = DataLoaders(LMDataLoader(texts, bs=2, seq_len=7, shuffle=True), [])
-        learn = Learner(dls, nn.Embedding(40, 40), loss_func=CrossEntropyLossFlat(), cbs=[GradientAccumulation(4), listens:=Listens(), *cbs])
+        learn = Learner(dls, nn.Embedding(40, 40), loss_func=CrossEntropyLossFlat(),
+                        cbs=[GradientAccumulation(4), listens:=Listens(), *cbs])
         with learn.no_bar(), learn.no_logging(): learn.fit(2)
         return listens.batches
     assert order()==order(LargestFirst())==order(LargestFirst('epoch'))
@@ -85,13 +96,18 @@ simulated = pytest.importorskip('simulated') if not devices.GPU else None
 on_sim = pytest.mark.skipif(devices.GPU or not simulated.available(), reason='needs the simulated accelerator')
 
 class Words(nn.Module):
-    def __init__(self, d=32): super().__init__(); self.words,self.body,self.head = nn.Embedding(20, d),nn.Sequential(nn.Linear(d, 4*d), nn.Tanh(), nn.Linear(4*d, d)),nn.Linear(d, 2)
+    def __init__(self, d=32):
+        super().__init__()
+        self.words,self.body,self.head = (nn.Embedding(20, d),
+                                          nn.Sequential(nn.Linear(d, 4*d), nn.Tanh(), nn.Linear(4*d, d)),
+                                          nn.Linear(d, 2))
     def forward(self, x): return self.head(self.body(self.words(x)).mean(1))
 
 def on_device(*cbs, lengths=(4, 12, 6, 30), **kwargs):
     devices.use('sim')
     g = torch.Generator().manual_seed(0)
-    batches = [(devices.now.put(torch.randint(20, (16, n), generator=g)), devices.now.put(torch.randint(2, (16,), generator=g))) for n in lengths]
+    batches = [(devices.now.put(torch.randint(20, (16, n), generator=g)),
+                devices.now.put(torch.randint(2, (16,), generator=g))) for n in lengths]
     learn = learner(data, 16, *cbs, model=Words(), loss_func=nn.CrossEntropyLoss(), dl_type=lambda *_, **__: batches, **kwargs)
     learn.dls.valid = []
     return learn
@@ -112,7 +128,9 @@ def failures(n_bytes, learn):
     return [b-a for a,b in zip(counts, [*counts[1:], simulated.memory.n_failed])]
 
 @on_sim
-@pytest.mark.parametrize('opt_func', [Adam, pytest.param(partial(OptimWrapper, opt=torch.optim.AdamW), marks=pytest.mark.slow)], ids=['Adam', 'AdamW'])
+@pytest.mark.parametrize('opt_func',
+                         [Adam, pytest.param(partial(OptimWrapper, opt=torch.optim.AdamW), marks=pytest.mark.slow)],
+                         ids=['Adam', 'AdamW'])
 def test_runs_out_at_the_beginning_only(opt_func):
     "A few bytes are missing for the largest batch whole, with the gradients of the one before and the optimizer's state"
     room = peak_of(on_device(Acc(32), opt_func=opt_func)) - 4096
@@ -144,19 +162,26 @@ def test_each_phase_tries():
 def test_nothing_stays():
     "On the device"
     def batch(dl): return devices.now.put(torch.zeros(16, 30).long()),devices.now.put(torch.zeros(16).long())
-    learn = on_device(Acc(16), LargestFirst(batch), On('before_train', lambda l: lives.append(simulated.memory.live), order=997), On('before_train', lambda l: lives.append(simulated.memory.live), order=999))
+    learn = on_device(Acc(16), LargestFirst(batch),
+                      On('before_train', lambda l: lives.append(simulated.memory.live), order=997),
+                      On('before_train', lambda l: lives.append(simulated.memory.live), order=999))
     gc.collect()
     lives = []
     learn.fit(1)
     assert lives[0]==lives[1]
 
-@pytest.mark.parametrize('k,says', [pytest.param('auto', 'Not even one item fits', marks=pytest.mark.slow), (8, "LargestFirst tried a batch of 8 items with 56 numbers, and memory ran out.*micro_batch_size='auto'.*full"), (None, "micro_batch_size='auto'")])
+@pytest.mark.parametrize('k,says',
+                         [pytest.param('auto', 'Not even one item fits', marks=pytest.mark.slow),
+                          (8, "LargestFirst tried a batch of 8 items with 56 numbers, and memory ran out.*"
+                              "micro_batch_size='auto'.*full"),
+                          (None, "micro_batch_size='auto'")])
 def test_too_large(k, says):
     class Full(nn.Linear):
         def forward(self, x):
             if self.training: raise torch.OutOfMemoryError('full')
             return super().forward(x)
-    learn = learner(data, 8, GradientAccumulation(16, micro_batch_size=k), LargestFirst(), model=Full(6, 4), loss_func=CrossEntropyLossFlat())
+    learn = learner(data, 8, GradientAccumulation(16, micro_batch_size=k), LargestFirst(), model=Full(6, 4),
+                    loss_func=CrossEntropyLossFlat())
     with pytest.raises(torch.OutOfMemoryError, match=says): learn.fit(1)
     assert no_gradients(learn) and learn.largest_first.elements is None
 
@@ -179,7 +204,9 @@ def test_other_gradients_and_hooks():
     def look(learn):
         assert (learn.model[2].weight.grad==1).all() and learn.model[2].bias.grad is None
         assert not any(p._backward_hooks for p in learn.model.parameters())
-    learn = learner(data, 8, GradientAccumulation(16, micro_batch_size=3), Clips(), LargestFirst(), On('before_train', look, order=999), loss_func=CrossEntropyLossFlat(), splitter=lambda m: [params(m[0])])
+    learn = learner(data, 8, GradientAccumulation(16, micro_batch_size=3), Clips(), LargestFirst(),
+                    On('before_train', look, order=999), loss_func=CrossEntropyLossFlat(),
+                    splitter=lambda m: [params(m[0])])
     learn.model[2].weight.grad = torch.ones_like(learn.model[2].weight)
     with pytest.warns(UserWarning, match='changed gradients'): learn.fit(1)
     assert learn.largest_first.elements

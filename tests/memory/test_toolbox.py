@@ -1,6 +1,8 @@
-"""Every two tools of the memory toolbox together, against a loop written by hand in PyTorch. The table is in bench/toolbox.py: a new line there is tested here
+"""Every two tools of the memory toolbox together, against a loop written by hand in PyTorch. The table is in
+bench/toolbox.py: a new line there is tested here
 
-The loop knows precision, micro-batches and sums in fp32, which change numbers. All else must change none, to the last bit."""
+The loop knows precision, micro-batches and sums in fp32, which change numbers. All else must change none, to the last
+bit."""
 import pytest
 from reference import *
 from bench.toolbox import TOOLS, callbacks, pairs

@@ -1,6 +1,8 @@
-"""Trainings for test_distributed.py: `torchrun --nproc-per-node 2 tests/parallel/ranks.py FOLDER` runs all over two ranks, `python tests/parallel/ranks.py FOLDER` in one process
+"""Trainings for test_distributed.py: `torchrun --nproc-per-node 2 tests/parallel/ranks.py FOLDER` runs all over two
+ranks, `python tests/parallel/ranks.py FOLDER` in one process
 
-Each function is one. What it returns is saved, with the name of the function and the rank, for the test of the same name."""
+Each function is one. What it returns is saved, with the name of the function and the rank, for the test of the same
+name."""
 import io, os, shutil, signal, sys, time, warnings
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -32,18 +34,21 @@ def mlp(n_out=1):
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, n_out))
 
-def learner(x, y, model=None, loss=None, bs=16, accum=40, n_valid=23, cbs=(), dp=None, opt_func=SGD, double=False, metrics=None, acc=None, **kwargs):
+def learner(x, y, model=None, loss=None, bs=16, accum=40, n_valid=23, cbs=(), dp=None, opt_func=SGD, double=False,
+            metrics=None, acc=None, **kwargs):
     model = ifnone(model, mlp())
     if double: model,x,y = model.double(),x.double(),y.double() if y.is_floating_point() else y
     n = len(x)-n_valid
     set_seed(3)
     dls = DataLoaders.from_dsets(list(zip(x[:n], y[:n])), list(zip(x[n:], y[n:])), bs=bs, drop_last=False, num_workers=0, device='cpu')
     acc = ifnone(acc, GradientAccumulation(accum, **kwargs))
-    return Learner(dls, model, ifnone(loss, nn.MSELoss()), opt_func=opt_func, lr=.1, cbs=[acc, ifnone(dp, DataParallel()), *cbs], metrics=metrics, path=folder)
+    return Learner(dls, model, ifnone(loss, nn.MSELoss()), opt_func=opt_func, lr=.1,
+                   cbs=[acc, ifnone(dp, DataParallel()), *cbs], metrics=metrics, path=folder)
 
 def state(learn, **more):
     rec = learn.recorder
-    return dict(losses=torch.tensor([float(o) for o in rec.losses]), lrs=rec.lrs, values=[list(v) for v in rec.values], epochs=len(rec.values),
+    return dict(losses=torch.tensor([float(o) for o in rec.losses]), lrs=rec.lrs, values=[list(v) for v in rec.values],
+                epochs=len(rec.values),
                 weights=torch.cat([p.detach().flatten() for p in get_model(learn.model).parameters()]), **more)
 
 def run(*args, n_epoch=2, fit=None, more=lambda l: {}, **kwargs):
@@ -54,7 +59,8 @@ def run(*args, n_epoch=2, fit=None, more=lambda l: {}, **kwargs):
 class On(Callback):
     "Do something at an event, on one rank"
     run_valid = False
-    def __init__(self, event, f, only=1, order=30): self.order = order; setattr(self, event, lambda: f(self.learn) if rank == only and many else None)
+    def __init__(self, event, f, only=1, order=30):
+        self.order = order; setattr(self, event, lambda: f(self.learn) if rank == only and many else None)
 
 class Traffic(Callback):
     "Collectives and bytes of each step"
@@ -176,7 +182,8 @@ def traffic():
     big = lambda: nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 1))
     res = {}
     for bs,name in ((32, 'few'), (4, 'many')):
-        learn = learner(*data(128), model=big(), bs=bs, accum=64, micro_batch_size=4, cbs=[Traffic(), TrainingCheckpoint(f'traffic{world}'), GradientNoiseScale()])
+        learn = learner(*data(128), model=big(), bs=bs, accum=64, micro_batch_size=4,
+                        cbs=[Traffic(), TrainingCheckpoint(f'traffic{world}'), GradientNoiseScale()])
         with learn.no_logging(): learn.fit(1)
         learn.training_checkpoint.finish()
         res[name] = learn.traffic.rows
@@ -240,7 +247,8 @@ def predictions():
     sizes = [learn.get_preds(dl=learn.dls.test_dl([(x[0], y[0])]*n))[0].shape[0] for n in (1, 2, 3)]
     few = learn.get_preds(dl=[learn.dls.valid.one_batch()])[0]
     mine = learn.get_preds(dl=learn.dls.test_dl([(x[0], y[0])]))[0] if rank == 0 else None  # by itself
-    return dict(inputs=inp, preds=p, targets=t, losses=loss, of_train=learn.get_preds(ds_idx=0, reorder=True)[0], sizes=sizes, few=few, data=(x, y))
+    return dict(inputs=inp, preds=p, targets=t, losses=loss, of_train=learn.get_preds(ds_idx=0, reorder=True)[0],
+                sizes=sizes, few=few, data=(x, y))
 @case
 def lr_find():
     learn = learner(*data(97), cbs=[StepLogger()])
@@ -294,13 +302,15 @@ def cancelled_micro_batch():
         def after_pred(self):
             self.n += 1
             if many and rank == 1 and self.learn.train_iter == 1 and self.n == 2: raise CancelBatchException
-    return run(*data(96), bs=16, micro_batch_size=4, cbs=[Second(), StepLogger()], more=lambda l: dict(items=list(l.step_logger.rows['items'])))
+    return run(*data(96), bs=16, micro_batch_size=4, cbs=[Second(), StepLogger()],
+               more=lambda l: dict(items=list(l.step_logger.rows['items'])))
 @case
 def cancelled_short_batch():
     "Every batch is a step; rank 1 leaves out the last one, of another size, before it is planned"
     def skip(learn):
         if learn.train_iter == 6: raise CancelBatchException
-    return run(*data(100), accum=16, cbs=[On('before_batch', skip, order=-1), StepLogger()], more=lambda l: dict(items=list(l.step_logger.rows['items'])))
+    return run(*data(100), accum=16, cbs=[On('before_batch', skip, order=-1), StepLogger()],
+               more=lambda l: dict(items=list(l.step_logger.rows['items'])))
 @case
 def carried_items():
     return run(*data(97), remainder='carry', n_epoch=3, cbs=[StepLogger()], more=lambda l: dict(items=list(l.step_logger.rows['items'])))
@@ -356,7 +366,8 @@ def distrib_ctx_exception():
     try:
         with learn.distrib_ctx(cpu=True, sync_bn=False) if many else nullcontext(): learn.fit(1, cbs=Fails())
     except KeyError: pass
-    return dict(model=type(learn.model).__name__, cbs=[type(cb).__name__ for cb in learn.cbs], loaders=[type(dl).__name__ for dl in learn.dls.loaders])
+    return dict(model=type(learn.model).__name__, cbs=[type(cb).__name__ for cb in learn.cbs],
+                loaders=[type(dl).__name__ for dl in learn.dls.loaders])
 
 # --- failures
 def fork(f, r, port, timeout):
@@ -365,7 +376,8 @@ def fork(f, r, port, timeout):
     pid = os.fork()
     if pid: return pid,errors
     global many,rank,world
-    os.environ.update(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE='True')
+    os.environ.update(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port),
+                      TORCHELASTIC_USE_AGENT_STORE='True')
     os.dup2(os.open(errors, os.O_CREAT|os.O_WRONLY), 2)
     try:
         many,rank,world = start_group(timeout),r,2
@@ -374,7 +386,8 @@ def fork(f, r, port, timeout):
     os._exit(0)
 
 def without_agent(f, stops=(), timeout=60):
-    "Exit code and error of two ranks, neither of which is ended when the other fails. This process has their store, as torchrun's agent does"
+    """Exit code and error of two ranks, neither of which is ended when the other fails. This process has their store,
+    as torchrun's agent does"""
     store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     ranks = [fork(f, r, store.port, timeout) for r in range(2)]
     res = []
@@ -399,7 +412,8 @@ def failures():
     def boom(): raise ValueError('boom')
     def me(s): return lambda: os.kill(os.getpid(), s)
     return dict(rank_0_fails=without_agent(at_5(boom, 0)), rank_1_fails=without_agent(at_5(boom, 1)),
-                rank_1_freezes=without_agent(at_5(me(signal.SIGSTOP), 1), stops=[1], timeout=3), rank_1_is_killed=without_agent(at_5(me(signal.SIGKILL), 1)))
+                rank_1_freezes=without_agent(at_5(me(signal.SIGSTOP), 1), stops=[1], timeout=3),
+                rank_1_is_killed=without_agent(at_5(me(signal.SIGKILL), 1)))
 
 # --- Local SGD
 @case
@@ -421,7 +435,8 @@ def local_fp16():
     "Rank 1 alone skips a step"
     def overflow(learn):
         if learn.train_iter == 5: learn.loss_grad = learn.loss_grad*float('inf')
-    learn = learner(*data(96), accum=16, dp=LocalSGD(4, warmup_steps=2), cbs=[MixedPrecision(init_scale=2.**10), On('after_loss', overflow)])
+    learn = learner(*data(96), accum=16, dp=LocalSGD(4, warmup_steps=2),
+                    cbs=[MixedPrecision(init_scale=2.**10), On('after_loss', overflow)])
     with learn.no_logging(): learn.fit(2)
     return state(learn, skipped=sum(learn.mixed_precision.scaler.history()['skipped']))
 @case
@@ -470,13 +485,16 @@ class Noisy(ItemTransform):
     def encodes(self, o): return o[0] + torch.randn(5)*.1, o[1]
 
 def noisy(*cbs, dp=DataParallel, **kwargs):
-    "Dropout, augmentation, BatchNorm, training metrics and a callback that counts: each rank has its own; fp16, a schedule of fastai's, one that grows"
+    """Dropout, augmentation, BatchNorm, training metrics and a callback that counts: each rank has its own; fp16, a
+    schedule of fastai's, one that grows"""
     x,y = data(100)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(.3), nn.Linear(8, 1))
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        learn = learner(x, y, model, cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3), StepLogger(), Counts(), *cbs], acc=GradientAccumulationSchedule(16, 48, 0, 1.), metrics=mse, dp=dp(), **kwargs)
+        learn = learner(x, y, model,
+                        cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3), StepLogger(), Counts(), *cbs],
+                        acc=GradientAccumulationSchedule(16, 48, 0, 1.), metrics=mse, dp=dp(), **kwargs)
     learn.dls.train.after_item = Pipeline([Noisy()])
     learn.recorder.train_metrics = True
     torch.manual_seed(10+rank)
@@ -488,7 +506,8 @@ class Counts(Callback):
     def after_batch(self): self.sum += float(self.learn.x.sum())
 
 def ends(*learns):
-    return [dict(state(l), buffers=[b.clone() for b in l.model.buffers()], opt=[t for t in tree_leaves(l.opt.state_dict()) if isinstance(t, Tensor)],
+    return [dict(state(l), buffers=[b.clone() for b in l.model.buffers()],
+                 opt=[t for t in tree_leaves(l.opt.state_dict()) if isinstance(t, Tensor)],
                  rows=l.step_logger.to_df()[['loss','items','lr']].values.tolist(), sum=l.counts.sum, random=l.random) for l in learns]
 @case
 def checkpoint():
@@ -587,7 +606,9 @@ def noise(): return measured(*data(81), micro_batch_size=4)
 @case
 def noise_one_micro_batch(): return measured(*data(96), accum=16, micro_batch_size=8)
 @case
-def noise_class_weights(): return measured(*data(96, 3), model=mlp(3), loss=ce(weight=torch.tensor([.1, 1, 5])), micro_batch_size=4, noise=dict(every=2))
+def noise_class_weights():
+    return measured(*data(96, 3), model=mlp(3), loss=ce(weight=torch.tensor([.1, 1, 5])), micro_batch_size=4,
+                    noise=dict(every=2))
 @case
 def noise_overlap(): return measured(*data(96), micro_batch_size=4, dp=DataParallel(overlap=True, bucket_mb=1e-4), cbs=[GradientClip(.05)])
 @case
@@ -613,16 +634,20 @@ def loggers():
     out,here = io.StringIO(),folder/f'logs{rank}'
     here.mkdir()
     if rank == 0: wandb.init(mode='offline', dir=here, settings=wandb.Settings(console='off', silent=True))
-    cbs = [TensorBoardCallback(here/'tensorboard', trace_model=False, log_preds=False), WandbCallback(log_preds=False), CSVLogger(f'logs{rank}/history.csv'), ProgressCallback(), ShowGraphCallback()]
+    cbs = [TensorBoardCallback(here/'tensorboard', trace_model=False, log_preds=False), WandbCallback(log_preds=False),
+           CSVLogger(f'logs{rank}/history.csv'), ProgressCallback(), ShowGraphCallback()]
     learn = learner(*data(97), cbs=cbs)
     with redirect_stdout(out): learn.fit(2); learn.validate(); learn.get_preds()
     if rank == 0: wandb.finish()
-    return dict(out=out.getvalue(), csv=(here/'history.csv').exists(), tensorboard=len(list(here.glob('tensorboard/events*'))), wandb=len(list(here.glob('wandb/offline-run*'))))
+    return dict(out=out.getvalue(), csv=(here/'history.csv').exists(),
+                tensorboard=len(list(here.glob('tensorboard/events*'))),
+                wandb=len(list(here.glob('wandb/offline-run*'))))
 
 # --- fully sharded
 def whole_state(learn):
     from fastaccum.parallel.fully_shard import whole
-    return dict(losses=torch.tensor([float(o) for o in learn.recorder.losses]), lrs=learn.recorder.lrs, values=[list(v) for v in learn.recorder.values], epochs=len(learn.recorder.values),
+    return dict(losses=torch.tensor([float(o) for o in learn.recorder.losses]), lrs=learn.recorder.lrs,
+                values=[list(v) for v in learn.recorder.values], epochs=len(learn.recorder.values),
                 weights=torch.cat([p.flatten() for p in whole(dict(learn.model.named_parameters())).values()]).detach())
 def sharded(*args, sync='every', n_epoch=2, lr=.1, more=lambda l: {}, fs={}, **kwargs):
     learn = learner(*args, dp=FullyShard(sync, **fs), **kwargs)
@@ -643,12 +668,15 @@ def shard_sum_loss(): return sharded(*data(97), loss=nn.MSELoss(reduction='sum')
 @case
 def shard_offload(): return sharded(*data(97), fs=dict(offload=True))
 @case
-def shard_fp16(): return sharded(*data(97), cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3)], more=lambda l: dict(history=l.mixed_precision.scaler.history()))
+def shard_fp16():
+    return sharded(*data(97), cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3)],
+                   more=lambda l: dict(history=l.mixed_precision.scaler.history()))
 @case
 def shard_fp16_overflow():
     def overflow(learn):
         if learn.train_iter == 5: learn.loss_grad = learn.loss_grad*float('inf')
-    return sharded(*data(97), cbs=[MixedPrecision(init_scale=2.**10), On('after_loss', overflow)], more=lambda l: dict(history=l.mixed_precision.scaler.history()))
+    return sharded(*data(97), cbs=[MixedPrecision(init_scale=2.**10), On('after_loss', overflow)],
+                   more=lambda l: dict(history=l.mixed_precision.scaler.history()))
 @case
 def shard_lr_find():
     learn = learner(*data(97), dp=FullyShard(), opt_func=Adam)
@@ -677,7 +705,8 @@ def shard_saved():
     for l in (again, plain, third):
         with l.no_logging(): l.fit(1)
     return dict(kinds={type(t).__name__ for t in tree_leaves(file) if isinstance(t, Tensor)},
-                weights=[torch.cat([p.flatten() for p in whole(dict(l.model.named_parameters())).values()]).detach() for l in (again, plain, third)])
+                weights=[torch.cat([p.flatten() for p in whole(dict(l.model.named_parameters())).values()]).detach()
+                         for l in (again, plain, third)])
 @case
 def shard_traffic():
     "One step of 8 micro-batches, and the largest parts of the memory"
@@ -703,7 +732,8 @@ def shard_refused():
         learn.remove_cb(learn.data_parallel)
         try: learn.add_cb(FullyShard())
         except ValueError as e: return str(e)
-    return dict(auto=error(micro_batch_size='auto'), uneven=error(bs=9, micro_batch_size=4), carry=error(sync='last', remainder='carry'), late=late(), chunks=error(cbs=[ChunkedHead(2)]))
+    return dict(auto=error(micro_batch_size='auto'), uneven=error(bs=9, micro_batch_size=4),
+                carry=error(sync='last', remainder='carry'), late=late(), chunks=error(cbs=[ChunkedHead(2)]))
 
 # --- a loss that compares the items of all ranks
 class TwoViews(nn.Module):
@@ -730,7 +760,8 @@ def coupled_errors():
     def error(dp=None, coupled=True, cbs=(), k=4):
         try: learner(*data(32, 3), model=mlp(3), loss=ce(), dp=dp, micro_batch_size=k, coupled=coupled, cbs=cbs).fit(1)
         except ValueError as e: return str(e)
-    return dict(local=error(LocalSGD()), head=error(coupled='head'), overlap=error(DataParallel(overlap=True)), mixup=error(cbs=[MixUp()]), auto=error(k='auto'))
+    return dict(local=error(LocalSGD()), head=error(coupled='head'), overlap=error(DataParallel(overlap=True)),
+                mixup=error(cbs=[MixUp()]), auto=error(k='auto'))
 
 # --- errors
 @case
@@ -745,12 +776,21 @@ def refused():
     def alone(): learn = learner(x, y); learn.remove_cb(learn.data_parallel); learn.fit(1)
     def saved_alone(): learn = learner(x, y, cbs=[TrainingCheckpoint()]); learn.remove_cb(learn.data_parallel); learn.fit(1)
     def nothing(): learn = learner(x, y); learn.remove_cb(learn.gradient_accumulation); learn.fit(1)
-    return dict(alone=error(alone), nothing=error(nothing), normalize=error(lambda: learner(x, y, normalize=False).fit(1)), metric=error(lambda: learner(x, y, metrics=Largest()).fit(1)),
-                overlap=error(lambda: learner(x, y, dp=DataParallel(overlap=True), micro_batch_size='auto').fit(1)), two=error(lambda: learner(x, y, cbs=[DataParallel()]).fit(1)),
-                checkpoint=error(lambda: learner(x, y, cbs=[TrainingCheckpoint()], dp=LocalSGD()).fit(1)), noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()], dp=LocalSGD()).fit(1)),
-                sharded_noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()], dp=FullyShard()).fit(1)), alone_saved=error(saved_alone),
-                rows_by_length=error(lambda: learner(*texts(), model=WordsOfTexts(), loss=ce(), micro_batch_tokens=40, dp=FullyShard()).fit(1)),
-                rows_overlap=error(lambda: learner(*texts(), model=WordsOfTexts(), loss=ce(), micro_batch_tokens=40, dp=DataParallel(overlap=True)).fit(1)), count=error(lambda: learner(x, y, n_items=lambda learn: 3).fit(1)))
+    return dict(alone=error(alone), nothing=error(nothing),
+                normalize=error(lambda: learner(x, y, normalize=False).fit(1)),
+                metric=error(lambda: learner(x, y, metrics=Largest()).fit(1)),
+                overlap=error(lambda: learner(x, y, dp=DataParallel(overlap=True), micro_batch_size='auto').fit(1)),
+                two=error(lambda: learner(x, y, cbs=[DataParallel()]).fit(1)),
+                checkpoint=error(lambda: learner(x, y, cbs=[TrainingCheckpoint()], dp=LocalSGD()).fit(1)),
+                noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()],
+                                            dp=LocalSGD()).fit(1)),
+                sharded_noise=error(lambda: learner(x, y, micro_batch_size=4, cbs=[GradientNoiseScale()],
+                                                    dp=FullyShard()).fit(1)), alone_saved=error(saved_alone),
+                rows_by_length=error(lambda: learner(*texts(), model=WordsOfTexts(), loss=ce(), micro_batch_tokens=40,
+                                                     dp=FullyShard()).fit(1)),
+                rows_overlap=error(lambda: learner(*texts(), model=WordsOfTexts(), loss=ce(), micro_batch_tokens=40,
+                                                   dp=DataParallel(overlap=True)).fit(1)),
+                                                   count=error(lambda: learner(x, y, n_items=lambda learn: 3).fit(1)))
 
 def main(names):
     for name in names or cases:

@@ -1,4 +1,5 @@
-"`coupled='batchnorm'` over several ranks: BatchNorm sees the loader batch of all ranks, and weights, running statistics and losses are those of one process"
+"""`coupled='batchnorm'` over several ranks: BatchNorm sees the loader batch of all ranks, and weights, running
+statistics and losses are those of one process"""
 import os, signal, time, warnings
 from functools import partial
 import pytest, torch, torch.distributed as dist, torch.nn.functional as F
@@ -7,7 +8,9 @@ from fastai.basics import Adam, Callback, CancelBatchException, CancelFitExcepti
 from fastai.callback.all import BnFreeze, GradientClip, MixUp
 from fastai.metrics import accuracy
 import fastaccum.parallel.shares as shares_module
-from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, GradientAccumulationSchedule, LocalSGD, MixedPrecision, TrainingCheckpoint, launch
+from fastaccum.all import (
+    DataParallel, FullyShard, GradientAccumulation, GradientAccumulationSchedule, LocalSGD, MixedPrecision,
+    TrainingCheckpoint, launch)
 from fastaccum.checkpoint.folder import CheckpointFolder
 from bench.comm import CommCounter
 from test_joint_validation import Contrast, quiet, started
@@ -24,7 +27,8 @@ class Net(nn.Module):
     def __init__(self, norm=nn.BatchNorm2d, unused=False):
         super().__init__()
         torch.manual_seed(1)
-        self.stem,self.n,self.a,self.n2,self.n3,self.out = nn.Conv2d(3, 6, 3), norm(6), nn.Conv2d(6, 6, 3, padding=1), norm(6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.stem,self.n,self.a,self.n2,self.n3,self.out = (
+            nn.Conv2d(3, 6, 3), norm(6), nn.Conv2d(6, 6, 3, padding=1), norm(6), nn.BatchNorm1d(6), nn.Linear(6, 3))
         self.unused = norm(6) if unused else None
     def forward(self, x):
         x = F.relu(self.n(self.stem(x)), inplace=True)
@@ -34,7 +38,8 @@ class Net(nn.Module):
 
 passes = []
 class Keeps(Net):
-    "Keeps an activation between two layers: from its fourth loader batch on, and on the last rank only, in a place that it has not used before"
+    """Keeps an activation between two layers: from its fourth loader batch on, and on the last rank only, in a place
+    that it has not used before"""
     def __init__(self): super().__init__(); self.n_calls,self.box,self.out = 0,{},nn.Linear(6, 4)
     def forward(self, x):
         self.n_calls += self.training
@@ -49,13 +54,16 @@ def data(n, n_valid=23):
     return torch.randn(n+n_valid, 3, 6, 6, generator=g).double(), torch.randint(3, (n+n_valid,), generator=g)
 
 parts = (3, 5, 2)                                  # items of a rank's micro-batches
-def learner(n=69, y=None, loss=None, model=None, bs=16, cbs=(), dp=DataParallel, shares=None, dtype=torch.float64, opt_func=SGD, acc=GradientAccumulation, order=None, num_workers=0, metrics=True, **kwargs):
+def learner(n=69, y=None, loss=None, model=None, bs=16, cbs=(), dp=DataParallel, shares=None, dtype=torch.float64,
+            opt_func=SGD, acc=GradientAccumulation, order=None, num_workers=0, metrics=True, **kwargs):
     set_seed(3)
     x,targets = data(n)
     x,y,model = x.to(dtype),ifnone(y, targets),ifnone(model, Net()).to(dtype)
     dls = DataLoaders.from_dsets([*zip(x[:n], y[:n])], [*zip(x[n:], y[n:])], bs=bs, drop_last=False, num_workers=num_workers, device='cpu')
     acc = acc(**{**dict(micro_batch_size=parts[rank()], coupled='batchnorm'), **kwargs})
-    return Learner(dls, model, ifnone(loss, nn.CrossEntropyLoss()), opt_func=opt_func, lr=.05, metrics=accuracy if metrics else None, path='.', cbs=[acc, dp(shares=shares) if shares else dp(), *cbs])
+    return Learner(dls, model, ifnone(loss, nn.CrossEntropyLoss()), opt_func=opt_func, lr=.05,
+                   metrics=accuracy if metrics else None, path='.',
+                   cbs=[acc, dp(shares=shares) if shares else dp(), *cbs])
 
 class Rows(Callback):
     run_valid = False
@@ -73,7 +81,8 @@ def fitted(learn, fit=lambda l: l.fit(2)):
         learn.validate()
         fit(learn)
     rec = learn.recorder
-    return dict(state=state(learn), none=[p.grad is None for p in learn.model.parameters()], losses=tensor([float(o) for o in rec.losses]).double(), values=[list(v)[1:-1] for v in rec.values],
+    return dict(state=state(learn), none=[p.grad is None for p in learn.model.parameters()],
+                losses=tensor([float(o) for o in rec.losses]).double(), values=[list(v)[1:-1] for v in rec.values],
                 preds=learn.get_preds()[0], again=list(learn.validate()), rows=rows.all, passes=len(passes))
 
 # --- what is trained
@@ -218,14 +227,19 @@ def too_few():
     class Small(Net):
         def forward(self, x): return self.out(self.n3(x.mean((2, 3)).repeat(1, 2)))
     return outcome(Small(), n=1, bs=8)
-events = dict(ends=('before_batch', CancelFitException), left_out=('before_batch', CancelBatchException), predicted=('after_pred', CancelBatchException))
-def failures(): return {**{f.__name__: launch(partial(in_model, f), 2) for f in odd}, **{k: launch(partial(at_event, *v), 2) for k,v in events.items()}, 'too_few': launch(too_few, 2)}
+events = dict(ends=('before_batch', CancelFitException), left_out=('before_batch', CancelBatchException),
+              predicted=('after_pred', CancelBatchException))
+def failures():
+    return {**{f.__name__: launch(partial(in_model, f), 2) for f in odd},
+            **{k: launch(partial(at_event, *v), 2) for k,v in events.items()}, 'too_few': launch(too_few, 2)}
 
 def refused():
     def error(**kwargs):
         try: learner(32, **{**dict(micro_batch_size=4), **kwargs}).fit(1)
         except ValueError as e: return str(e)
-    return dict(local=error(dp=LocalSGD), sharded=error(dp=FullyShard), overlap=error(dp=partial(DataParallel, overlap=True)), mixup=error(cbs=[MixUp()]), auto=error(micro_batch_size='auto'))
+    return dict(local=error(dp=LocalSGD), sharded=error(dp=FullyShard),
+                overlap=error(dp=partial(DataParallel, overlap=True)), mixup=error(cbs=[MixUp()]),
+                auto=error(micro_batch_size='auto'))
 
 def without_running():
     with warnings.catch_warnings(record=True) as w:
@@ -241,7 +255,8 @@ def start(f, n, folder): return started(f, n, folder, __file__)
 @pytest.fixture(scope='module')
 def equal(tmp_path_factory):
     "By number of ranks: of each rank"
-    waits = {n: start(f, n, tmp_path_factory.mktemp('ranks')) for f,n in ((alone, 1), (all_equal, 2), (all_equal, 3))[:2 if 'QUICK' in os.environ else 3]}
+    waits = {n: start(f, n, tmp_path_factory.mktemp('ranks'))
+             for f,n in ((alone, 1), (all_equal, 2), (all_equal, 3))[:2 if 'QUICK' in os.environ else 3]}
     (one,),*many = (wait() for wait in waits.values())
     return {**one, 1: [one['equal']], **{n: ranks for n,ranks in zip((2, 3), many)}}
 @pytest.fixture(scope='module')
@@ -293,17 +308,23 @@ def test_resumed_with_other_ranks(tmp_path_factory):
         same_state(r['state'], first['state'], 1e-9)
         assert r['began'][0] > 0
 
-@pytest.mark.parametrize('name,kind', dict(boom='ValueError: boom', late='ValueError: boom', ctrl_c='SignalException', one_part='ValueError: coupled', in_backward='ValueError: boom').items())
+@pytest.mark.parametrize('name,kind',
+                         dict(boom='ValueError: boom', late='ValueError: boom', ctrl_c='SignalException',
+                              one_part='ValueError: coupled', in_backward='ValueError: boom').items())
 def test_a_rank_that_fails_tells_the_others(others, name, kind):
     a,b = others['failures'][name]
     assert b['said'].startswith(kind) and 'Stopped, as rank 1 failed: ' in a['said'] and kind in a['said']
     assert a['tracked'] == b['tracked'] == 3 + (name == 'in_backward')
     if name != 'in_backward': same_state(a['state'], b['state'], 0)
 
-@pytest.mark.parametrize('name,a,b', [('more', 'has left the model', "is at 'other' (3 channels, 2 dimensions, torch.float64)"), ('less', "is at 'n' (6 channels, 4", 'has left the model'), ('another', "is at 'n' (", "is at 'n2' (")])
+@pytest.mark.parametrize('name,a,b',
+                         [('more', 'has left the model', "is at 'other' (3 channels, 2 dimensions, torch.float64)"),
+                          ('less', "is at 'n' (6 channels, 4", 'has left the model'),
+                          ('another', "is at 'n' (", "is at 'n2' (")])
 def test_another_way_on_another_rank_is_an_error(others, name, a, b):
     for r in others['failures'][name]:
-        assert r['said'].startswith('ValueError') and 'the same way through the model' in r['said'] and f'rank 0 {a}' in r['said'] and f'rank 1 {b}' in r['said']
+        assert (r['said'].startswith('ValueError') and 'the same way through the model' in r['said']
+                and f'rank 0 {a}' in r['said'] and f'rank 1 {b}' in r['said'])
         assert r['tracked'] == 3
 
 @pytest.mark.parametrize('name', ['left_out', 'predicted'])
@@ -321,7 +342,9 @@ def test_validation_of_one_ranks_items_is_told(others):
 def test_too_few_values(others):
     for r in others['failures']['too_few']: assert 'Expected more than 1 value per channel' in r['said']
 
-@pytest.mark.parametrize('name,names', dict(local='LocalSGD does not', sharded='FullyShard does not', overlap='overlap=True', mixup='MixUp', auto='pass a number').items())
+@pytest.mark.parametrize('name,names',
+                         dict(local='LocalSGD does not', sharded='FullyShard does not', overlap='overlap=True',
+                              mixup='MixUp', auto='pass a number').items())
 def test_refused(others, name, names):
     for r in others['two']: assert "coupled='batchnorm'" in r['refused'][name] and names in r['refused'][name]
 

@@ -5,7 +5,8 @@ import pytest, torch
 from fastaccum.parallel.ranks import Head
 
 script = Path(__file__).with_name('ranks.py')
-torchrun = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--rdzv-backend', 'c10d', '--rdzv-endpoint', '127.0.0.1:0', '--local-addr', '127.0.0.1']
+torchrun = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--rdzv-backend', 'c10d',
+            '--rdzv-endpoint', '127.0.0.1:0', '--local-addr', '127.0.0.1']
 env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(script.parents[2])}
 
 def start(*args, more={}, **kwargs):
@@ -13,7 +14,8 @@ def start(*args, more={}, **kwargs):
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-6000:]
     return r.stdout
 
-few = dict(test_equals_one_process='ragged unit_tokens micro_batches fp16_without_overflow coupled', test_validation_loss_equals_one_process='ragged',
+few = dict(test_equals_one_process='ragged unit_tokens micro_batches fp16_without_overflow coupled',
+           test_validation_loss_equals_one_process='ragged',
            test_interrupted_and_resumed='checkpoint', test_sharded_equals_one_process='shard_adam')
 quick = ['test_tokens_of_all_ranks', *(f'{test}[{name}]' for test,names in few.items() for name in names.split())]
 
@@ -48,9 +50,13 @@ def same_values(one, a, b, eps=1e-6):
     for va,vb in zip(a['values'], b['values']): assert va[1:] == vb[1:]
     close([list(v) for v in a['values']], [list(v) for v in one['values']], eps)
 
-equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens', 'chunked', 'unit_tokens', 'rows_by_length', 'positives', 'sum_loss', 'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
-         'drop', 'carry', 'schedule', 'layer_groups', 'unused', 'fine_tune', 'early_stopping', 'several_fits', 'short_epoch', 'after_an_exception', 'distrib_ctx', 'lr_find',
-         'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first', 'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow', 'coupled', 'coupled_every_batch']
+equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens',
+         'chunked', 'unit_tokens', 'rows_by_length', 'positives', 'sum_loss', 'micro_batches', 'per_loader_batch',
+         'overlap', 'one_cycle',
+         'drop', 'carry', 'schedule', 'layer_groups', 'unused', 'fine_tune', 'early_stopping', 'several_fits',
+         'short_epoch', 'after_an_exception', 'distrib_ctx', 'lr_find',
+         'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first',
+         'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow', 'coupled', 'coupled_every_batch']
 @pytest.mark.parametrize('name', equal)
 def test_equals_one_process(results, name):
     runs = results(name)
@@ -146,7 +152,9 @@ def test_ranks_that_part_are_an_error(results):
 def test_all_is_restored(results):
     one,*ranks = results('after_an_exception')
     assert all(r['restored'] for r in ranks)
-    for r in results('distrib_ctx'): assert r['ends'] == ('Sequential', ['TrainEvalCallback', 'Recorder', 'CastToTensor', 'GradientAccumulation'], True)
+    for r in results('distrib_ctx'):
+        assert r['ends'] == ('Sequential', ['TrainEvalCallback', 'Recorder', 'CastToTensor', 'GradientAccumulation'],
+                             True)
     for r in results('distrib_ctx_exception')[1:]:
         assert (r['model'], r['loaders']) == ('Sequential', ['TfmdDL', 'TfmdDL'])
         assert r['cbs'] == ['TrainEvalCallback', 'Recorder', 'CastToTensor', 'GradientAccumulation']
@@ -156,7 +164,8 @@ def test_local_sgd_sends_weights_once_a_period(results):
     assert a == b
     assert [calls for calls,_ in a[1]] == [2]*16
     assert [calls for calls,_ in a[4]] == [0, 0, 0, 2]*4
-    assert 0 < sum(size for _,size in a[4])*4 == sum(size for _,size in a[1]) == 16*(a['size'] + 8*len(Head._fields))    # a head, and the weights
+    # a head, and the weights
+    assert 0 < sum(size for _,size in a[4])*4 == sum(size for _,size in a[1]) == 16*(a['size'] + 8*len(Head._fields))
 
 @pytest.mark.parametrize('name', ['local_batchnorm', 'local_fp16', 'local_cancelled'])
 def test_local_sgd_ends_with_equal_weights(results, name):
@@ -175,7 +184,8 @@ def identical(a, b):
         for k in a if isinstance(a, dict) else range(len(a)): identical(a[k], b[k])
     else: assert a == b or a != a and b != b
 
-resumed = ['checkpoint', 'checkpoint_of_torch_loader', 'checkpoint_at_signal', 'checkpoint_in_background', 'checkpoint_of_a_finished_fit', 'checkpoint_of_shards']
+resumed = ['checkpoint', 'checkpoint_of_torch_loader', 'checkpoint_at_signal', 'checkpoint_in_background',
+           'checkpoint_of_a_finished_fit', 'checkpoint_of_shards']
 @pytest.mark.parametrize('name', resumed)
 def test_interrupted_and_resumed(results, name):
     "Each rank has what it would have had: weights, optimizer, BatchNorm's statistics, random numbers, metrics, what a callback counts"
@@ -211,7 +221,8 @@ def test_torchrun_starts_it_anew(results, tmp_path, time):
     start(*torchrun, '--max-restarts', '2', script, tmp_path, 'elastic')
     assert sorted(f.name for f in tmp_path.glob('attempt*')) == [f'attempt_{i}_{r}' for i in range(3) for r in range(2)]
     ends = [torch.load(tmp_path/f'elastic_{r}.pt', weights_only=False)['ends'][0] for r in range(2)]
-    for end,r in zip(ends, results('checkpoint')[1:]): identical(end['weights'], r['ends'][0]['weights']); identical(end['losses'], r['ends'][0]['losses'])
+    for end,r in zip(ends, results('checkpoint')[1:]):
+        identical(end['weights'], r['ends'][0]['weights']); identical(end['losses'], r['ends'][0]['losses'])
     assert [f.name for f in (tmp_path/'models').iterdir()] == ['elastic-finished']
 
 @pytest.mark.parametrize('name', ['noise', 'noise_one_micro_batch', 'noise_class_weights', 'noise_overlap', 'noise_fp16'])
@@ -233,7 +244,8 @@ def test_only_rank_0_writes_and_shows(results):
     assert a['csv'] and a['tensorboard'] and a['wandb']
     assert 'epoch' in a['out'] and len(a['out']) > 100
 
-sharded = dict(shard_adam=1e-5, shard_adamw_of_torch=1e-5, shard_each_batch=1e-6, shard_micro_batches=1e-6, shard_class_weights=1e-6, shard_sum_loss=1e-6, shard_offload=1e-6, shard_fp16=3e-3, shard_lr_find=1e-5)
+sharded = dict(shard_adam=1e-5, shard_adamw_of_torch=1e-5, shard_each_batch=1e-6, shard_micro_batches=1e-6,
+               shard_class_weights=1e-6, shard_sum_loss=1e-6, shard_offload=1e-6, shard_fp16=3e-3, shard_lr_find=1e-5)
 @pytest.mark.parametrize('name', sharded)
 def test_sharded_equals_one_process(results, name):
     one,a,b = results(name)
@@ -257,7 +269,8 @@ def test_traffic_of_sharding(results):
         assert [times(r, s, 'allgather') for s in ('every','last','keep')] == [16, 16, 1]
 
 def test_sharded_refused(results):
-    says = dict(auto="micro_batch_size='auto'", uneven='different numbers of micro-batches', carry="remainder='carry'", late='has an optimizer', chunks='FullyShard no longer has its weights')
+    says = dict(auto="micro_batch_size='auto'", uneven='different numbers of micro-batches', carry="remainder='carry'",
+                late='has an optimizer', chunks='FullyShard no longer has its weights')
     for r in results('shard_refused')[1:]:
         for k,text in says.items(): assert text in r[k], k
 
@@ -283,12 +296,16 @@ def test_a_killed_rank_is_noticed(failures):
     assert 'Stopped, as rank 1 is gone, or did not answer in time' in error and code == 1 and killed == -9
 
 def test_refused(results):
-    says = dict(alone='add DataParallel()', nothing='add `GradientAccumulation', normalize='normalize=False', metric='(Largest)', overlap="micro_batch_size='auto'", two='2 parallel callbacks are attached',
-                checkpoint='with LocalSGD each rank has', noise='with DataParallel', sharded_noise='with DataParallel', alone_saved='add DataParallel()', count='n_items=',
+    says = dict(alone='add DataParallel()', nothing='add `GradientAccumulation', normalize='normalize=False',
+                metric='(Largest)', overlap="micro_batch_size='auto'", two='2 parallel callbacks are attached',
+                checkpoint='with LocalSGD each rank has', noise='with DataParallel', sharded_noise='with DataParallel',
+                alone_saved='add DataParallel()', count='n_items=',
                 rows_by_length='all ranks go through the model equally often', rows_overlap='overlap=True sends gradients')
     for r in results('refused')[1:]:
         for k,text in says.items(): assert text in r[k], k
 
-@pytest.mark.parametrize('name,names', dict(local='LocalSGD does not', head='of the head', overlap='overlap=True', mixup='MixUp', auto='pass a number').items())
+@pytest.mark.parametrize('name,names',
+                         dict(local='LocalSGD does not', head='of the head', overlap='overlap=True', mixup='MixUp',
+                              auto='pass a number').items())
 def test_what_coupled_cannot_do_over_ranks(results, name, names):
     for r in results('coupled_errors')[1:]: assert 'coupled=' in r[name] and names in r[name]

@@ -58,7 +58,8 @@ class OneOfTwo(nn.Module):
 def exported():
     x,y = data()
     dsets = Datasets(range(len(x)), [[x.__getitem__], [y.__getitem__]], splits=(range(64), range(64, len(x))))
-    learn = Learner(dsets.dataloaders(bs=8, device='cpu'), Normed(), nn.CrossEntropyLoss(), cbs=[GradientAccumulation(16), FullyShard()], path='.')
+    learn = Learner(dsets.dataloaders(bs=8, device='cpu'), Normed(), nn.CrossEntropyLoss(),
+                    cbs=[GradientAccumulation(16), FullyShard()], path='.')
     with quiet(learn): learn.fit(1)
     before = learn.validate()
     learn.export('sharded.pkl')
@@ -73,7 +74,8 @@ def exported():
     return same,kinds,list(before) == list(after)
 
 def all_two():
-    res = dict(all=living_on([0, 1]), buffers={dp.__name__: buffers(dp) for dp in (DataParallel, FullyShard, LocalSGD)}, exported=exported())
+    res = dict(all=living_on([0, 1]), buffers={dp.__name__: buffers(dp) for dp in (DataParallel, FullyShard, LocalSGD)},
+               exported=exported())
     for sizes in ((4, 4), (4, 6)): res[f'layers {sizes}'] = fit(FullyShard, model=OneOfTwo(sizes, 0))
     res['layers later'] = fit(FullyShard, model=OneOfTwo((4, 4), 6))
     return res

@@ -114,7 +114,9 @@ def items_of_steps():
             res[dp.__name__,remainder] = list(learn.step_logger.rows['items'])
     return res
 
-def all_cases(): return dict({k: fitted(make) for k,make in cases().items()}, **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, items_of_steps)})
+def all_cases():
+    return dict({k: fitted(make) for k,make in cases().items()},
+                **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, items_of_steps)})
 
 # --- ranks that end a validation early
 class Cancel(Callback):
@@ -139,14 +141,16 @@ def cancelled():
     for dp in (FullyShard, DataParallel):
         res[dp.__name__,'lr_find'] = outcome(dp, found)
         for place in places:
-            for do in (lambda l: l.fit(1), lambda l: l.validate()): res.setdefault((dp.__name__, str(place)), []).append(outcome(dp, do, Cancel(*place)))
+            for do in (lambda l: l.fit(1), lambda l: l.validate()):
+                res.setdefault((dp.__name__, str(place)), []).append(outcome(dp, do, Cancel(*place)))
     return res
 
 def started(f, n, folder, script=__file__):
     "Starts `f` of a script in a process with `n` ranks; returns a function that waits for what it returns"
     out = folder/f'{f.__name__}_{n}.pt'
     env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parents[2])}
-    process = subprocess.Popen([sys.executable, script, f.__name__, str(n), out], env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen([sys.executable, script, f.__name__, str(n), out], env=env, cwd=folder,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     def result():
         said = process.communicate(timeout=200)[0]
         assert process.returncode == 0, said[-6000:]

@@ -37,7 +37,8 @@ def learner(dls, drop, *cbs):
     return Learner(dls, model, nn.MSELoss(), opt_func=SGD, lr=.05, path='.', cbs=[GradientAccumulation(16), DataParallel(), *cbs])
 
 def fastai_loaders():
-    dls = DataLoaders(TfmdDL(data(), bs=8, shuffle=True, num_workers=0, after_item=Draws()), TfmdDL(data(16), bs=8, num_workers=0), device='cpu')
+    dls = DataLoaders(TfmdDL(data(), bs=8, shuffle=True, num_workers=0, after_item=Draws()),
+                      TfmdDL(data(16), bs=8, num_workers=0), device='cpu')
     return dls
 
 def drawn():

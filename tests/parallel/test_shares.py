@@ -1,4 +1,5 @@
-"""Ranks that take unequal parts of each loader batch train as one process does, also while the parts move to the speeds that they measure"""
+"""Ranks that take unequal parts of each loader batch train as one process does, also while the parts move to the speeds
+that they measure"""
 import shutil, warnings
 from functools import partial
 import pytest, torch, torch.distributed as dist
@@ -11,7 +12,9 @@ from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, Gradie
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.parallel.fully_shard import whole
 from bench.comm import CommCounter
-from test_joint_validation import Contrast, class_weights, data, detection, fitted as validated, ignored, mlp, own_weights, quiet, rare, started, token_loss
+from test_joint_validation import (
+    Contrast, class_weights, data, detection, fitted as validated, ignored, mlp, own_weights, quiet, rare, started,
+    token_loss)
 
 quick = []      # all start processes
 def rank(): return dist.get_rank() if dist.is_initialized() else 0
@@ -24,7 +27,8 @@ class Work:
     def count(self, model, xb, out):
         if model.training and torch.is_grad_enabled(): self.now += len(xb[0])*self.seconds[rank()]
 
-def learner(x, y, loss, model=None, n_valid=23, bs=16, accum=32, cbs=(), dp=DataParallel, shares=None, work=None, double=False, opt_func=SGD, acc=None,
+def learner(x, y, loss, model=None, n_valid=23, bs=16, accum=32, cbs=(), dp=DataParallel, shares=None, work=None,
+            double=False, opt_func=SGD, acc=None,
             num_workers=0, **kwargs):
     set_seed(3)
     model,n = ifnone(model, mlp()),len(x)-n_valid
@@ -32,14 +36,16 @@ def learner(x, y, loss, model=None, n_valid=23, bs=16, accum=32, cbs=(), dp=Data
     if work is not None: model.register_forward_hook(work.count); module.clock = work
     dls = DataLoaders.from_dsets([*zip(x[:n], y[:n])], [*zip(x[n:], y[n:])], bs=bs, drop_last=False, num_workers=num_workers, device='cpu')
     acc = GradientAccumulation(accum, **kwargs) if acc is None else acc()
-    return Learner(dls, model, loss, opt_func=opt_func, lr=.05, metrics=accuracy if loss is ce else None, path='.', cbs=[acc, dp(shares=shares), *cbs])
+    return Learner(dls, model, loss, opt_func=opt_func, lr=.05, metrics=accuracy if loss is ce else None, path='.',
+                   cbs=[acc, dp(shares=shares), *cbs])
 
 def fitted(learn, n_epoch):
     with quiet(learn):
         learn.validate()
         learn.fit(n_epoch)
     rec,ranks = learn.recorder,learn.data_parallel.brings_ranks
-    return dict(weights=torch.cat([p.detach().flatten() for p in whole(dict(learn.model.named_parameters())).values()]), losses=tensor([float(o) for o in rec.losses]),
+    return dict(weights=torch.cat([p.detach().flatten() for p in whole(dict(learn.model.named_parameters())).values()]),
+                losses=tensor([float(o) for o in rec.losses]),
                 values=[list(v) for v in rec.values], preds=learn.get_preds()[0], row=ranks and ranks.dl.rows[0])
 
 class Rows(Callback):
@@ -80,14 +86,19 @@ speeds = 1., 3., 2.                                # seconds an item
 def with_shares(): return {name: [fitted(learner(**kw, shares=s), 2) for s in fixed[world()]] for name,kw in settings().items()}
 def other_ways():
     x,y = data(97)
-    return dict(overlap=fitted(learner(x, y, ce, shares=[3, 1] if world() == 2 else None, dp=partial(DataParallel, overlap=True, bucket_mb=1e-4)), 2),
+    return dict(
+        overlap=fitted(learner(x, y, ce, shares=[3, 1] if world() == 2 else None,
+                               dp=partial(DataParallel, overlap=True, bucket_mb=1e-4)), 2),
                 sharded=fitted(learner(x, y, ce, shares=[3, 1] if world() == 2 else None, dp=FullyShard), 2),
-                sharded_parts=fitted(learner(x[:96+23], y[:96+23], ce, micro_batch_size=12, shares=[3, 1] if world() == 2 else None, dp=partial(FullyShard, 'last')), 2))
+                sharded_parts=fitted(learner(x[:96+23], y[:96+23], ce, micro_batch_size=12,
+                                             shares=[3, 1] if world() == 2 else None, dp=partial(FullyShard, 'last')),
+                                             2))
 
 def without_items():
     "Rank 0 has no item of the last loader batch of the validation, which is computed whole: the losses of the epochs, and around them"
     x,y = data(74, 17)
-    losses = dict(smoothed=dict(loss=LabelSmoothingCrossEntropyFlat(weight=class_weights)), coupled=dict(loss=Contrast(), coupled=True, micro_batch_size=4))
+    losses = dict(smoothed=dict(loss=LabelSmoothingCrossEntropyFlat(weight=class_weights)),
+                  coupled=dict(loss=Contrast(), coupled=True, micro_batch_size=4))
     return {k: validated(lambda: learner(x, y, n_valid=17, shares=[1, 3] if world() == 2 else None, **kw), 2)[0] for k,kw in losses.items()}
 
 def norms():
@@ -115,7 +126,8 @@ class Small(nn.Module):
     def __init__(self, begin): super().__init__(); self.net,self.begin,self.n = mlp(),begin,0
     def forward(self, x):
         self.n += self.training
-        if world() == 2 and rank() == 1 and self.training and len(x) > 3 and self.n > self.begin: raise torch.OutOfMemoryError('CUDA out of memory.')
+        if world() == 2 and rank() == 1 and self.training and len(x) > 3 and self.n > self.begin:
+            raise torch.OutOfMemoryError('CUDA out of memory.')
         return self.net(x)
 
 def memory():
@@ -167,15 +179,18 @@ def resumed(done, before, after, fname, work=True, n_epoch=6, **kwargs):
             try: learn.fit(n_epoch)
             except OSError: return
         if cbs: learn.training_checkpoint.finish()
-        return dict(weights=torch.cat([p.detach().flatten() for p in learn.model.parameters()]), losses=tensor([float(o) for o in learn.recorder.losses]),
+        return dict(weights=torch.cat([p.detach().flatten() for p in learn.model.parameters()]),
+                    losses=tensor([float(o) for o in learn.recorder.losses]),
                     rows=learn.data_parallel.brings_ranks.dl.rows[0], settled=learn.data_parallel.state_dict()['settled'])
     res = [train(before)]
     train(before, TrainingCheckpoint(fname, 1), PowerCut(done))
     return [*res, train(after, TrainingCheckpoint(fname, 1))]
 
 def checkpoints():
-    res = dict(same=resumed(9, [3, 1], [3, 1], 'same'), workers=resumed(9, [3, 1], [3, 1], 'workers', num_workers=2), other=resumed(9, [3, 1], (1, 2.5), 'other'),
-               settled=resumed(40, 'auto', 'auto', 'settled', n_epoch=7), moving=resumed(9, 'auto', 'auto', 'moving'), fixed_then=resumed(9, [1, 3], 'auto', 'fixed_then'))
+    res = dict(same=resumed(9, [3, 1], [3, 1], 'same'), workers=resumed(9, [3, 1], [3, 1], 'workers', num_workers=2),
+               other=resumed(9, [3, 1], (1, 2.5), 'other'),
+               settled=resumed(40, 'auto', 'auto', 'settled', n_epoch=7), moving=resumed(9, 'auto', 'auto', 'moving'),
+               fixed_then=resumed(9, [1, 3], 'auto', 'fixed_then'))
     return res
 
 def stopped():
@@ -191,7 +206,8 @@ def stopped():
 
 def goes_on():
     x,y = data(97)
-    learn = learner(x, y, ce, double=True, opt_func=Adam, accum=16, shares='auto', work=Work(*speeds), cbs=[TrainingCheckpoint('moved', 1), Began()])
+    learn = learner(x, y, ce, double=True, opt_func=Adam, accum=16, shares='auto', work=Work(*speeds),
+                    cbs=[TrainingCheckpoint('moved', 1), Began()])
     with quiet(learn): learn.fit(5)
     return dict(weights=torch.cat([p.detach().flatten() for p in learn.model.parameters()]), began=learn.began.at)
 
@@ -205,8 +221,10 @@ def refused():
     def error(**kwargs):
         try: learner(x, y, ce, **kwargs)
         except ValueError as e: return str(e)
-    return dict(number=error(shares=[1, 2, 3]), zero=error(shares=[1, 0]), negative=error(shares=[1, -2]), nan=error(shares=[1, float('nan')]), kind=error(shares='even'), array=error(shares=np.array([3, 1])),
-                local=error(shares=[3, 1], dp=LocalSGD), sharded=error(shares='auto', dp=FullyShard), overlap=error(shares='auto', dp=partial(DataParallel, overlap=True)),
+    return dict(number=error(shares=[1, 2, 3]), zero=error(shares=[1, 0]), negative=error(shares=[1, -2]),
+                nan=error(shares=[1, float('nan')]), kind=error(shares='even'), array=error(shares=np.array([3, 1])),
+                local=error(shares=[3, 1], dp=LocalSGD), sharded=error(shares='auto', dp=FullyShard),
+                overlap=error(shares='auto', dp=partial(DataParallel, overlap=True)),
                 parts=fit_error(shares=[3, 1], dp=FullyShard, micro_batch_size=4))
 
 def fit_error(call=lambda l: l.fit(1), **kwargs):
@@ -243,7 +261,10 @@ def sharded_differ(): return fit_error(shares=([3, 1], [1, 3])[rank()], dp=Fully
 differ = lists_differ, kinds_differ, differ_in_validation, sharded_differ
 
 # --- in few processes, as each imports all anew
-def all_equal(): return dict(fixed=with_shares(), auto=measured(), **(dict(memory=memory(), without_items=without_items(), norms=norms(), **other_ways()) if world() < 3 else {}))
+def all_equal():
+    return dict(fixed=with_shares(), auto=measured(),
+                **(dict(memory=memory(), without_items=without_items(), norms=norms(), **other_ways()) if world() < 3
+                   else {}))
 def one_and_two(): return {1: [all_equal()], 2: launch(all_equal, 2)}
 def all_two(): return dict(cost=cost(), checkpoints=checkpoints(), refused=refused(), few=told_of_few_items())
 def apart(): return dict(two=launch(all_two, 2), differ={f.__name__: launch(f, 2) for f in differ})
@@ -264,7 +285,8 @@ def same_run(one, ranks, eps=1e-6):
     for r in ranks:
         for k in ('weights', 'losses', 'preds'): close(r[k], one[k], eps)
         for a,b in zip(r['values'], one['values']): close([float(o) for o in a[1:-1]], [float(o) for o in b[1:-1]], max(eps, 1e-6))
-        assert torch.equal(r['weights'], ranks[0]['weights']) and torch.equal(r['losses'], ranks[0]['losses']) and r['row'] == ranks[0]['row']
+        assert (torch.equal(r['weights'], ranks[0]['weights']) and torch.equal(r['losses'], ranks[0]['losses'])
+                and r['row'] == ranks[0]['row'])
     assert len(one['losses']) > 1
 
 @pytest.mark.parametrize('n', [2, 3])
@@ -273,7 +295,8 @@ def test_shares_train_as_one_process(equal, name, n):
     for i,shares in enumerate(fixed[n]):
         ranks = [r['fixed'][name][i] for r in equal[n]]
         same_run(equal[1][0]['fixed'][name][0], ranks, 1e-12 if name == 'adam64' else 1e-6)
-        if name not in ('one_item', 'few_items'): assert ranks[0]['row'] == {(3, 1): [12, 4], (.02, 1.5): [0, 16], (1, 5, 2): [2, 10, 4]}[tuple(shares)]
+        if name not in ('one_item', 'few_items'):
+            assert ranks[0]['row'] == {(3, 1): [12, 4], (.02, 1.5): [0, 16], (1, 5, 2): [2, 10, 4]}[tuple(shares)]
 
 @pytest.mark.parametrize('name', ['overlap', 'sharded', 'sharded_parts'])
 def test_other_ways_take_shares(equal, name):
@@ -335,7 +358,8 @@ def bits(a, b): return torch.equal(a['weights'], b['weights']) and torch.equal(a
 def test_resumed_bit_for_bit(two, name):
     for r in two:
         first,again = r['checkpoints'][name]
-        assert bits(first, again) and first['rows'] == again['rows'] == [12, 4] and first['settled'] == again['settled'] == (name == 'settled')
+        assert (bits(first, again) and first['rows'] == again['rows'] == [12, 4]
+                and first['settled'] == again['settled'] == (name == 'settled'))
 
 @pytest.mark.parametrize('name,row', dict(other=[5, 11], moving=[12, 4], fixed_then=[12, 4]).items())
 def test_resumed_with_other_shares(two, name, row):
@@ -359,7 +383,8 @@ def test_resumed_with_other_ranks(tmp_path_factory):
         assert r['began'] == (1, 5)
 
 def test_refused(two):
-    says = dict(number='there are 2 ranks', zero='above 0', negative='above 0', nan='above 0', kind='above 0', array='pass a list', local='leave out shares=', sharded='wait for each other',
+    says = dict(number='there are 2 ranks', zero='above 0', negative='above 0', nan='above 0', kind='above 0',
+                array='pass a list', local='leave out shares=', sharded='wait for each other',
                 overlap='overlap=True', parts='different numbers of micro-batches')
     for r in two:
         for k,text in says.items(): assert text in str(r['refused'][k]), k
@@ -367,13 +392,17 @@ def test_refused(two):
 def test_told_of_few_items_for_batchnorm(two):
     "Once, also where a loader batch has few of them, and where measured shares come to that"
     for r in two:
-        assert {k: len(msgs) for k,msgs in r['few'].items()} == {(16, '[7, 1]'): 1, (16, '[1, 1]'): 0, (8, 'None'): 1, (4, 'None'): 1, (32, '[3, 1]'): 0, (16, '[1, 50]'): 0, (16, 'auto'): 1, (16, 'frozen'): 0}
+        assert {k: len(msgs)
+                for k,msgs in r['few'].items()} == {(16, '[7, 1]'): 1, (16, '[1, 1]'): 0, (8, 'None'): 1,
+                                                    (4, 'None'): 1, (32, '[3, 1]'): 0, (16, '[1, 50]'): 0,
+                                                    (16, 'auto'): 1, (16, 'frozen'): 0}
         assert 'A rank has 2 of the 16 items' in r['few'][16, '[7, 1]'][0] and 'micro-batches of 4 items' in r['few'][4, 'None'][0]
 
 @pytest.mark.parametrize('f', [f.__name__ for f in differ])
 def test_shares_that_differ_are_an_error_before_anything_is_trained(others, f):
     (a,began),(b,also) = others['differ'][f]
-    assert 'Stopped, as rank 1 failed: ValueError' in a and b.startswith('ValueError') and 'shares=' in a and 'on rank 0' in b and began is also is None
+    assert ('Stopped, as rank 1 failed: ValueError' in a and b.startswith('ValueError') and 'shares=' in a
+            and 'on rank 0' in b and began is also is None)
 
 if __name__ == '__main__':
     import sys

@@ -71,10 +71,12 @@ def nothing_on(learn):
 
 def images(*cbs):
     "A Learner of fastai's data blocks"
-    blocks = DataBlock((ImageBlock(PILImageBW), CategoryBlock), get_x=lambda i: np.uint8(np.arange(64).reshape(8,8)*(i%4)), get_y=lambda i: i%2,
+    blocks = DataBlock((ImageBlock(PILImageBW), CategoryBlock),
+                       get_x=lambda i: np.uint8(np.arange(64).reshape(8,8)*(i%4)), get_y=lambda i: i%2,
                        splitter=lambda items: (list(range(8)), list(range(8, 16))))
     dls = blocks.dataloaders(list(range(16)), bs=4, num_workers=0, device='cpu')
-    learn = Learner(dls, nn.Sequential(nn.Conv2d(1,4,3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4,2)), cbs=cbs, metrics=accuracy)
+    learn = Learner(dls, nn.Sequential(nn.Conv2d(1,4,3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                                       nn.Linear(4,2)), cbs=cbs, metrics=accuracy)
     learn.remove_cb(ProgressCallback)
     learn.logger = noop
     seen = learn.seen = []
@@ -86,7 +88,8 @@ def test_inference(mode):
     "All that fastai calls the model for computes in half precision and leaves nothing on"
     learn = getattr(images(), f'to_{mode}')()
     learn.fit(1)
-    for f in (lambda: learn.predict(np.zeros((8,8), np.uint8)), lambda: learn.show_results(max_n=2), learn.validate, learn.tta, learn.summary,
+    for f in (lambda: learn.predict(np.zeros((8,8), np.uint8)), lambda: learn.show_results(max_n=2), learn.validate,
+              learn.tta, learn.summary,
               lambda: learn.get_preds(with_loss=True, with_decoded=True)):
         learn.seen.clear()
         res = f()
@@ -131,9 +134,11 @@ poisons = {'inf': poison_pred(inf), 'nan': poison_pred(nan),
            'one weight': ('after_backward', lambda learn: learn.model.w.grad[0,0].fill_(inf)),
            'loss': ('before_backward', lambda learn: setattr(learn, 'loss_grad', learn.loss_grad*inf))}
 # Micro-batches of a step: 8 loader batches of 61 items, 4 a step; or 23 micro-batches, 12 a step
-places = {'first': (None, 4), 'middle': (None, 5), 'last': (None, 7), 'first split': (3, 12), 'middle split': (3, 17), 'last split': (3, 22)}
+places = {'first': (None, 4), 'middle': (None, 5), 'last': (None, 7), 'first split': (3, 12), 'middle split': (3, 17),
+          'last split': (3, 22)}
 opts = {'SGD': partial(SGD, mom=.9), 'Adam': Adam, 'RAdam': RAdam, 'ranger': ranger,
-        **{f'torch {o.__name__}{" fused"*f}': partial(OptimWrapper, opt=partial(o, fused=f)) for o in (torch.optim.SGD, torch.optim.AdamW) for f in (False, True)}}
+        **{f'torch {o.__name__}{" fused"*f}': partial(OptimWrapper, opt=partial(o, fused=f))
+           for o in (torch.optim.SGD, torch.optim.AdamW) for f in (False, True)}}
 
 @pytest.mark.parametrize('opt', ('SGD', 'torch AdamW', 'torch AdamW fused'))
 @pytest.mark.parametrize('place', places)
@@ -142,7 +147,8 @@ def test_overflow(poison, place, opt):
     "An overflow in any micro-batch skips the second of four steps and halves the scale; all else is as if there had been three"
     (size,call),(event,f),rows = places[place],poisons[poison],[]
     def row(learn): rows.append((learn.gradient_accumulation.closes, learn.stepped, learn.gradient_accumulation.n_items))
-    learn = exact(acc(micro_batch_size=size), fp16(), Spy(), On(event, f, [call]), On('after_batch', row, order=70), data=ragged, opt_func=opts[opt])
+    learn = exact(acc(micro_batch_size=size), fp16(), Spy(), On(event, f, [call]), On('after_batch', row, order=70),
+                  data=ragged, opt_func=opts[opt])
     learn.fit(2, .01)
     assert skipped(learn)==[False, True, False, False] and log2_scales(learn)==[10, 10, 9, 9]
     assert [stepped for _,stepped,_ in rows]==[c and i != 7 for i,(c,_,_) in enumerate(rows)]
@@ -150,7 +156,8 @@ def test_overflow(poison, place, opt):
     assert torch.stack(learn.recorder.losses).isfinite().all()
     steps = accumulated(ragged.sizes(8), 32, n_epoch=2)
     if opt=='SGD': check(learn, ragged, 8, steps[:1]+steps[2:])
-    other = exact(acc(micro_batch_size=size), unscaled(), On('before_step', throw(CancelStepException()), [1]), data=ragged, opt_func=opts[opt])
+    other = exact(acc(micro_batch_size=size), unscaled(), On('before_step', throw(CancelStepException()), [1]),
+                  data=ragged, opt_func=opts[opt])
     other.fit(2, .01)
     same(learn, other)
 
@@ -175,7 +182,8 @@ def test_clips_what_is_due():
     "As the loop that everybody has written"
     learn = exact(fp16(), acc(16), GradientClip(.3))
     learn.fit(1, .1)
-    ref = train(deepcopy(elementwise), learn.loss_func, partial(torch.optim.SGD, momentum=.9), [data[i:i+16] for i in range(0, 64, 16)], .1, clip=.3)
+    ref = train(deepcopy(elementwise), learn.loss_func, partial(torch.optim.SGD, momentum=.9),
+                [data[i:i+16] for i in range(0, 64, 16)], .1, clip=.3)
     assert rel_err(weights(learn.model), ref) < 1e-6
 
 def integers():
@@ -224,7 +232,9 @@ def test_unscaled_once(monkeypatch):
 layouts = dict(alone=lambda: [], accumulated=lambda: [acc(32)], split=lambda: [acc(32, micro_batch_size=5)])  # of 16, 16, 16 and 13 items
 batch_events = L.split('before_batch after_pred after_loss before_backward after_backward before_step after_step after_batch')
 cancels = [(ex, ev) for ex in (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException) for ev in batch_events]
-cancels = [*cancels[:7], *cancels[8:], (CancelStepException, 'before_step'), (CancelBackwardException, 'before_backward')]  # nothing catches CancelBatch in after_batch
+# nothing catches CancelBatch in after_batch
+cancels = [*cancels[:7], *cancels[8:], (CancelStepException, 'before_step'),
+           (CancelBackwardException, 'before_backward')]
 
 @pytest.mark.parametrize('ex,event,layout,order', [(*c, l, (5, 20)[(i+j)%2]) for i,c in enumerate(cancels) for j,l in enumerate(layouts)])
 def test_cancelled(ex, event, order, layout):
@@ -242,7 +252,8 @@ def test_cancelled(ex, event, order, layout):
 def test_no_gradient(opt, order):
     "Frozen parameters have none; a step without any, cancelled or not, is a step without effect, as in the unscaled run"
     for ex in (None, CancelBatchException(), CancelStepException(), CancelTrainException()):
-        runs = [exact(mp, On('before_backward', throw(CancelBackwardException()), (0, 3), order), opt_func=opts[opt]) for mp in (unscaled(), fp16())]
+        runs = [exact(mp, On('before_backward', throw(CancelBackwardException()), (0, 3), order), opt_func=opts[opt])
+                for mp in (unscaled(), fp16())]
         for learn in runs:
             learn.model.b.requires_grad_(False)
             learn.fit(2, .05, cbs=On('before_step', throw(ex), [0]) if ex else None)
@@ -295,7 +306,8 @@ def test_exception_in(place, layout):
         if ex is not None and next(n): raise ex
     place(learn, boom)
     for e in errors:
-        for f in [partial(learn.fit, 2, .01)] + [partial(learn.validate, 0), partial(learn.get_preds, 0)]*(place in (in_forward, in_metric)):
+        for f in [partial(learn.fit, 2, .01)] + [partial(learn.validate, 0),
+                                                 partial(learn.get_preds, 0)]*(place in (in_forward, in_metric)):
             ex,n = e,iter(range(10**6))
             with pytest.raises(type(e)): f()
             ex = None
@@ -303,15 +315,18 @@ def test_exception_in(place, layout):
 
 # --- 4. The life of the scale
 
-def growing(*cbs, layout='accumulated', **kwargs): return exact(*layouts[layout](), fp16(growth_interval=3, **kwargs), *cbs, bs=16, data=ragged, valid=few)
+def growing(*cbs, layout='accumulated', **kwargs):
+    return exact(*layouts[layout](), fp16(growth_interval=3, **kwargs), *cbs, bs=16, data=ragged, valid=few)
 
 def two_groups():
     "For `freeze`"
     learn = learner(data, 8, acc(16), fp16(growth_interval=3), splitter=lambda m: [params(m[0]), params(m[2])])
     return learn
 
-fits = {'fit': lambda learn: learn.fit(2, .01), 'one cycle': lambda learn: learn.fit_one_cycle(2, .01), 'fine_tune': lambda learn: learn.fine_tune(1, .01),
-        'new optimizer': lambda learn: learn.fit(2, .01, reset_opt=True), 'unfreeze': lambda learn: (learn.freeze(), learn.unfreeze(), learn.create_opt(), learn.fit(2, .01)),
+fits = {'fit': lambda learn: learn.fit(2, .01), 'one cycle': lambda learn: learn.fit_one_cycle(2, .01),
+        'fine_tune': lambda learn: learn.fine_tune(1, .01),
+        'new optimizer': lambda learn: learn.fit(2, .01, reset_opt=True),
+        'unfreeze': lambda learn: (learn.freeze(), learn.unfreeze(), learn.create_opt(), learn.fit(2, .01)),
         'cbs': lambda learn: learn.fit(1, .01, cbs=GradientClip())}
 
 @pytest.mark.parametrize('fit', fits)
@@ -329,7 +344,8 @@ def test_one_scaler(fit):
 def state(learn): return learn.mixed_precision.state_dict(), learn.mixed_precision.scaler.history()
 
 # Arguments, and is it the divergence that ends it? Or what is raised in the meantime
-lr_find_ends = {'all': (dict(num_it=10), False), 'divergence': (dict(start_lr=1., end_lr=1e8), True), 'infinite': (dict(start_lr=1e10, end_lr=1e38, stop_div=False), True),
+lr_find_ends = {'all': (dict(num_it=10), False), 'divergence': (dict(start_lr=1., end_lr=1e8), True),
+                'infinite': (dict(start_lr=1e10, end_lr=1e38, stop_div=False), True),
                 **{repr(e): (e, False) for e in errors}}
 
 @pytest.mark.parametrize('layout', layouts)
@@ -364,7 +380,8 @@ def test_state_dict():
         assert log2_scales(other)[-4:]==log2_scales(learn)[-4:]
     bf16 = exact(unscaled())
     bf16.mixed_precision.load_state_dict(through_file(bf16.mixed_precision.state_dict()))
-    with pytest.raises(ValueError, match="saved state is for 'fp16', but this callback computes in 'bf16'"): bf16.mixed_precision.load_state_dict(saved)
+    with pytest.raises(ValueError, match="saved state is for 'fp16', but this callback computes in 'bf16'"):
+        bf16.mixed_precision.load_state_dict(saved)
 
 def test_save_and_load():
     "`Learner.save` and `load` are fastai's; the scale goes on"
@@ -459,7 +476,8 @@ def test_infinite_loss(layout):
 def test_marked():
     "In the values that loggers ask for, and in the picture"
     rows = []
-    learn = exact(acc(32), fp16(), On('after_pred', poisons['inf'][1], [5]), On('after_step', lambda learn: rows.append(learn.mixed_precision.step_values)))
+    learn = exact(acc(32), fp16(), On('after_pred', poisons['inf'][1], [5]),
+                  On('after_step', lambda learn: rows.append(learn.mixed_precision.step_values)))
     assert learn.mixed_precision.step_values=={}
     learn.fit(3, .01)
     assert [(r['loss_scale'].item(), r['skipped'].item()) for r in rows]==[(1024, 0), (1024, 1), *[(512, 0)]*4]
@@ -476,18 +494,24 @@ def test_marked():
 @pytest.mark.parametrize('opt', ('SGD', 'torch SGD', 'torch SGD fused'))
 def test_gives_up(opt, cbs):
     "Names the parameter, whatever clipping made of the others, and the loss of the whole step; the next fit has the full patience"
-    learn = learner(data, 8, fp16(4., patience=3), On('after_backward', lambda learn: learn.model[2].weight.grad[0].fill_(nan)), *[cb() for cb in cbs],
+    learn = learner(data, 8, fp16(4., patience=3),
+                    On('after_backward', lambda learn: learn.model[2].weight.grad[0].fill_(nan)), *[cb() for cb in cbs],
                     opt_func=opts[opt], loss_func=lambda pred, y: (F.mse_loss(pred, y)*0 + 2.5 + 4*(pred.shape[0] != 8)))
     for _ in range(2):
         with pytest.raises(FloatingPointError) as e: learn.fit(9)
         msg = str(e.value)
-        assert re.search(r'3 overflows in a row .*min_scale=1.0', msg) and msg.endswith('The loss is 2.5; gradients that are not finite: 2.weight.')
+        assert (re.search(r'3 overflows in a row .*min_scale=1.0', msg)
+                and msg.endswith('The loss is 2.5; gradients that are not finite: 2.weight.'))
         nothing_on(learn)
     assert len(skipped(learn))==5+3 and all(skipped(learn))      # 4, 2, 1, 1, 1
 
 def test_names_of_many():
-    learn = learner(data, 8, fp16(1., patience=1), model=nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)], nn.Linear(6, 4)), loss_func=lambda pred, y: (pred-y).sum()*inf)
-    with pytest.raises(FloatingPointError, match='The loss is -?(inf|nan); .*finite: 0.weight, 0.bias, 1.weight, 1.bias, 2.weight and 3 more.$'): learn.fit(1)
+    learn = learner(data, 8, fp16(1., patience=1),
+                    model=nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)], nn.Linear(6, 4)),
+                    loss_func=lambda pred, y: (pred-y).sum()*inf)
+    with pytest.raises(FloatingPointError,
+                       match='The loss is -?(inf|nan); .*finite: 0.weight, 0.bias, 1.weight, 1.bias, 2.weight and 3 more.$'):
+        learn.fit(1)
 
 def test_loss_of_the_step():
     "Not the last micro-batch's"
@@ -503,12 +527,16 @@ def test_sparse():
     learn = learner(words, 8, acc(16), fp16(), model=model, opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
     learn.fit(1, .1)
     assert len(skipped(learn))==4 and not any(skipped(learn))
-    learn = learner(words, 8, acc(16), fp16(1., patience=2), model=model, opt_func=partial(OptimWrapper, opt=torch.optim.SGD), loss_func=lambda pred, y: (pred-y).sum()*inf)
+    learn = learner(words, 8, acc(16), fp16(1., patience=2), model=model,
+                    opt_func=partial(OptimWrapper, opt=torch.optim.SGD), loss_func=lambda pred, y: (pred-y).sum()*inf)
     with pytest.raises(FloatingPointError, match='finite: 0.weight, 2.weight, 2.bias'): learn.fit(1)
 
-arguments = [(dict(amp_mode='fp61'), ValueError, r"amp_mode='fp61' is not one of 'fp16', 'bf16'.*to_fp32"), (dict(amp_mode=None), ValueError, 'amp_mode=None'),
-    (dict(amp_mode=torch.float16), ValueError, 'is not one of'), (dict(amp_mode='bf16', init_scale=2., patience=3), ValueError, 'leave out init_scale, patience'),
-    (dict(init_scale=-1.), ValueError, 'init_scale=-1.0 must be'), (dict(growth_factor=.5), ValueError, 'growth_factor=0.5 must be above 1'),
+arguments = [(dict(amp_mode='fp61'), ValueError, r"amp_mode='fp61' is not one of 'fp16', 'bf16'.*to_fp32"),
+             (dict(amp_mode=None), ValueError, 'amp_mode=None'),
+    (dict(amp_mode=torch.float16), ValueError, 'is not one of'),
+    (dict(amp_mode='bf16', init_scale=2., patience=3), ValueError, 'leave out init_scale, patience'),
+    (dict(init_scale=-1.), ValueError, 'init_scale=-1.0 must be'),
+    (dict(growth_factor=.5), ValueError, 'growth_factor=0.5 must be above 1'),
     (dict(patience='x'), TypeError, "patience='x' must be an integer"), (dict(growth_intervall=3), TypeError, 'growth_intervall')]
 
 @pytest.mark.parametrize('kwargs,error,msg', arguments)
@@ -548,7 +576,9 @@ def test_refuses():
     learn = exact(MixedPrecision(device='cpu'))
     learn.fit(1)
 
-@pytest.mark.parametrize('able,msg', (([AMPMode.BF16], "This 'cpu' device .* cannot compute in fp16. It supports bf16 and fp32"), ([], 'cannot compute in fp16. It supports fp32')))
+@pytest.mark.parametrize('able,msg',
+                         (([AMPMode.BF16], "This 'cpu' device .* cannot compute in fp16. It supports bf16 and fp32"),
+                          ([], 'cannot compute in fp16. It supports fp32')))
 def test_device_cannot(able, msg, monkeypatch):
     monkeypatch.setattr(precision, 'can_compute_in', lambda device, mode: mode in able)
     refuses(exact(fp16()), msg)
@@ -557,9 +587,12 @@ def test_device_cannot(able, msg, monkeypatch):
 def test_can_compute_in(monkeypatch):
     "Found out by trying; autocast only warns where it does not know the type, and stays off"
     precision.can_compute_in.cache_clear()
-    assert precision.can_compute_in('cpu', AMPMode.BF16) and not precision.can_compute_in('nonsense', AMPMode.FP16) and not precision.can_compute_in('meta2', AMPMode.BF16)
+    assert (precision.can_compute_in('cpu', AMPMode.BF16) and not precision.can_compute_in('nonsense', AMPMode.FP16)
+            and not precision.can_compute_in('meta2', AMPMode.BF16))
     precision.can_compute_in.cache_clear()
-    def off(*args, **kwargs): warnings.warn('In CPU autocast, but the target dtype is not supported. Disabling autocast.'); return contextlib.nullcontext()
+    def off(*args, **kwargs):
+        warnings.warn('In CPU autocast, but the target dtype is not supported. Disabling autocast.')
+        return contextlib.nullcontext()
     monkeypatch.setattr(torch, 'autocast', off)
     assert not precision.can_compute_in('cpu', AMPMode.FP16)
     monkeypatch.setattr(torch, 'autocast', lambda *args, **kwargs: contextlib.nullcontext())
@@ -584,7 +617,8 @@ class Output(dict):
     "As Hugging Face's models return"
     def __getattr__(self, k): return self[k]
 
-outputs = dict(tuple=(lambda o: (o, o.argmax(-1)), lambda p: p[0]), none=(lambda o: (o, None, 3, 'x'), lambda p: p[0]), list=(lambda o: [1, [o]], lambda p: p[1][0]),
+outputs = dict(tuple=(lambda o: (o, o.argmax(-1)), lambda p: p[0]), none=(lambda o: (o, None, 3, 'x'), lambda p: p[0]),
+               list=(lambda o: [1, [o]], lambda p: p[1][0]),
                dict=(lambda o: dict(a=dict(b=o)), lambda p: p['a']['b']), namedtuple=(lambda o: Pair(None, o), lambda p: p.b),
                subclass=(lambda o: Output(a=o), lambda p: p.a), L=(lambda o: L(o), lambda p: p[0]))
 
@@ -672,7 +706,8 @@ def test_detached():
     learn = growing()
     learn.fit(1, .01)
     mp,before = learn.mixed_precision,state(learn)
-    with learn.added_cbs(On('after_backward', throw(KeyboardInterrupt()), [5])), pytest.raises(KeyboardInterrupt): learn.lr_find(show_plot=False)
+    with learn.added_cbs(On('after_backward', throw(KeyboardInterrupt()), [5])), pytest.raises(KeyboardInterrupt):
+        learn.lr_find(show_plot=False)
     learn.to_fp32()
     assert (mp.state_dict(), mp.scaler.history())==before
 

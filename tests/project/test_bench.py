@@ -8,7 +8,9 @@ from reference import rel_err, weights
 import torch
 from fastai.basics import Callback
 from torch import nn
-from bench import against, batchnorm, chunks, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, shares, small_batches, speed, syncs, tokens, toolbox
+from bench import (
+    against, batchnorm, chunks, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, shares,
+    small_batches, speed, syncs, tokens, toolbox)
 from bench.clients import data
 from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
 from bench.jobs import job
@@ -78,7 +80,8 @@ def test_clock(monkeypatch):
 @pytest.mark.parametrize('case', speed.CASES, ids=lambda c: f'{c.model}, {c.precision}, {c.n_acc}')
 def test_speed(case):
     "With the fewest steps; figures as short as these say nothing"
-    names = {k for k in ('hand', 'split', 'whole', 'fastai')[:4 if 'MLP' in case.model else 2] if k in case.peers and case.precision in PEERS[k].precisions}
+    names = {k for k in ('hand', 'split', 'whole', 'fastai')[:4 if 'MLP' in case.model else 2] if k in case.peers
+             and case.precision in PEERS[k].precisions}
     rows = speed.run_case(case._replace(steps=2, rounds=1, peers=names))
     assert [r['peer'] for r in rows]==[p.label for k,p in PEERS.items() if k in names]
     assert rows[0]['cpu']['over']==0 and all(r[c]['us'] > 0 for r in rows for c in speed.CLOCKS)
@@ -99,7 +102,8 @@ def test_against(tmp_path, monkeypatch):
 
 # -- Counted, so the same on every machine -----------------------------------------------------------------------
 def test_memory():
-    big,small = (memory.peak(f, job('conv net', 64//bs, bs, n_acc=64//bs), False) for bs,f in (memory.RUNS[k] for k in ('1x64', '8x8 split')))
+    big,small = (memory.peak(f, job('conv net', 64//bs, bs, n_acc=64//bs), False)
+                 for bs,f in (memory.RUNS[k] for k in ('1x64', '8x8 split')))
     assert abs(8*small/big-1) < .05
 
 def test_checkpointing_saves_memory():
@@ -126,7 +130,9 @@ def test_exact():
 
 @pytest.mark.parametrize('peer', ours, ids=lambda p: p.run.__name__)
 def test_ours_are_exact(peer):
-    for r in check(peer.run): assert r.exact or (peer.run.__name__, r.case) == ('whole', 'BatchNorm'), (r.case, r.off, r.error)  # it sees loader batches
+    # it sees loader batches
+    for r in check(peer.run):
+        assert r.exact or (peer.run.__name__, r.case) == ('whole', 'BatchNorm'), (r.case, r.off, r.error)
 
 def test_failing_peer_is_no_figure(monkeypatch):
     def fails(job): raise RuntimeError('of its own')
@@ -148,7 +154,8 @@ def test_results_are_of_all():
     assert names==['python', *PACKAGES, 'fastaccum'] and all(results['versions'].values())
     assert set(results['machine'])=={'cpu', 'cores', 'os'} and all(results['machine'].values())
     def key(r): return r['model'],r['precision'],r['n_acc'],r['peer']
-    assert {key(r) for r in results['speed']}=={(c.model, c.precision, c.n_acc, PEERS[k].label) for c in speed.CASES for k in c.peers if c.precision in PEERS[k].precisions}
+    assert {key(r) for r in results['speed']}=={(c.model, c.precision, c.n_acc, PEERS[k].label) for c in speed.CASES
+                                                for k in c.peers if c.precision in PEERS[k].precisions}
     assert {r['peer'] for r in results['exact']} > {p.label for p in PEERS.values()}
     assert {r['peer'] for r in results['syncs']}=={p.label for p in PEERS.values()}
 
@@ -180,18 +187,23 @@ def test_results_of_the_tutorials():
 def test_results_of_small_batches():
     "Every size is tuned, sees the same items, and its best rate is no end of its grid; what it costs is of all cases"
     runs = pd.DataFrame(small_batches.results()['rows'])
-    assert [k for k,_ in runs.groupby(['task','size','how'])]==sorted((t, n, how) for t,sizes in small_batches.SIZES.items() for n in sizes for how in small_batches.HOW)
+    assert [k for k,_ in runs.groupby(['task','size','how'])]==sorted(
+        (t, n, how) for t,sizes in small_batches.SIZES.items() for n in sizes for how in small_batches.HOW)
     assert (runs.groupby('task')['items'].nunique()==1).all()
     for _,of in runs.groupby(['task','size','how']):
         grid,(best,) = of[of.seed.isin(small_batches.TUNING)],of[of.seed.isin(small_batches.SEEDS)].times.unique()
         assert {*grid.times} >= {*small_batches.GRID} and len(of)==len(small_batches.SEEDS) + len(small_batches.TUNING)*grid.times.nunique()
         assert min(grid.times) < best < max(grid.times)
-    assert [(r['task'], r['bs'], r['size']) for r in small_batches.results()['costs']]==[(t, *c) for t in small_batches.TASKS for c in small_batches.cost_cases(t)]
+    assert [(r['task'], r['bs'], r['size'])
+            for r in small_batches.results()['costs']]==[(t, *c) for t in small_batches.TASKS
+                for c in small_batches.cost_cases(t)]
 
 @pytest.mark.parametrize('best', [1/16, 1, 8])
 def test_tuning_goes_on_at_the_ends(monkeypatch, best):
     "Beyond the grid until the best rate is within it; the score is of seeds that did not choose it"
-    monkeypatch.setattr(small_batches, 'score', lambda name, size, how, times, seed: dict(times=times, seed=seed, score=abs(math.log2(times/best)) + seed/100, seconds=0))
+    monkeypatch.setattr(small_batches, 'score',
+                        lambda name, size, how, times, seed: dict(
+                            times=times, seed=seed, score=abs(math.log2(times/best)) + seed/100, seconds=0))
     rows = small_batches.tuned(('characters', 4, 'same half-life in items'))
     tried = {r['times'] for r in rows if r['seed'] in small_batches.TUNING}
     assert tried=={*small_batches.GRID} | {1/16: {1/8, 1/16, 1/32}, 1: set(), 8: {8, 16}}[best]
@@ -225,10 +237,15 @@ def test_page_is_of_the_results():
     outputs = [o.get('data', {}) for c in page['cells'] for o in c.get('outputs', [])]
     def shown(kind): return '\n'.join(''.join(data.get(kind, '')) for data in outputs)
     assert report.about(results) in shown('text/markdown') and shown('image/png').strip()
-    tables = [report.speed(results['speed'], *models) for models in (('MLP 32-64-10',), ('conv net', 'transformer'), ('MLP, squared error', 'transformer, padded'))]
+    tables = [report.speed(results['speed'], *models)
+              for models in (('MLP 32-64-10',), ('conv net', 'transformer'),
+                             ('MLP, squared error', 'transformer, padded'))]
     tools = toolbox.results()
-    tables += [report.memory(results['memory']), toolbox.table(tools['rows']), toolbox.compiled_table(tools['compiled']), chunks.table(chunks.results()['rows'])]
-    tables += [report.syncs(results['syncs']), *(report.exact(results['exact'], half) for half in ('first', 'second', 'third')), report.comm(results['comm'])]
+    tables += [report.memory(results['memory']), toolbox.table(tools['rows']),
+               toolbox.compiled_table(tools['compiled']), chunks.table(chunks.results()['rows'])]
+    tables += [report.syncs(results['syncs']),
+               *(report.exact(results['exact'], half) for half in ('first', 'second', 'third')),
+               report.comm(results['comm'])]
     tables.append(report.coupled(results['coupled']))
     assert re.findall('<td>(.*?)</td>', shown('text/html'))==[v for t in tables for v in t.values.flatten()]
 
@@ -238,12 +255,14 @@ def test_toolbox():
     assert set(rows)=={(), *(p for p in toolbox.pairs() if 'fp16' not in p)}, 'run `python -m bench.toolbox` again'
     for k in ('split', 'checkpointing', '... selective', 'bf16'): assert rows[k,k]['peak'] < .8*rows[()]['peak']
     assert rows['split','checkpointing']['peak'] < .1*rows[()]['peak']
-    plain,both = (toolbox.measure(names, toolbox.transformer, partial(toolbox.sequences, length=48), 8, n_steps=1) for names in ((), ('split', 'checkpointing')))
+    plain,both = (toolbox.measure(names, toolbox.transformer, partial(toolbox.sequences, length=48), 8, n_steps=1)
+                  for names in ((), ('split', 'checkpointing')))
     assert both['s'] > 0 and both['peak'] < .8*plain['peak']
 
 def test_tables():
     def row(peer, case, off, steps=1, note=''): return dict(peer=peer, case=case, off=off, steps=steps, expected=1, note=note)
-    table = report.exact([row('a', 'tokens', 1e-7), row('a', 'clipping', 1., 0), row('b', 'tokens', 2e-6), row('b', 'clipping', None, 0, 'no clipping')])
+    table = report.exact([row('a', 'tokens', 1e-7), row('a', 'clipping', 1., 0), row('b', 'tokens', 2e-6),
+                          row('b', 'clipping', None, 0, 'no clipping')])
     assert table.to_dict('list')=={'tokens': ['exact', '2.0e-06'], 'clipping': ['no step', 'no clipping']}
     table = report.speed(results['speed'], 'MLP 32-64-10')
     assert table.shape==(7, 4) and (table.iloc[3:, 2:]=='').all(axis=None)   # these do not take part in the second case
@@ -256,7 +275,9 @@ def test_gpu_runs():
     "Everybody trains the effective batch in as many steps; what does not fit is left empty"
     small = {'MLP': gpu.Model(lambda: job('MLP 32-64-10', 1, 1).model, lambda n: job('MLP 32-64-10', 1, n).batches[0], 4, 4, 'items/s', 2)}
     rows = gpu.run('cpu', small, ('fp32', 'bf16'), n_steps=3)
-    assert {r['peer'] for r in rows if r['precision']=='fp32'} >= {'big batch', 'hand-written loop', 'fastai GradientAccumulation', "fastaccum, 'auto'"}
+    assert {r['peer']
+            for r in rows if r['precision']=='fp32'} >= {'big batch', 'hand-written loop',
+                'fastai GradientAccumulation', "fastaccum, 'auto'"}
     assert all(r['per_s'] > 0 and r['peak'] > 0 and r['unit']=='items/s' for r in rows)
     def full(job): raise torch.OutOfMemoryError('full')
     assert gpu.measure(full, gpu.make_job(small['MLP'], 'fp32', 'cpu', 3)) is None
@@ -270,14 +291,16 @@ def test_gpu_runs_train_the_same(precision, tol):
         run(a_job)
         return weights(a_job.model)
     hand = trained(peers.hand)
-    for label in ('fastaccum, whole loader batches', 'fastaccum, loader batches split', "fastaccum, 'auto'"): assert rel_err(trained(gpu.RUNS[label][0]), hand) < tol, label
+    for label in ('fastaccum, whole loader batches', 'fastaccum, loader batches split', "fastaccum, 'auto'"):
+        assert rel_err(trained(gpu.RUNS[label][0]), hand) < tol, label
 
 def test_gpu_needs_one():
     with pytest.raises(SystemExit, match='sees no xpu device'): main(['--device', 'xpu'])
 def test_saves():
     "Training waits for less with the file in the background, for which a whole copy stays in memory"
     row = saves.run(rounds=1, megabytes=8)
-    assert row['torch.save'] == 1 == row['memory'] and all(v > 0 for v in row.values()) and row.keys() >= {'checkpoint', 'background, wait', 'force to disk'}
+    assert (row['torch.save'] == 1 == row['memory'] and all(v > 0 for v in row.values())
+            and row.keys() >= {'checkpoint', 'background, wait', 'force to disk'})
 
 # -- Clients of fastai -------------------------------------------------------------------------------------------
 def client_case(loss_func=nn.MSELoss(), **kwargs):
@@ -293,7 +316,8 @@ class Biased(Callback):
     def after_loss(self): self.model.bias.data.mul_(1.1)
 
 @pytest.mark.parametrize('loss_func,kwargs,expected', [
-    (nn.MSELoss(), {}, 'exact'), (spread, {}, 'told'), (spread, dict(acc=dict(coupled=True)), 'exact'), (sixteen, {}, 'refused'), (fails, {}, 'fails'),
+    (nn.MSELoss(), {}, 'exact'), (spread, {}, 'told'), (spread, dict(acc=dict(coupled=True)), 'exact'),
+    (sixteen, {}, 'refused'), (fails, {}, 'fails'),
     (nn.MSELoss(), dict(cbs=lambda: [Biased()]), 'bug'), (nn.MSELoss(), dict(acc=dict(weight=lambda learn: 1)), 'bug')])
 def test_results_of_clients(loss_func, kwargs, expected):
     what,off,said = clients.result(client_case(loss_func, **kwargs), 'micro-batches')
@@ -321,4 +345,6 @@ def in_cells(html): return re.findall(r'<t[hd][^>]*>(.*?)</t[hd]>', html)
 def test_pages_show_these_results(page):
     found = list(tables_of(page))
     assert found
-    for call,shown in found: assert [in_cells(o) for o in shown]==[in_cells(eval(call, dict(report=report, res=results))._repr_html_())], call
+    for call,shown in found:
+        assert [in_cells(o)
+                for o in shown]==[in_cells(eval(call, dict(report=report, res=results))._repr_html_())], call

@@ -29,7 +29,8 @@ class L2(Callback):
     def after_loss(self):
         if self.training: self.learn.loss_grad = self.learn.loss_grad + .1*sum(p.pow(2).sum() for p in self.learn.model.parameters())
 
-right = dict(steps=ClipsSteps, ema=EMA, rates=Rates, l2=L2, fastais=lambda: GradientClip(.1), scheduled=lambda: ParamScheduler(dict(lr=SchedLin(.1, .01))), none=Callback)
+right = dict(steps=ClipsSteps, ema=EMA, rates=Rates, l2=L2, fastais=lambda: GradientClip(.1),
+             scheduled=lambda: ParamScheduler(dict(lr=SchedLin(.1, .01))), none=Callback)
 @pytest.mark.parametrize('name', right)
 def test_right(name):
     for r in check_callback(right[name]): assert r.exact and str(r)==f'{r.way}: exact', r
@@ -55,8 +56,11 @@ class LastBatch(Callback):
         self.learn.opt.zero_grad()
         self.learn.loss_func(self.learn.model(*self.learn.xb), *self.learn.yb).backward()
 
-@pytest.mark.parametrize('cb,event,what,ways', [(Clips, 'after_backward', 'gradients', 'both'), (Zeroes, 'before_batch', 'gradients', 'loader batches'),
-    (Decays, 'after_batch', 'weights', 'loader batches'), (EachBatch, 'after_batch', 'avg', 'loader batches'), (RatesEach, 'before_batch', 'rates', 'loader batches'),
+@pytest.mark.parametrize('cb,event,what,ways',
+                         [(Clips, 'after_backward', 'gradients', 'both'),
+                          (Zeroes, 'before_batch', 'gradients', 'loader batches'),
+    (Decays, 'after_batch', 'weights', 'loader batches'), (EachBatch, 'after_batch', 'avg', 'loader batches'),
+    (RatesEach, 'before_batch', 'rates', 'loader batches'),
     (LastBatch, 'before_step', 'gradients', 'loader batches')])
 def test_wrong(cb, event, what, ways):
     for r in check_callback(cb):
@@ -70,7 +74,8 @@ def test_own_learner():
         set_seed(3)
         items = list(zip(torch.randn(24, 3), torch.randn(24, 1)))
         made.append(bs)
-        return Learner(DataLoaders(DataLoader(items, bs=bs), DataLoader(items, bs=8), device='cpu'), nn.Linear(3, 1), loss_func=nn.MSELoss(), opt_func=SGD, cbs=cbs)
+        return Learner(DataLoaders(DataLoader(items, bs=bs), DataLoader(items, bs=8), device='cpu'), nn.Linear(3, 1),
+                       loss_func=nn.MSELoss(), opt_func=SGD, cbs=cbs)
     state = torch.get_rng_state()
     assert all(r.exact for r in check_callback(ClipsSteps, learner, bs=8, epochs=1))
     assert made==[8, 2, 8] and torch.get_rng_state().equal(state)

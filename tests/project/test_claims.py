@@ -15,7 +15,8 @@ cases = {k: m.cases() for k,m in modules.items()}
 own = [pytest.param(c, way, id=f'{k}-{i}-{way}', marks=[pytest.mark.slow]*(way == 'two ranks'))
        for k,cs in cases.items() for i,c in enumerate(cs) if isinstance(c, Claim) for way in c.ways]
 few = 'accelerate-10-loader batches', 'lightning-5-', 'lightning-26-micro-batches', 'transformers-1-micro-batches'
-quick = ['test_result', 'test_distance', 'test_merge', 'test_counts', 'test_results_are_of_all_claims', 'test_page', *(f'test_claim[{k}]' for k in few)]
+quick = ['test_result', 'test_distance', 'test_merge', 'test_counts', 'test_results_are_of_all_claims', 'test_page',
+         *(f'test_claim[{k}]' for k in few)]
 
 # -- The arithmetic
 def tensors(**values): return {k: torch.tensor(v) for k,v in values.items()}
@@ -33,7 +34,8 @@ def raises(what): raise RuntimeError(what)
 def refuses(): return claims.GradientAccumulation(0)
 
 @pytest.mark.parametrize('big,ours,expected', [
-    (gives, gives, ('exact', 0., '')), (gives, lambda: gives(.5), ('bug', .5, '')), (gives, lambda: gives(.5, 'half'), ('told', .5, 'half')),
+    (gives, gives, ('exact', 0., '')), (gives, lambda: gives(.5), ('bug', .5, '')),
+    (gives, lambda: gives(.5, 'half'), ('told', .5, 'half')),
     (lambda: gives(says='half'), lambda: gives(.5, 'half'), ('bug', .5, '')), (gives, lambda: gives(says='half'), ('exact', 0., '')),
     (lambda: raises('before'), gives, ('fails', None, 'before')), (gives, lambda: raises('oh'), ('bug', None, 'RuntimeError: oh')),
     (claims.REFUSED, gives, ('bug', None, 'There is no error.'))])
@@ -106,7 +108,10 @@ def test_counts():
 def test_about():
     def of(date, torch): return dict(date=date, beside=dict(fastai='2', torch=torch))
     assert clients.about(dict(a=of('today', '3'), b=of('today', '3')))=='run on today with fastai 2 and PyTorch 3'
-    assert clients.about(dict(a=of('today', '4'), b=of('sunday', '3')))=='run on sunday with fastai 2 and PyTorch 3; run on today with fastai 2 and PyTorch 4'
+    assert clients.about(
+        dict(a=of('today', '4'),
+             b=of('sunday',
+                  '3')))=='run on sunday with fastai 2 and PyTorch 3; run on today with fastai 2 and PyTorch 4'
 
 def test_page():
     "Else: run nbs/works_with.ipynb again"
@@ -115,4 +120,5 @@ def test_page():
     ours = clients.installed(results)
     assert shown==[f'The cases were {clients.about(ours)}.', clients.markdown(clients.summary(ours)),
                    *(clients.markdown(clients.others(ours, k)) for k in ('told','refused','fails')),
-                   *(text for o in clients.libraries(results).values() for text in (clients.read_from(o), clients.markdown(clients.claims_of(o))))]
+                   *(text for o in clients.libraries(results).values()
+                     for text in (clients.read_from(o), clients.markdown(clients.claims_of(o))))]

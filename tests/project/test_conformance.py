@@ -20,7 +20,8 @@ def run(tmp_path, code):
     "`python -m fastaccum.conformance my_loop.py` in a process of its own"
     (tmp_path/'my_loop.py').write_text(code, encoding='utf-8')
     env = os.environ | dict(PYTHONPATH=str(root), PYTHONWARNINGS='ignore')
-    return subprocess.run([sys.executable, '-m', 'fastaccum.conformance', 'my_loop.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, '-m', 'fastaccum.conformance', 'my_loop.py'], cwd=tmp_path, env=env,
+                          capture_output=True, text=True, timeout=120)
 
 def loop(*, divide=lambda job, i: job.n_acc, micro=lambda job: None, step=lambda job, opt: opt.step(), clean=True, at_end=True):
     "A loop with parts to be replaced"
@@ -68,7 +69,10 @@ def test_noticed(case, wrong, right):
 @pytest.mark.parametrize('name', without_resume)
 def test_one_item_is_noticed(name):
     "One item of a step's that counts twice"
-    def twice(job): big_batch(replace(job, batches=mapped(accumulated(job), lambda x, y: (torch.cat([x[:1], x]), torch.cat([y[:1], y]))), n_acc=1))
+    def twice(job):
+        big_batch(
+            replace(job, batches=mapped(accumulated(job), lambda x, y: (torch.cat([x[:1], x]), torch.cat([y[:1], y]))),
+                    n_acc=1))
     r, = check(twice, [name])
     assert r.off > 10*CASES[name].tol
 
@@ -99,7 +103,8 @@ def test_the_same_for_everybody():
     torch.manual_seed(5)
     state = torch.get_rng_state()
     a,b = CASES['tokens'].job(),(torch.rand(3), CASES['tokens'].job())[1]
-    assert all(x.equal(y) for (x,_),(y,_) in zip(a.batches, b.batches)) and conformance.flat_weights(a.model).equal(conformance.flat_weights(b.model))
+    assert (all(x.equal(y) for (x,_),(y,_) in zip(a.batches, b.batches))
+            and conformance.flat_weights(a.model).equal(conformance.flat_weights(b.model)))
     torch.set_rng_state(state)
     CASES['tokens'].job()
     assert torch.get_rng_state().equal(state)

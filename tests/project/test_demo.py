@@ -13,7 +13,8 @@ def demo(tmp_path_factory):
     "The folder in which the demo ran, and what it printed"
     cwd = tmp_path_factory.mktemp('demo')
     env = {**os.environ, 'PYTHONPATH': str(root), 'MPLBACKEND': 'Agg', 'PYTHONIOENCODING': 'utf-8'}
-    res = subprocess.run([sys.executable, '-m', 'fastaccum.demo', '--epochs', '2'], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    res = subprocess.run([sys.executable, '-m', 'fastaccum.demo', '--epochs', '2'], cwd=cwd, env=env,
+                         capture_output=True, text=True, timeout=300)
     assert res.returncode == 0, res.stderr
     return cwd, res.stdout
 

@@ -34,12 +34,15 @@ def test_out_of_date(project):
 def test_warnings(tmp_path):
     "A page shows the warnings for users that its cells give, and nothing else of stderr; what was kept stays"
     own,others = 'FastaccumWarning: a [loss]: 3% off','UserWarning: no GPU'
-    err = f"""Epoch 0:  50%|\n/a b/c.py:30: FutureWarning: old\n  f()\n/tmp/k_1/2.py:3: {own}\n  learn.fit(1)\n/lib/t.py:5: {others}\n  g()\nwandb: done\n"""
+    err = "Epoch 0:  50%|\n/a b/c.py:30: FutureWarning: old\n  f()\n" \
+          f"""/tmp/k_1/2.py:3: {own}\n  learn.fit(1)\n/lib/t.py:5: {others}\n  g()\nwandb: done\n"""
     def stream(name, text): return dict(output_type='stream', name=name, text=text)
-    cells = [mk_cell('f()', outputs=[stream('stdout', '1\n'), stream('stderr', err)]), mk_cell('g()', outputs=[stream('stderr', 'wandb: done')])]
+    cells = [mk_cell('f()', outputs=[stream('stdout', '1\n'), stream('stderr', err)]),
+             mk_cell('g()', outputs=[stream('stderr', 'wandb: done')])]
     fn = tmp_path/'a.ipynb'
     for _ in range(2):
         write_nb(new_nb(cells), fn)
         export.keep_warnings(fn)
         cells = read_nb(fn).cells
-        assert [[(o.name, ''.join(o.text)) for o in c.outputs] for c in cells] == [[('stdout', '1\n'), ('stderr', f'{own}\n{others}\n')], []]
+        assert [[(o.name, ''.join(o.text)) for o in c.outputs]
+                for c in cells] == [[('stdout', '1\n'), ('stderr', f'{own}\n{others}\n')], []]

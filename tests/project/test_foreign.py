@@ -36,7 +36,8 @@ synth_learner(n_trn=4, cbs=Random()).fit(1)
 '''
 
 def notebook(path):
-    cells = [dict(cell_type='code', id=f'c{i}', metadata={}, outputs=[], execution_count=None, source=o) for i,o in enumerate(CELLS.split('---\n'))]
+    cells = [dict(cell_type='code', id=f'c{i}', metadata={}, outputs=[], execution_count=None, source=o)
+             for i,o in enumerate(CELLS.split('---\n'))]
     path.write_text(json.dumps(dict(cells=cells, nbformat=4, nbformat_minor=5, metadata={})))
     return path
 
@@ -48,7 +49,8 @@ def test_notebook(tmp_path, capsys):
     found = [[[res for res,_ in fit.values()] for fit in fits] for *_,fits in cells.values()]
     assert found==[[], [['exact']*3], [['exact','bug','bug']], [['fails']*3], [], [['refused']*3], [['exact','exact','bug']]]
     total = foreign.compare(nb.stem, cells, ours)
-    assert (total['loader batches','exact'], total['loader batches','bug'], total['cells'], total['skipped'], total['cells refused'])==(1, 2, 5, 2, 1)
+    assert (total['loader batches','exact'], total['loader batches','bug'], total['cells'], total['skipped'],
+            total['cells refused'])==(1, 2, 5, 2, 1)
     out = capsys.readouterr().out
     assert '1 skipped (no data unknown)' in out and 'class Counts' in out and 'callbacks are attached' in out
 
@@ -79,7 +81,9 @@ def test_verdict():
     assert verdict((far[0], ['it is off'], None, False))=='told'
     assert verdict((far[0], ['BatchNorm sees micro-batches'], None, False))=='bug'                     # no reason for it
     assert verdict((None, [], 'ValueError: no', True))=='refused' and verdict((None, [], 'ValueError: no', False))=='bug'
-    for ours in (outcome(weights=[1.,2.]), outcome(weights=[1.,2.], losses=[.5]), outcome(weights=[1.,2.], losses=[.5,.5])): assert verdict(ours)=='bug'
+    for ours in (outcome(weights=[1.,2.]), outcome(weights=[1.,2.], losses=[.5]),
+                 outcome(weights=[1.,2.], losses=[.5,.5])):
+        assert verdict(ours)=='bug'
     lr_find = [foreign.differences({'losses': torch.tensor([1.,.9,*o])}, {'losses': torch.tensor([1.,.9,*p])})['losses']
                for o,p in [((5.,90.), (5.,91.)), ((.8,5.), (.7,5.)), ((5.,90.), (5.,))]]
     assert lr_find[0]==0 and lr_find[1]>.05 and lr_find[2]==float('inf')     # what a net that diverges does does not count

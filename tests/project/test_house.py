@@ -15,11 +15,13 @@ folders = [f for floor in floors for f in sorted(floor)]
 allowed = {}
 # Objects of others, which a function may write to: fastai's and PyTorch's
 foreign = set('learn dl opt rec model module head p param t res'.split())
-learners_own = set('opt recorder dls model logger'.split())      # `learn.opt.x = ...` too; what stands behind other attributes is a callback
+# `learn.opt.x = ...` too; what stands behind other attributes is a callback
+learners_own = set('opt recorder dls model logger'.split())
 as_fastai_calls_them = {'GradientAccumulation','MixedPrecision','WandbCallback'}      # to know fastai's of these names
 
 # Modules that a check still complains about
-debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(), warned=set(), too_deep=set(), below_internals=set())
+debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(),
+             warned=set(), too_deep=set(), below_internals=set())
 
 @cache
 def read(path=root/'fastaccum'):
@@ -77,13 +79,15 @@ def patches(trees):
         for n in ast.walk(tree):
             if not isinstance(n, ast.FunctionDef): continue
             for d in n.decorator_list:
-                if names_of(d.func if isinstance(d, ast.Call) else d) == 'patch' and n.args.args: yield mod,ast.unparse(n.args.args[0].annotation),n.name
+                if names_of(d.func if isinstance(d, ast.Call) else d) == 'patch' and n.args.args:
+                    yield mod,ast.unparse(n.args.args[0].annotation),n.name
                 if isinstance(d, ast.Call) and names_of(d.func) == 'patch_to': yield mod,ast.unparse(d.args[0]),n.name
 
 def patched(trees):
     "Methods that an own class gets from outside, but plots"
     own = {n.name for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
-    yield from ((mod, f'{cls}.{name}') for mod,cls,name in patches(trees) if set(re.findall(r'\w+', cls)) & own and not name.startswith('plot'))
+    yield from ((mod, f'{cls}.{name}') for mod,cls,name in patches(trees) if set(re.findall(r'\w+', cls)) & own
+                and not name.startswith('plot'))
 
 def methods_of_learner():
     "Those that fastai.learner itself gives a `Learner`"
@@ -95,8 +99,10 @@ def replaced(trees, own=methods_of_learner()):
     "Methods of fastai's `Learner` that are replaced elsewhere than in loop/learner"
     set_to = {mod: [t.attr for n in ast.walk(tree) if isinstance(n, ast.Assign) for t in n.targets
                     if isinstance(t, ast.Attribute) and names_of(t.value) == 'Learner'] for mod,tree in trees.items()}
-    found = [(mod, name) for mod,cls,name in patches(trees) if cls == 'Learner'] + [(mod, name) for mod,names in set_to.items() for name in names]
-    found += [(mod, n.name) for mod,tree in trees.items() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and 'replaces' in map(names_of, n.decorator_list)]
+    found = [(mod, name) for mod,cls,name in patches(trees) if cls
+             == 'Learner'] + [(mod, name) for mod,names in set_to.items() for name in names]
+    found += [(mod, n.name) for mod,tree in trees.items() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)
+              and 'replaces' in map(names_of, n.decorator_list)]
     yield from ((mod, f'Learner.{name}') for mod,name in found if name in own and mod != 'loop/learner')
 
 def assigned(fn):
@@ -112,21 +118,26 @@ def written(trees):
     "Functions, not methods, that write the attributes of an object of ours that they were given"
     for mod,tree in trees.items():
         for fn in tree.body:
-            if not isinstance(fn, ast.FunctionDef) or any(names_of(getattr(d, 'func', d)) in ('patch','patch_to') for d in fn.decorator_list): continue
+            if not isinstance(fn, ast.FunctionDef) or any(names_of(getattr(d, 'func', d)) in ('patch','patch_to')
+                    for d in fn.decorator_list):
+                continue
             params = {a.arg for a in [*fn.args.posonlyargs, *fn.args.args, *fn.args.kwonlyargs]}
             for o in assigned(fn):
                 path = re.findall(r'\w+', ast.unparse(o.value).split('(')[0])
                 if not path or path[0] not in params: continue
-                if path[0] not in foreign or path[0] == 'learn' and path[1:] and path[1] not in learners_own: yield mod,f'{fn.name} writes {ast.unparse(o)}'
+                if path[0] not in foreign or path[0] == 'learn' and path[1:] and path[1] not in learners_own:
+                    yield mod,f'{fn.name} writes {ast.unparse(o)}'
 
 def warned(trees):
-    "Warnings that do not go through core/warnings, which gives them their class and the user's line. `warn` alone is another one of fastai's `import *`"
+    """Warnings that do not go through core/warnings, which gives them their class and the user's line. `warn` alone is
+    another one of fastai's `import *`"""
     for mod,tree in trees.items():
         if mod == 'core/warnings': continue
         ours = any(isinstance(n, ast.ImportFrom) and (n.module or '').endswith('warnings') and n.level for n in tree.body)
         for n in ast.walk(tree):
             name = names_of(n.func) if isinstance(n, ast.Call) else None
-            if name in ('warn','warn_explicit') and (isinstance(n.func, ast.Attribute) or not ours): yield mod,f'{ast.unparse(n.func)}, line {n.lineno}'
+            if name in ('warn','warn_explicit') and (isinstance(n.func, ast.Attribute) or not ours):
+                yield mod,f'{ast.unparse(n.func)}, line {n.lineno}'
 
 # -- The tests ---------------------------------------------------------------------------------------------------
 checks = [imports, named_above, namespaces, patched, replaced, written, warned]
@@ -141,7 +152,8 @@ def test_the_house(check):
 def test_core_without_fastai():
     "Also in a fresh process, whose modules anything may have imported"
     mods = [m.replace('/', '.').removesuffix('.__init__') for m in read() if folder(m) == 'core']
-    code = f'import sys, {", ".join(f"fastaccum.{m}" for m in mods)}; print([m for m in sys.modules if m.partition(".")[0] in ("fastai","wandb")])'
+    code = f'import sys, {", ".join(f"fastaccum.{m}" for m in mods)}; ' \
+           'print([m for m in sys.modules if m.partition(".")[0] in ("fastai","wandb")])'
     res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=root, capture_output=True, text=True)
     assert res.stdout.strip() == '[]', res.stdout + res.stderr
 
@@ -188,21 +200,39 @@ def test_map():
     classes = {(folder(m), n.name) for m,tree in read().items() for n in tree.body if isinstance(n, ast.ClassDef)}
     assert {(f, n) for f,objects in rows for n in re.findall(r'`(\w+)`', objects)} - {('loop', 'Learner')} <= classes
 
+# -- How wide code is ---------------------------------------------------------------------------------------------
+def long_lines(lines): return [l for l in lines if len(l) > 140]
+
+def test_lines_fit():
+    "Of tests, benchmarks, tools and examples. test_notebooks.py looks at the cells that the modules are made of"
+    files = [f for folder in ('tests','bench','tools','examples') for f in (root/folder).rglob('*.py')]
+    assert len(files) > 150
+    assert {f.relative_to(root).as_posix() for f in files if long_lines(f.read_text(encoding='utf-8').splitlines())} == set()
+    assert long_lines(['a'*140, 'a'*141]) == ['a'*141]
+
 # -- The checks can fail -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize('check,mod,src,wrong', [
-    (imports, 'core/a', 'from fastai.basics import *', 1), (imports, 'core/a', 'import torch\nfrom .b import c', 0), (imports, 'loop/a', 'from ..core.b import c', 0),
-    (imports, 'core/a', 'from ..loop.b import c', 1), (imports, 'precision/a', 'def f():\n    from ..logs import c', 1), (imports, 'memory/__init__', 'from ..core import c', 0),
-    (imports, 'logs/a', 'from fastaccum.memory.b import c', 1), (imports, 'memory/a', 'from .. import batch_size', 1), (imports, 'demo', 'from .memory import c', 0),
-    (named_above, 'loop/a', 'x = "Upper"', 1), (named_above, 'loop/a', 'names = "Other Upper".split()', 1), (named_above, 'loop/a', 'raise ValueError("Use Upper instead.")', 0),
+    (imports, 'core/a', 'from fastai.basics import *', 1), (imports, 'core/a', 'import torch\nfrom .b import c', 0),
+    (imports, 'loop/a', 'from ..core.b import c', 0),
+    (imports, 'core/a', 'from ..loop.b import c', 1), (imports, 'precision/a', 'def f():\n    from ..logs import c', 1),
+    (imports, 'memory/__init__', 'from ..core import c', 0),
+    (imports, 'logs/a', 'from fastaccum.memory.b import c', 1), (imports, 'memory/a', 'from .. import batch_size', 1),
+    (imports, 'demo', 'from .memory import c', 0),
+    (named_above, 'loop/a', 'x = "Upper"', 1), (named_above, 'loop/a', 'names = "Other Upper".split()', 1),
+    (named_above, 'loop/a', 'raise ValueError("Use Upper instead.")', 0),
     (named_above, 'loop/a', 'f(learn.Upper)', 1), (named_above, 'memory/a', 'Upper()', 0),
     (namespaces, 'loop/a', 'x = SimpleNamespace(a=1)', 1), (namespaces, 'checkpoint/values', 'kinds = (SimpleNamespace,)', 0),
     (patched, 'memory/a', '@patch\ndef f(self:Upper): pass', 1), (patched, 'memory/a', '@patch(as_prop=True)\ndef f(self:Upper): pass', 1),
     (patched, 'memory/a', '@patch\ndef plot(self:Upper): pass', 0), (patched, 'memory/a', '@patch\ndef f(self:Learner): pass', 0),
     (replaced, 'memory/a', '@patch\ndef fit(self:Learner): pass', 1), (replaced, 'memory/a', '@patch\ndef save(self:Learner): pass', 1),
-    (replaced, 'loop/learner', '@patch\ndef fit(self:Learner): pass', 0), (replaced, 'memory/a', 'Learner.fit = f', 1), (replaced, 'memory/a', '@replaces\ndef fit(theirs, self): pass', 1), (replaced, 'memory/a', '@patch\ndef own(self:Learner): pass', 0),
-    (written, 'loop/a', 'def f(acc): acc.n = 1', 1), (written, 'loop/a', 'def f(cb): cb.state.n += 1', 1), (written, 'loop/a', 'def f(cb): setattr(cb, "n", 1)', 1),
+    (replaced, 'loop/learner', '@patch\ndef fit(self:Learner): pass', 0), (replaced, 'memory/a', 'Learner.fit = f', 1),
+    (replaced, 'memory/a', '@replaces\ndef fit(theirs, self): pass', 1),
+    (replaced, 'memory/a', '@patch\ndef own(self:Learner): pass', 0),
+    (written, 'loop/a', 'def f(acc): acc.n = 1', 1), (written, 'loop/a', 'def f(cb): cb.state.n += 1', 1),
+    (written, 'loop/a', 'def f(cb): setattr(cb, "n", 1)', 1),
     (written, 'loop/a', 'def f(learn): learn.xb,learn.yb = 1,2', 0), (written, 'loop/a', 'def f(learn): learn.mixed_precision.on = 1', 1),
-    (written, 'loop/a', 'def f(learn): learn.opt.n = 1', 0), (written, 'loop/a', 'class A:\n    def f(self): self.n = 1', 0), (written, 'loop/a', 'def f(p): p.grad = None', 0),
+    (written, 'loop/a', 'def f(learn): learn.opt.n = 1', 0),
+    (written, 'loop/a', 'class A:\n    def f(self): self.n = 1', 0), (written, 'loop/a', 'def f(p): p.grad = None', 0),
     (warned, 'core/a', 'import warnings\nwarnings.warn("a")', 1), (warned, 'loop/a', 'from fastai.basics import *\nwarn("a")', 1),
     (warned, 'loop/a', 'from warnings import warn\nwarn("a")', 1), (warned, 'loop/a', 'from ..core.warnings import warn\nwarn("a")', 0),
     (warned, 'loop/a', 'cb.warn_once("a")', 0)])

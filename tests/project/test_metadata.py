@@ -20,7 +20,8 @@ def test_pyproject():
     proj = toml['project']
     assert (proj['name'], proj['description'])==(cfg['lib_name'], cfg['description'])
     site = f"{cfg['doc_host']}{cfg['doc_baseurl']}/"
-    assert proj['urls']==dict(Repository=cfg['git_url'], Documentation=site, Changelog=f'{site}changelog.html', Issues=f"{cfg['git_url']}/issues")
+    assert proj['urls']==dict(Repository=cfg['git_url'], Documentation=site, Changelog=f'{site}changelog.html',
+                              Issues=f"{cfg['git_url']}/issues")
 
 def from_yaml(f): return yaml.safe_load((root/f).read_text(encoding='utf-8'))
 
@@ -30,7 +31,9 @@ def test_pythons():
     assert jobs['test']['strategy']['matrix']=={'os': ['ubuntu-latest', 'macos-latest'], 'python': pythons}
     assert jobs['windows']['steps'][1]['with']['python-version'] in pythons
     assert from_yaml('.github/workflows/release.yml')['jobs']['smoke']['strategy']['matrix']['python']==[pythons[0], pythons[-1]]
-    assert [(o['versions'], o['python']) for o in jobs['versions']['strategy']['matrix']['include']]==[('lowest', pythons[0]), ('newest', pythons[-1])]
+    assert [(o['versions'], o['python'])
+            for o in jobs['versions']['strategy']['matrix']['include']]==[
+                ('lowest', pythons[0]), ('newest', pythons[-1])]
 
 def test_lower_bounds():
     "The lowest versions that are promised are those that are tested"
@@ -59,7 +62,8 @@ needs_make = pytest.mark.skipif(not shutil.which('make'), reason='needs make')
 
 @needs_make
 @pytest.mark.parametrize('there,target,installed', [
-    ([], 'demo', ['.']), ([], 'test', ['.', "'.[dev]'"]), (['.package'], 'demo', []), (['.package'], 'test', ["'.[dev]'"]), (['.package', '.installed'], 'demo', []),
+    ([], 'demo', ['.']), ([], 'test', ['.', "'.[dev]'"]), (['.package'], 'demo', []),
+    (['.package'], 'test', ["'.[dev]'"]), (['.package', '.installed'], 'demo', []),
     (['.package', '.installed'], 'test', [])])
 def test_what_make_installs(tmp_path, there, target, installed):
     "The demo takes the package alone, and targets come in any order"
@@ -97,11 +101,16 @@ def test_changelog():
     assert len(first) < 5000, f'{len(first)} characters: say what a user gets, and leave out how it came about'
 
 @pytest.mark.parametrize('changes,says', [
-    ({}, ''), ({'settings.ini': ('1.2.3', '1.2.4'), 'CHANGELOG.md': ('1.2.3', '1.2.4')}, 'The tag is v1.2.3, the version 1.2.4'), ({'CHANGELOG.md': (', 1 May 2027', '')}, 'the day of the release'),
-    ({'CHANGELOG.md': ('New.', 'New, not released yet.')}, 'CHANGELOG.md says'), ({'README.md': ('pip', 'It is not on PyPI yet')}, 'README.md says')])
+    ({}, ''),
+    ({'settings.ini': ('1.2.3', '1.2.4'), 'CHANGELOG.md': ('1.2.3', '1.2.4')}, 'The tag is v1.2.3, the version 1.2.4'),
+    ({'CHANGELOG.md': (', 1 May 2027', '')}, 'the day of the release'),
+    ({'CHANGELOG.md': ('New.', 'New, not released yet.')}, 'CHANGELOG.md says'),
+    ({'README.md': ('pip', 'It is not on PyPI yet')}, 'README.md says')])
 def test_ready_for_release(tmp_path, changes, says):
     "Nothing is built for a tag that is not the version, or with texts of before"
-    texts = {'settings.ini': '[DEFAULT]\nversion = 1.2.3\n', 'CHANGELOG.md': '# Changelog\n\n## 1.2.3, 1 May 2027\n\nNew.\n\n## 1.2.2\n\nnot released yet\n', 'README.md': 'pip'}
+    texts = {'settings.ini': '[DEFAULT]\nversion = 1.2.3\n',
+             'CHANGELOG.md': '# Changelog\n\n## 1.2.3, 1 May 2027\n\nNew.\n\n## 1.2.2\n\nnot released yet\n',
+             'README.md': 'pip'}
     for f,text in texts.items(): (tmp_path/f).write_text(text.replace(*changes.get(f, ('', ''))))
     found = release.wrong(tmp_path, 'v1.2.3')
     assert len(found) == bool(says) and says in ''.join(found)

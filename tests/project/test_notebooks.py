@@ -14,7 +14,10 @@ most = 5    # cells in a row that define something, with nothing to see in betwe
 debts = dict(promise=set(), long_lines=set(), in_a_row=set(), public_first=set(), not_shown=set(), mocked=set())
 
 def is_exported(cell): return bool(re.match(r'#\| *exporti?\b', cell.source))
-def is_visible(cell): return cell.cell_type == 'code' and not re.search(r'^#\| *(hide|export|exporti|default_exp|eval: *false|include: *false)\b', cell.source, re.M)
+def is_visible(cell):
+    return (cell.cell_type == 'code'
+            and not re.search(r'^#\| *(hide|export|exporti|default_exp|eval: *false|include: *false)\b', cell.source,
+                              re.M))
 def parsed(cell): return ast.parse(re.sub(r'(?m)^\s*[%!].*', '', cell.source)).body
 def definitions(cell): return [o for o in parsed(cell) if isinstance(o, (ast.FunctionDef,ast.ClassDef))] if is_exported(cell) else []
 
@@ -52,7 +55,8 @@ def not_shown(cells, public):
 
 def mocked(cells, public):
     "Examples with a namespace or a mock where a real `Learner` belongs"
-    return [o for c in cells if not is_exported(c) and c.cell_type == 'code' for o in re.findall(r'learn\w* *= *(SimpleNamespace|Mock|MagicMock)\(', c.source)]
+    return [o for c in cells if not is_exported(c) and c.cell_type == 'code'
+            for o in re.findall(r'learn\w* *= *(SimpleNamespace|Mock|MagicMock)\(', c.source)]
 
 checks = [promise, long_lines, in_a_row, public_first, not_shown, mocked]
 
@@ -66,13 +70,17 @@ def test_pages(check):
 @pytest.mark.parametrize('check,src,wrong', [
     (promise, ['# A\n\n> What for'], 0), (promise, ['# A'], 1),
     (long_lines, ['#| export\na = ' + '1'*136], 0), (long_lines, ['#| exporti\na = ' + '1'*137], 1),
-    (in_a_row, ['#| export\ndef f(): pass']*5, 0), (in_a_row, ['#| exporti\ndef f(): pass']*6, 1), (in_a_row, ['#| export\ndef f(): pass', 'f()']*6, 0),
+    (in_a_row, ['#| export\ndef f(): pass']*5, 0), (in_a_row, ['#| exporti\ndef f(): pass']*6, 1),
+    (in_a_row, ['#| export\ndef f(): pass', 'f()']*6, 0),
     (in_a_row, ['#| export\ndef f(): pass', '#| hide\nf()']*6, 1), (in_a_row, ['#| export\nimport a']*6, 0),
-    (public_first, ['#| export\nclass A: pass', '#| exporti\ndef f(): pass'], 0), (public_first, ['#| exporti\ndef f(): pass', '#| export\nclass A: pass'], 1),
+    (public_first, ['#| export\nclass A: pass', '#| exporti\ndef f(): pass'], 0),
+    (public_first, ['#| exporti\ndef f(): pass', '#| export\nclass A: pass'], 1),
     (public_first, ['#| exporti\ndef f(): pass'], 0), (public_first, ['#| exporti\nclass B: pass', '#| export\nclass A(B): pass'], 0),
-    (not_shown, ['#| export\nclass A: pass', 'A()'], 0), (not_shown, ['#| export\nclass A: pass', '#| hide\nA()'], 1), (not_shown, ['#| exporti\ndef f(): pass'], 0),
+    (not_shown, ['#| export\nclass A: pass', 'A()'], 0), (not_shown, ['#| export\nclass A: pass', '#| hide\nA()'], 1),
+    (not_shown, ['#| exporti\ndef f(): pass'], 0),
     (mocked, ['learn = SimpleNamespace(opt=1)'], 1), (mocked, ['learn = synth_learner()'], 0)])
-def test_the_checks_can_fail(check, src, wrong): assert len(check([mk_cell(s, 'markdown' if s[:2] == '# ' else 'code') for s in src], {'A'})) == wrong
+def test_the_checks_can_fail(check, src, wrong):
+    assert len(check([mk_cell(s, 'markdown' if s[:2] == '# ' else 'code') for s in src], {'A'})) == wrong
 
 def test_every_slow_cell_runs():
     "`make snippets` types those that a page shows; `make cases` runs the notebooks that have hidden ones"
@@ -83,7 +91,8 @@ def test_every_slow_cell_runs():
 
 def draws(cell):
     "Does a page show a picture that this cell draws? `show_results` of a table, and a picture that the cell closes or saves, are none"
-    return is_visible(cell) and bool(re.search(r'plt\.subplots|\.plot_\w+\(|show_results\([^)]*figsize', cell.source)) and 'redirect_stdout' not in cell.source
+    return (is_visible(cell) and bool(re.search(r'plt\.subplots|\.plot_\w+\(|show_results\([^)]*figsize', cell.source))
+            and 'redirect_stdout' not in cell.source)
 
 def test_pictures_are_there():
     "Executed with MPLBACKEND=Agg, a page loses them"
@@ -94,7 +103,8 @@ def test_pictures_are_there():
 def versions(outputs):
     "Library -> its versions in what `outputs` print"
     found,names = {},{'pytorch': 'torch', 'composer': 'mosaicml'}
-    for name,v in re.findall(r'(?<![\w-])(python|torch|pytorch|fastai|fastcore|accelerate|lightning|transformers|composer|mosaicml|fastaccum) (\d+\.\d+\.\d+)', outputs.lower()):
+    libraries = 'python|torch|pytorch|fastai|fastcore|accelerate|lightning|transformers|composer|mosaicml|fastaccum'
+    for name,v in re.findall(rf'(?<![\w-])({libraries}) (\d+\.\d+\.\d+)', outputs.lower()):
         found.setdefault(names.get(name, name), set()).add(v)
     return found
 

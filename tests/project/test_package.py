@@ -87,13 +87,17 @@ print(fastaccum.__file__, version('fastaccum'), len(learn.step_logger.to_df()))'
 
 def test_wheel_metadata(wheel):
     meta = Parser().parsestr(wheel.read(f"fastaccum-{cfg['version']}.dist-info/METADATA").decode())
-    expected = {'Name': cfg['lib_name'], 'Version': cfg['version'], 'Summary': cfg['description'], 'Author': cfg['author'], 'Author-email': cfg['author_email'],
-                'License-Expression': 'Apache-2.0', 'Requires-Python': f">={cfg['min_python']}", 'Description-Content-Type': 'text/markdown'}
+    expected = {'Name': cfg['lib_name'], 'Version': cfg['version'], 'Summary': cfg['description'],
+                'Author': cfg['author'], 'Author-email': cfg['author_email'],
+                'License-Expression': 'Apache-2.0', 'Requires-Python': f">={cfg['min_python']}",
+                'Description-Content-Type': 'text/markdown'}
     assert {k: meta[k] for k in expected}==expected
     assert dict(u.split(', ') for u in meta.get_all('Project-URL'))==toml['project']['urls']
     assert meta.get_payload().strip()==(root/'README.md').read_text(encoding='utf-8').strip()
     classifiers = meta.get_all('Classifier')
-    assert {f'Programming Language :: Python :: {p}' for p in cfg['pythons'].split()}|{'Typing :: Typed', 'Operating System :: OS Independent'} <= {*classifiers}
+    assert (
+        {f'Programming Language :: Python :: {p}'
+         for p in cfg['pythons'].split()}|{'Typing :: Typed', 'Operating System :: OS Independent'} <= {*classifiers})
     needs = [r.partition('; ') for r in meta.get_all('Requires-Dist')]
     assert {re.match(r'[\w-]+', r)[0] for r,_,extra in needs if not extra}=={'fastai', 'fastcore', 'torch'}
     assert {'wandb','tensorboard','distributed','bench','all','docs','dev'} <= {*meta.get_all('Provides-Extra')}
@@ -121,7 +125,8 @@ print(fastaccum.__file__, version('fastaccum'), len(learn.recorder.losses))''', 
     assert out.split()[-3:]==[str(installed/'fastaccum/__init__.py'), cfg['version'], '1']
 
 def test_imports(tmp_path):
-    "`fastaccum.all` adds modules of its own to fastai's import, and few others; with accelerate fastai's own distributed part, which imports that"
+    """`fastaccum.all` adds modules of its own to fastai's import, and few others; with accelerate fastai's own
+    distributed part, which imports that"""
     code = """import sys
 sys.modules['accelerate'] = None
 from fastai.vision.all import *

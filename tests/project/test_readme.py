@@ -74,7 +74,8 @@ def test_figure(convert):
     ('../bench/README.md#speed', 'https://github.com/fastaccum/fastaccum/blob/main/bench/README.md#speed'),
     *[(same, same) for same in ('https://x.org/a.png', 'mailto:a@b.org', '#install', '/abs.png')]])
 def test_links(convert, to, expected):
-    for s in ('a [b]({}) c', 'a ![b]({}) c', '[![b]({})](https://x.org)', 'the [`code`]({} "title")', '<img src="{}" width=3>', '<source srcset="{}">'):
+    for s in ('a [b]({}) c', 'a ![b]({}) c', '[![b]({})](https://x.org)', 'the [`code`]({} "title")',
+              '<img src="{}" width=3>', '<source srcset="{}">'):
         assert convert(md(s.format(to)))==s.format(expected)
 
 @pytest.mark.parametrize('src', ['a `fs[0](images/a.png)` b', '```python\nfs[0](images/a.png)\n```'])

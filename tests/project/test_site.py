@@ -19,7 +19,8 @@ quick = 'test_outputs', 'test_fitted', 'test_lines_know_their_indent', 'test_row
 def project(tmp_path_factory):
     "The folder of a project whose site is built"
     where = tmp_path_factory.mktemp('site')/'below'/'fastaccum'
-    for d in ('bench', 'examples', 'nbs', 'tools', 'tests', 'fastaccum'): shutil.copytree(root/d, where/d, ignore=shutil.ignore_patterns('__pycache__', 'models'))
+    for d in ('bench', 'examples', 'nbs', 'tools', 'tests', 'fastaccum'):
+        shutil.copytree(root/d, where/d, ignore=shutil.ignore_patterns('__pycache__', 'models'))
     for f in root.iterdir():
         if f.is_file(): shutil.copy(f, where)
     env = {**os.environ, 'PYTHONPATH': str(where), 'PYTHONWARNINGS': 'ignore'}
@@ -45,20 +46,26 @@ def test_pages(site):
 
 def test_order_of_pages():
     "The overview; each folder's face and its pages for users; what stands in no folder; and what all of these are made of, by folder"
-    titles = {f'api/{m}.md': m for m in ('conformance', 'all', 'core/index', 'core/accumulator', 'core/probe', 'accumulation/index', 'accumulation/callback', 'accumulation/plan',
+    titles = {f'api/{m}.md': m
+              for m in ('conformance', 'all', 'core/index', 'core/accumulator', 'core/probe', 'accumulation/index',
+                        'accumulation/callback', 'accumulation/plan',
                                          'new/page')}
     menu, = [e['API reference'] for e in docs.navigation(titles, {'api/core/probe.md', 'api/accumulation/plan.md'}) if 'API reference' in e]
     assert menu==[{'all': 'api/all.md'},
                   {'accumulation/index': ['api/accumulation/index.md', {'accumulation/callback': 'api/accumulation/callback.md'}]},
                   {'core/index': ['api/core/index.md', {'core/accumulator': 'api/core/accumulator.md'}]},
                   {'new': [{'new/page': 'api/new/page.md'}]}, {'conformance': 'api/conformance.md'},
-                  {'Internals': [{'accumulation/index': [{'accumulation/plan': 'api/accumulation/plan.md'}]}, {'core/index': [{'core/probe': 'api/core/probe.md'}]}]}]
+                  {'Internals': [{'accumulation/index': [{'accumulation/plan': 'api/accumulation/plan.md'}]},
+                                 {'core/index': [{'core/probe': 'api/core/probe.md'}]}]}]
 
 def test_internals_are_told_from_code():
     "A page is for users if it describes what a face hands on"
-    assert all(apidoc.is_public(apidoc.module_of(m)) for m in ('all', 'core.__init__', 'core.accumulator', 'accumulation.callback', 'logs.wandb', 'wandb', 'conformance'))
+    assert all(apidoc.is_public(apidoc.module_of(m))
+               for m in ('all', 'core.__init__', 'core.accumulator', 'accumulation.callback', 'logs.wandb', 'wandb',
+                         'conformance'))
     assert not any(apidoc.is_public(apidoc.module_of(m)) for m in ('loop.events', 'checkpoint.values', 'accumulation.plan'))
-    assert apidoc.module_of('core.__init__').__name__=='fastaccum.core' and 'loss_weight' in apidoc.public(apidoc.module_of('core.__init__'))[0]
+    assert (apidoc.module_of('core.__init__').__name__=='fastaccum.core'
+            and 'loss_weight' in apidoc.public(apidoc.module_of('core.__init__'))[0])
 
 def test_code_of_internals(site):
     "What `#| exporti` cells define is on the page as folded code; what a reader types does not hold it"
@@ -82,9 +89,11 @@ def api_page(site, name): return (site/f"api/{name.replace('.', '/')}.html").rea
 
 @pytest.mark.parametrize('name', modules)
 def test_symbols(site, name):
-    "Every symbol: heading, link to its source, signature, what it is for; parameters in a table; for users: all of these described, and a live example"
+    """Every symbol: heading, link to its source, signature, what it is for; parameters in a table; for users: all of
+    these described, and a live example"""
     mod,text = importlib.import_module(f'fastaccum.{name}'),api_page(site, name)
-    cells = [c for f in (root/'nbs').rglob('*.ipynb') for c in read_nb(f).cells if c.cell_type=='code' and not {'export', 'exporti', 'hide'} & set(c.directives)]
+    cells = [c for f in (root/'nbs').rglob('*.ipynb') for c in read_nb(f).cells if c.cell_type=='code'
+             and not {'export', 'exporti', 'hide'} & set(c.directives)]
     found,users = symbols(mod)
     for n,sym in found.items():
         about = re.search(rf'(?s)<(?:h[234] class="api[^>]*|code) id="{n.lower()}".*?(?=<h[234]|$)', text)
@@ -97,19 +106,23 @@ def test_symbols(site, name):
         told = {k: o.docment for k,o in dm.items() if k not in ('self', 'return')}
         if any(told.values()): assert '<table' in about[0] and all(f'<code>{k}</code>' in about[0] for k in told), n
         if n in users or n.partition('.')[0] in users: assert all(told.values()) or n in untold, (n, told)
-        if n in users and n not in unshown: assert any(re.search(rf'\b{n.rpartition(".")[2]}\b', c.source) for c in cells), f'{n}: no example'
+        if n in users and n not in unshown:
+            assert any(re.search(rf'\b{n.rpartition(".")[2]}\b', c.source) for c in cells), f'{n}: no example'
 
 # What fastai leaves open, and methods that only callbacks call
-untold = {'LoopCallback', 'BatchLoop.forward', 'GradientAccumulation.predict', 'WandbCallback', 'AdaptiveGradientAccumulation', 'AdaptiveGradientAccumulation.plan',
+untold = {'LoopCallback', 'BatchLoop.forward', 'GradientAccumulation.predict', 'WandbCallback',
+          'AdaptiveGradientAccumulation', 'AdaptiveGradientAccumulation.plan',
           'AMPMode', 'NoiseEstimate', 'Result', 'CallbackResult'}
 # Shown only through what uses it
 unshown = {'start_group', 'stop_group', 'NoiseEstimate', 'MemoryAdvice', 'CallbackResult'}
 
-api_pages = [m for m in modules if apidoc.lead(importlib.import_module(f'fastaccum.{m}')) and apidoc.is_public(importlib.import_module(f'fastaccum.{m}'))]
+api_pages = [m for m in modules if apidoc.lead(importlib.import_module(f'fastaccum.{m}'))
+             and apidoc.is_public(importlib.import_module(f'fastaccum.{m}'))]
 
 @pytest.mark.parametrize('name', api_pages)
 def test_beginning(site, name):
-    "A page for users begins with a sentence, a signature, and an example of it; no internal name stands before these, or in the right column"
+    """A page for users begins with a sentence, a signature, and an example of it; no internal name stands before these,
+    or in the right column"""
     mod = importlib.import_module(f'fastaccum.{name}')
     about,text = apidoc.lead(mod)[0],(site/f"api/{name.replace('.', '/')}.html.md").read_text()
     front,last = text[text.index('# '):text.index('[notebook at GitHub]')],about.rpartition('.')[2]
@@ -121,18 +134,21 @@ def test_beginning(site, name):
     names = {n.removeprefix(f'fastaccum.{name}.') for n in importlib.import_module('fastaccum._modidx').d['syms'][f'fastaccum.{name}']}
     inner = {n for n in names if '.' not in n} - {*apidoc.public(mod)[0]}
     right = api_page(site, name).partition('md-sidebar--secondary')[2]
-    headings = {html.unescape(re.sub('<.*?>', '', o)).strip() for o in re.findall(r'(?s)<a [^>]*class="md-nav__link"[^>]*>(.*?)</a>', right)}
+    headings = {html.unescape(re.sub('<.*?>', '', o)).strip()
+                for o in re.findall(r'(?s)<a [^>]*class="md-nav__link"[^>]*>(.*?)</a>', right)}
     assert about in headings and not {n for n in inner if f'`{n}`' in words or n in headings}
 
 def test_methods_that_only_modules_call(site):
     "No page describes them. The others stand in an example or a text of some page"
-    classes = {n: getattr(importlib.import_module(f'fastaccum.{m}'), n) for m in modules for n in apidoc.public(importlib.import_module(f'fastaccum.{m}'))[0]}
+    classes = {n: getattr(importlib.import_module(f'fastaccum.{m}'), n) for m in modules
+               for n in apidoc.public(importlib.import_module(f'fastaccum.{m}'))[0]}
     pages = {p: (site/p).read_text() for p in paths(site) if p.startswith('api/')}
     for cls,names in apidoc.called_by_modules.items():
         for n in names.split():
             assert n in vars(classes[cls]), f'{cls}.{n} does not exist'
             assert not [p for p,text in pages.items() if f'id="{cls.lower()}.{n}"' in text], f'{cls}.{n}'
-    shown = '\n'.join(c.source for f in (root/'nbs').rglob('*.ipynb') for c in read_nb(f).cells if not {'export', 'exporti', 'hide'} & set(c.directives))
+    shown = '\n'.join(c.source for f in (root/'nbs').rglob('*.ipynb')
+                      for c in read_nb(f).cells if not {'export', 'exporti', 'hide'} & set(c.directives))
     for name,cls in classes.items():
         if not inspect.isclass(cls): continue
         unused = [k for k in apidoc.own(cls) if not re.search(rf'\.{k}\b|`{k}\b|def {k}\b', shown)]
@@ -147,7 +163,8 @@ def test_overview(site):
     assert {'GradientAccumulation', 'WandbCallback', 'TrainingCheckpoint', 'ChunkedHead', 'DataParallel'} <= callbacks
     assert {*re.findall(r'<code>(\w+)</code></a></td>', tables[0])} == callbacks
     listed = {*re.findall(r'<code>([\w.]+)</code></a></td>', ''.join(tables))}
-    assert {n for n,o in found.items() if apidoc.is_described(o)} <= listed and {'Learner.to_fp16', 'Learner.stepped', 'Learner.memory_advice'} <= listed
+    assert ({n for n,o in found.items() if apidoc.is_described(o)} <= listed
+            and {'Learner.to_fp16', 'Learner.stepped', 'Learner.memory_advice'} <= listed)
 
 @pytest.mark.parametrize('src,expected', [
     ('f(a)', 'f(a)'), ('!ls ' + 'x'*99, '!ls ' + 'x'*99),
@@ -186,18 +203,25 @@ def test_all_has_a_place(site):
         for n in names:
             if n.startswith('_') or not callable(getattr(importlib.import_module(f'fastaccum.{face}'), n)): continue
             links = re.findall(rf'<a href="([\w/.]*)#{n.lower()}"><code>{n}</code>', (site/page).read_text())
-            assert links and all(f'id="{n.lower()}"' in (site/page).parent.joinpath(l or Path(page).name).read_text() for l in links), (face, n)
+            assert (links and all(f'id="{n.lower()}"' in (site/page).parent.joinpath(l or Path(page).name).read_text()
+                                  for l in links)), (face, n)
 
 @pytest.mark.parametrize('nb', sorted(f.relative_to(root/'nbs').as_posix() for f in (root/'nbs').rglob('*.ipynb')))
 def test_outputs(nb):
     "What a cell prints and draws is kept in the notebook, as the site runs none"
     for c in read_nb(root/'nbs'/nb).cells:
-        if c.cell_type!='code' or c.directives.get('eval')=='false' and not c.outputs or {'hide', 'export', 'exporti'} & set(c.directives): continue
-        kinds = {o.output_type if o.output_type=='stream' else 'picture' for o in c.outputs if o.output_type=='stream' or 'image/png' in o.get('data', {})}
+        if c.cell_type!='code' or c.directives.get('eval')=='false' and not c.outputs or {
+                'hide', 'export', 'exporti'} & set(c.directives):
+            continue
+        kinds = {o.output_type if o.output_type=='stream' else 'picture' for o in c.outputs if o.output_type=='stream'
+                 or 'image/png' in o.get('data', {})}
         if re.search(r'^print\(', c.source, re.M): assert 'stream' in kinds, c.source
-        if re.search(r'^\S.*(plt\.subplots\(|\.plot\w*\(.*;)', c.source, re.M) and 'plt.close' not in c.source: assert 'picture' in kinds, c.source
+        if re.search(r'^\S.*(plt\.subplots\(|\.plot\w*\(.*;)', c.source, re.M) and 'plt.close' not in c.source:
+            assert 'picture' in kinds, c.source
 
-@pytest.mark.parametrize('leftover', [r'0x[0-9a-f]{6,}', r'<progress', '\u2588', r'/(?:home|tmp|root)/', r'Traceback \(most', r'site-packages', r'\x1b', r'#\| \w+'])
+@pytest.mark.parametrize('leftover',
+                         [r'0x[0-9a-f]{6,}', r'<progress', '\u2588', r'/(?:home|tmp|root)/', r'Traceback \(most',
+                          r'site-packages', r'\x1b', r'#\| \w+'])
 def test_no_leftovers(site, leftover):
     "No addresses of objects, progress bars, paths of the machine that ran the notebooks, or directives"
     for p in paths(site):
@@ -216,11 +240,14 @@ def test_formulas(site):
 
 def test_loads_nothing_from_elsewhere(site):
     for p in paths(site):
-        loads = re.findall(r'<(?:script|img|iframe)\b[^>]*\bsrc="([^"]+)"|<link rel="(?!canonical)[^>]*href="([^"]+)"', (site/p).read_text())
+        loads = re.findall(r'<(?:script|img|iframe)\b[^>]*\bsrc="([^"]+)"|<link rel="(?!canonical)[^>]*href="([^"]+)"',
+                           (site/p).read_text())
         assert not [o for o in map(''.join, loads) if urlsplit(o).netloc], p
 
 @pytest.mark.parametrize('text,complaint', [
-    ('a [link](nowhere.md)', 'page does not exist'), ('a [link](api/core/accumulator.md#no-such-place)', 'anchor does not exist'), ('<a href="nowhere.html">link</a>', 'nowhere'),
+    ('a [link](nowhere.md)', 'page does not exist'),
+    ('a [link](api/core/accumulator.md#no-such-place)', 'anchor does not exist'),
+    ('<a href="nowhere.html">link</a>', 'nowhere'),
     ('<a href="https://example.org/a.html">link</a>', 'page of the site'), ('![picture](images/none.png)', 'none.png'),
     ('<img src="https://elsewhere.org/a.png">', 'another host'), ('<source srcset="images/none.png">', 'none.png')])
 def test_wrong_links_fail(project, tmp_path, capfd, text, complaint):
@@ -253,16 +280,20 @@ def test_links_of_plain_pages():
 def test_links_in_links():
     "nbdev makes links of code also where there is one, and in headings"
     cfg,auto = get_config(root),'[`Learner`](https://docs.fast.ai/learner.html#learner)'
-    for text,expected in [(f'# The {auto}', '# The `Learner`'), (f'a [the {auto} page](https://x.org) b', 'a [the `Learner` page](https://x.org) b'),
+    for text,expected in [(f'# The {auto}', '# The `Learner`'),
+                          (f'a [the {auto} page](https://x.org) b', 'a [the `Learner` page](https://x.org) b'),
                           (f'{auto} (and {auto})', f'{auto} (and {auto})'), (f'[{auto}](#here)', '[`Learner`](#here)')]:
         assert pages.linked(text, 'index.ipynb', cfg)==expected
 
 def test_menu():
     "Groups in their order, what no group names after them, and pages that are not there left out"
-    paths = ['api/b.md', 'api/a.md', 'benchmarks.md', 'changelog.md', 'index.md', 'new.md', 'tutorials/new.md', 'tutorials/wandb.md', 'tutorials/attention.md']
+    paths = ['api/b.md', 'api/a.md', 'benchmarks.md', 'changelog.md', 'index.md', 'new.md', 'tutorials/new.md',
+             'tutorials/wandb.md', 'tutorials/attention.md']
     assert docs.navigation({p: p.upper() for p in paths})==[
         {'Home': 'index.md'}, {'Benchmarks': 'benchmarks.md'},
-        {'Tutorials': [{'Memory': [{'FlashAttention': 'tutorials/attention.md'}]}, {'Runs': [{'TUTORIALS/WANDB.MD': 'tutorials/wandb.md'}]}, {'TUTORIALS/NEW.MD': 'tutorials/new.md'}]},
+        {'Tutorials': [{'Memory': [{'FlashAttention': 'tutorials/attention.md'}]},
+                       {'Runs': [{'TUTORIALS/WANDB.MD': 'tutorials/wandb.md'}]},
+                       {'TUTORIALS/NEW.MD': 'tutorials/new.md'}]},
         {'API reference': [{'API/B.MD': 'api/b.md'}, {'API/A.MD': 'api/a.md'}]}, {'NEW.MD': 'new.md'}, {'Changelog': 'changelog.md'}]
 
 def test_all_tutorials_have_a_place():
@@ -270,11 +301,13 @@ def test_all_tutorials_have_a_place():
     assert {f'tutorials/{f.stem}' for f in (root/'nbs'/'tutorials').glob('*.ipynb')} <= {*docs.pages_of(menu.menu)}
 
 @pytest.mark.parametrize('text,expected', [
-    (':::{.callout-note}\n## Head\n\nText\n:::', '!!! note "Head"\n\n    Text'), (':::{.callout-tip}\nText\n\nmore\n:::', '!!! tip\n\n    Text\n\n    more')])
+    (':::{.callout-note}\n## Head\n\nText\n:::', '!!! note "Head"\n\n    Text'),
+    (':::{.callout-tip}\nText\n\nmore\n:::', '!!! tip\n\n    Text\n\n    more')])
 def test_callouts(text, expected): assert pages.callouts(text)==expected
 
 @pytest.mark.parametrize('src,expected', [
-    ('x = f()\ntest_eq(x, 1)\nassert x', ('x = f()', 'test_eq(x, 1)\nassert x')), ('x = f()\nx', ('x = f()\nx', '')), ('assert x', ('', 'assert x')),
+    ('x = f()\ntest_eq(x, 1)\nassert x', ('x = f()', 'test_eq(x, 1)\nassert x')), ('x = f()\nx', ('x = f()\nx', '')),
+    ('assert x', ('', 'assert x')),
     ('f(); assert x', ('f(); assert x', '')), ('x = 1\n# because\nassert x', ('x = 1', '# because\nassert x')), ('!ls', ('!ls', ''))])
 def test_checks_are_split_off(src, expected): assert pages.split_checks(src)==expected
 
@@ -325,26 +358,37 @@ def test_notebook_links(site):
     for p in paths(site):
         if p in ('changelog.html', 'contributing.html'): continue
         links = docs.Links((site/p).read_text()).links
-        nb, = [l for l in links if l.startswith('https://github.com/') and l.endswith('.ipynb') and f'/{Path(l).name}' in ''.join(o for o in links if 'colab' in o)]
+        nb, = [l for l in links if l.startswith('https://github.com/') and l.endswith('.ipynb')
+               and f'/{Path(l).name}' in ''.join(o for o in links if 'colab' in o)]
         assert (root/nb.partition('/main/')[2]).exists() and ((site/p).parent/Path(nb).name).exists(), p
 
 # What a user types, and where it should lead, as one of the first three
-searches = {'resume': 'tutorials/stop_and_resume', 'out of memory': 'troubleshooting', 'remainder': 'troubleshooting', 'distributed': 'tutorials/many_devices',
-            'clip': 'tutorials/bigger_batch', 'segmentation': 'recipes', 'overflow': 'tutorials/mixed_precision', 'GradientAccumulation': 'api/accumulation/callback',
-            'effective batch size': 'tutorials/bigger_batch', 'learning rate wrong after accumulation': 'tutorials/bigger_batch', 'huggingface': 'coming_from',
-            'multi gpu': 'tutorials/many_devices', 'ddp': 'tutorials/many_devices', 'how many GB': 'tutorials/fit_memory', 'memory estimate': 'tutorials/fit_memory',
-            'loss nan': 'tutorials/mixed_precision', 'dropout': 'tutorials/bigger_batch', 'batch size': 'tutorials/find_batch_size', 'OOM': 'troubleshooting',
-            'gradient checkpointing': 'tutorials/fit_memory', 'cite': 'index', 'glossary': 'glossary', 'flash attention': 'tutorials/attention',
-            'quantization': 'tutorials/quantization', 'distillation': 'tutorials/distillation', 'ActivationCheckpointing': 'api/memory/activations',
-            'different gpus': 'tutorials/many_devices', 'batch size in tokens': 'tutorials/token_losses', 'tokens': 'tutorials/token_losses', 'batchnorm': 'tutorials/batchnorm'}
+searches = {'resume': 'tutorials/stop_and_resume', 'out of memory': 'troubleshooting', 'remainder': 'troubleshooting',
+            'distributed': 'tutorials/many_devices',
+            'clip': 'tutorials/bigger_batch', 'segmentation': 'recipes', 'overflow': 'tutorials/mixed_precision',
+            'GradientAccumulation': 'api/accumulation/callback',
+            'effective batch size': 'tutorials/bigger_batch',
+            'learning rate wrong after accumulation': 'tutorials/bigger_batch', 'huggingface': 'coming_from',
+            'multi gpu': 'tutorials/many_devices', 'ddp': 'tutorials/many_devices',
+            'how many GB': 'tutorials/fit_memory', 'memory estimate': 'tutorials/fit_memory',
+            'loss nan': 'tutorials/mixed_precision', 'dropout': 'tutorials/bigger_batch',
+            'batch size': 'tutorials/find_batch_size', 'OOM': 'troubleshooting',
+            'gradient checkpointing': 'tutorials/fit_memory', 'cite': 'index', 'glossary': 'glossary',
+            'flash attention': 'tutorials/attention',
+            'quantization': 'tutorials/quantization', 'distillation': 'tutorials/distillation',
+            'ActivationCheckpointing': 'api/memory/activations',
+            'different gpus': 'tutorials/many_devices', 'batch size in tokens': 'tutorials/token_losses',
+            'tokens': 'tutorials/token_losses', 'batchnorm': 'tutorials/batchnorm'}
 
 def test_search_index(site):
-    "Guides are told from the API and both from internals, helpers do not stand in titles, other words are there, and the server's index is the disk's"
+    """Guides are told from the API and both from internals, helpers do not stand in titles, other words are there, and
+    the server's index is the disk's"""
     items = json.loads((site/'search.json').read_text())['items']
     assert json.loads((site/'search.js').read_text().partition('= ')[2].rstrip(';'))['items']==items
     tiers = {o['location']: o['tier'] for o in items}
     guides = [t for l,t in tiers.items() if l.startswith(('tutorials/', 'recipes', 'troubleshooting', 'glossary'))]
-    assert guides and {*guides}=={0} and tiers['api/accumulation/callback.html#gradientaccumulation']==1 and tiers['api/loop/events.html']==2
+    assert (guides and {*guides}=={0} and tiers['api/accumulation/callback.html#gradientaccumulation']==1
+            and tiers['api/loop/events.html']==2)
     helpers = {f'api/{m}.html#{n.lower()}' for m,names in apidoc.helpers().items() for n in names}
     assert all(o['title'].startswith('Helpers of') and o['tier']==2 for o in items if o['location'] in helpers)
     found = {o['location'].replace('.html', ''): o for o in items if 'words' in o}
@@ -356,17 +400,25 @@ def test_words_for_no_place(tmp_path):
     assert [*menu.words][0] in first
 
 def test_lines_know_their_indent():
-    text = '<span id="line-3-1"><span class="k">def</span> f():\n</span><span id="line-3-2">    x\n</span><span id="line-3-3"><span class="w">  </span><span class="n">y</span></span>'
+    text = '<span id="line-3-1"><span class="k">def</span> f():\n</span><span id="line-3-2">    x\n</span>' \
+           '<span id="line-3-3"><span class="w">  </span><span class="n">y</span></span>'
     done = docs.finished(text)
     assert re.findall(r'class="line" style="--at: (\d+)ch"', done)==['0', '4', '2'] and 'id=' not in done
     assert re.sub('<.*?>', '', done)==re.sub('<.*?>', '', text)
 
 def test_rows_of_words():
     "Cells have the head of their column, but for tables of figures, and those that cells show"
-    def made(*rows): return '<table>\n<thead>\n' + '</thead>\n<tbody>\n'.join('<tr>\n' + '\n'.join(f'<{t}>{c}</{t}>' for c in r) + '\n</tr>\n' for t,r in zip(('th','td'), rows)) + '</tbody>\n</table>'
+    def made(*rows):
+        return ('<table>\n<thead>\n'
+                + '</thead>\n<tbody>\n'.join('<tr>\n' + '\n'.join(f'<{t}>{c}</{t}>' for c in r) + '\n</tr>\n'
+                                             for t,r in zip(('th','td'), rows)) + '</tbody>\n</table>')
     done = docs.finished(made(['', '<code>write</code>'], ['why', '<a href="#x">x</a>']))
-    assert '<table data-rows>' in done and '<td data-head="">why</td>\n<td data-head="write"><a href="#x">x</a></td>' in done and '<th><code>write</code></th>' in done
-    for text in (made(['package', 'exact', 'off'], ['scion', '12', '.5%']), made(['a', 'b'], ['x', 'y']).replace('\n<thead>', '\n  <thead>')): assert docs.finished(text)==text
+    assert ('<table data-rows>' in done
+            and '<td data-head="">why</td>\n<td data-head="write"><a href="#x">x</a></td>' in done
+            and '<th><code>write</code></th>' in done)
+    for text in (made(['package', 'exact', 'off'], ['scion', '12', '.5%']),
+                 made(['a', 'b'], ['x', 'y']).replace('\n<thead>', '\n  <thead>')):
+        assert docs.finished(text)==text
 
 # -- In a browser ------------------------------------------------------------------------------------------------
 flags = ('--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking '
@@ -414,7 +466,8 @@ def at_width(browser, width, height=900):
 
 stands_out = """const edge = innerWidth < 600 ? innerWidth : document.querySelector('article').getBoundingClientRect().right + 8
     const scrolls = e => e && e.tagName!='ARTICLE' && (getComputedStyle(e).overflowX!='visible' || scrolls(e.parentElement))
-    const out = [...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().width && e.getBoundingClientRect().right > edge && !scrolls(e))
+    const out = [...document.querySelectorAll('article *')]
+        .filter(e => e.getBoundingClientRect().width && e.getBoundingClientRect().right > edge && !scrolls(e))
     return [...out.map(e => e.outerHTML.slice(0, 99)), ...(document.documentElement.scrollWidth <= innerWidth ? [] : ['the page'])]"""
 cut_off = """const wide = e => e.scrollWidth > e.clientWidth+1 && getComputedStyle(e).display != 'inline'
     return [...document.querySelectorAll(`article :is(${arguments[0]})`)].flatMap(e => [e, ...e.querySelectorAll('code')])
@@ -450,14 +503,17 @@ def test_all_pages(browser, base, site):
     assert len(asked) > len(seen)
     assert [u for u in asked if not u.startswith((base, 'data:', 'blob:', 'about:', 'chrome:', 'chrome-untrusted:'))]==[]
 
-phone_pages = ['index', 'tutorials/getting_started', 'tutorials/fit_memory', 'tutorials/bigger_batch', 'works_with', 'api/accumulation/callback']
+phone_pages = ['index', 'tutorials/getting_started', 'tutorials/fit_memory', 'tutorials/bigger_batch', 'works_with',
+               'api/accumulation/callback']
 
 unreachable = """return [...document.querySelectorAll('article table')].filter(t => t.offsetParent).filter(t => {
       let box = t
-      while (box.tagName != 'ARTICLE' && !(['auto', 'scroll'].includes(getComputedStyle(box).overflowX) && box.scrollWidth > box.clientWidth)) box = box.parentElement
+      const scrolled = e => ['auto', 'scroll'].includes(getComputedStyle(e).overflowX) && e.scrollWidth > e.clientWidth
+      while (box.tagName != 'ARTICLE' && !scrolled(box)) box = box.parentElement
       if (box.tagName != 'ARTICLE') box.scrollLeft = 1e6
       const cells = [...t.rows].map(r => r.cells[r.cells.length-1]).filter(c => c.offsetWidth)
-      const wrong = t.matches('[data-rows]') && box.tagName != 'ARTICLE' || Math.max(...cells.map(c => c.getBoundingClientRect().right)) > innerWidth
+      const wrong = t.matches('[data-rows]') && box.tagName != 'ARTICLE'
+        || Math.max(...cells.map(c => c.getBoundingClientRect().right)) > innerWidth
       box.scrollLeft = 0
       return wrong || !cells.length
     }).map(t => t.innerText.slice(0, 80))"""
@@ -466,15 +522,18 @@ at_the_left = """return [...document.querySelectorAll('article .highlight:not(.o
       const rects = [...range.getClientRects()].filter(r => r.width > 1), top = Math.min(...rects.map(r => r.top))
       return rects.some(r => r.top > top + 8 && r.left < l.getBoundingClientRect().left + 20)
     }).map(l => l.innerText)"""
-same_code = """return [...document.querySelectorAll('article .highlight:not(.out) code')].filter(c => c.offsetParent && !c.closest('details'))
+same_code = """return [...document.querySelectorAll('article .highlight:not(.out) code')]
+    .filter(c => c.offsetParent && !c.closest('details'))
     .filter(c => c.innerText.trimEnd() != c.textContent.trimEnd()).map(c => c.innerText)"""
-wrapped_outputs = r"""return [...document.querySelectorAll('article .highlight.out .line')].filter(l => l.offsetParent && !l.textContent.trim().match(/\S\s{2,}\S/))
+wrapped_outputs = r"""return [...document.querySelectorAll('article .highlight.out .line')]
+    .filter(l => l.offsetParent && !l.textContent.trim().match(/\S\s{2,}\S/))
     .filter(l => l.getBoundingClientRect().height > 1.5*parseFloat(getComputedStyle(l).lineHeight)).map(l => l.innerText)"""
 
 @pytest.mark.parametrize('p', phone_pages)
 def test_on_a_phone(browser, site, p):
-    """The last column of every table is reached, that of a table of words without moving it; long code goes on to the right of where its line begins,
-    and is copied as it was written; on a wide screen too, where printed words are broken once, by the page"""
+    """The last column of every table is reached, that of a table of words without moving it; long code goes on to the
+    right of where its line begins, and is copied as it was written; on a wide screen too, where printed words are
+    broken once, by the page"""
     browser.get(f'{site.as_uri()}/{p}.html')
     try:
         for width in (390, 1300):
@@ -499,7 +558,8 @@ def test_search(browser, base):
 
 @pytest.mark.parametrize('query', searches)
 def test_search_finds(browser, site, query):
-    "The page is among the first three. What has the words in its title comes first, then the rest; of both guides, then what is public, then internals"
+    """The page is among the first three. What has the words in its title comes first, then the rest; of both guides,
+    then what is public, then internals"""
     browser.get(f'{site.as_uri()}/index.html')
     wait(browser, 'document.querySelector(".md-search__button")').click()
     frame = '[...document.querySelectorAll("*")].find(e => e.shadowRoot).shadowRoot'
@@ -525,13 +585,15 @@ def test_first_screen(browser, site):
     try:
         at_width(browser, 1300)
         wait(browser, 'document.querySelector("article img").complete')
-        ends = browser.execute_script('return ["pre", "img", "table"].map(s => document.querySelector(`article ${s}`).getBoundingClientRect().bottom)')
+        ends = browser.execute_script(
+            'return ["pre", "img", "table"].map(s => document.querySelector(`article ${s}`).getBoundingClientRect().bottom)')
         assert max(ends) <= 900, ends
         assert browser.execute_script('return document.querySelectorAll("article table")[0].rows.length')==6
     finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 first_screen = """const bottom = e => e ? Math.round(e.getBoundingClientRect().bottom + scrollY) : null
-    const code = [...document.querySelectorAll('article .highlight')].filter(e => e.offsetParent && !e.closest('details') && !e.matches('.out'))
+    const code = [...document.querySelectorAll('article .highlight')]
+        .filter(e => e.offsetParent && !e.closest('details') && !e.matches('.out'))
     const sig = document.querySelector('article h2.api') ? 1 : 0
     return [sig ? bottom(code[0]) : 0, bottom(code[sig])]"""
 
@@ -549,15 +611,20 @@ def test_first_screen_of_api_pages(browser, site):
 
 def test_parameters(browser, base):
     browser.get(f'{base}/api/accumulation/callback.html#gradientaccumulationschedule')
-    shown = wait(browser, '''[...document.querySelectorAll("table")].filter(t => t.offsetHeight && t.innerText.includes("start_accum_bs") && t.innerText.includes("final_accum_bs")).length''')
+    shown = wait(browser, '''[...document.querySelectorAll("table")]
+        .filter(t => t.offsetHeight && t.innerText.includes("start_accum_bs") && t.innerText.includes("final_accum_bs")).length''')
     assert shown
 
 contrast = """
-const lum = c => { const f = c.match(/[\\d.]+/g).slice(0, 3).map(v => (v /= 255) <= .03928 ? v/12.92 : ((v+.055)/1.055)**2.4); return .2126*f[0] + .7152*f[1] + .0722*f[2] }
+const lum = c => {
+  const f = c.match(/[\\d.]+/g).slice(0, 3).map(v => (v /= 255) <= .03928 ? v/12.92 : ((v+.055)/1.055)**2.4)
+  return .2126*f[0] + .7152*f[1] + .0722*f[2]
+}
 const solid = c => !/, 0\\)$/.test(c)
 const back = e => { const c = getComputedStyle(e).backgroundColor; return solid(c) || !e.parentElement ? c : back(e.parentElement) }
 const ratio = e => { const [a, b] = [lum(getComputedStyle(e).color), lum(back(e))].sort((a, b) => b-a); return (a+.05)/(b+.05) }
-return [...document.querySelectorAll('article :is(p, li, td, th, h1, h2, h3, h4, a, code, pre span)')].filter(e => e.offsetParent && e.innerText.trim() && ratio(e) < 3).map(e => e.outerHTML.slice(0, 90))"""
+return [...document.querySelectorAll('article :is(p, li, td, th, h1, h2, h3, h4, a, code, pre span)')]
+  .filter(e => e.offsetParent && e.innerText.trim() && ratio(e) < 3).map(e => e.outerHTML.slice(0, 90))"""
 
 def test_dark_mode(browser, base):
     "It can be switched on and off; text and figures are legible in both"
@@ -569,7 +636,8 @@ def test_dark_mode(browser, base):
     for _ in range(3):
         seen.append(look())
         assert browser.execute_script(contrast)==[]
-        assert set(browser.execute_script('return [...document.querySelectorAll("article img")].map(i => getComputedStyle(i).backgroundColor)'))=={'rgb(255, 255, 255)'}
+        backs = 'return [...document.querySelectorAll("article img")].map(i => getComputedStyle(i).backgroundColor)'
+        assert set(browser.execute_script(backs))=={'rgb(255, 255, 255)'}
         scheme = browser.execute_script('return document.body.dataset.mdColorScheme')
         browser.execute_script('[...document.querySelectorAll("label[for^=__palette]")].find(l => !l.hidden).click()')
         wait(browser, 'document.body.dataset.mdColorScheme != arguments[0]', scheme)

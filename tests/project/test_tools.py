@@ -39,5 +39,7 @@ class A:
 def test_words(old, new, words): assert mutants.only_words(old, new) is words
 
 def test_modules_have_tests():
-    for m in mutants.MODULES: assert mutants.ROOT.joinpath(f'fastaccum/{mutants.MODULES[m].split()[0]}.py').exists() and 'test' in mutants.config(m)
+    for m in mutants.MODULES:
+        assert (mutants.ROOT.joinpath(f'fastaccum/{mutants.MODULES[m].split()[0]}.py').exists()
+                and 'test' in mutants.config(m))
     assert {m for m,*_ in mutants.EQUIVALENT} <= set(mutants.MODULES)

@@ -10,7 +10,8 @@ def test_trip(found, name):
     assert not too_long
 
 def test_route_and_largest():
-    calls = [(1,'core/a','f'), (2,'core/a','g'), (2,'checkpoint/b','save'), (3,'core/a','g'), (3,'checkpoint/c','h'), (2,'core/a','f'), (2,'checkpoint/b','mark')]
+    calls = [(1,'core/a','f'), (2,'core/a','g'), (2,'checkpoint/b','save'), (3,'core/a','g'), (3,'checkpoint/c','h'),
+             (2,'core/a','f'), (2,'checkpoint/b','mark')]
     assert trips.measured(calls) == dict(functions=5, calls=7, changes=5)
     assert trips.largest(calls, 'checkpoint/') == calls[2:5] and trips.route(calls[:3]) == ['core/a','checkpoint/b']
 

@@ -46,7 +46,8 @@ def test_only_what_passed_is_published(workflow, job, before):
 def test_what_is_released():
     "The files are those that were linted and tried, for the tag that is the version"
     does = {n: [s.get('run') or s['uses'].partition('@')[0] for s in o.get('steps', [])] for n,o in jobs('release').items()}
-    order = ['python tools/release.py "$GITHUB_REF_NAME"', 'python -m build', 'twine check --strict dist/*', 'check-wheel-contents dist/*.whl', 'actions/upload-artifact']
+    order = ['python tools/release.py "$GITHUB_REF_NAME"', 'python -m build', 'twine check --strict dist/*',
+             'check-wheel-contents dist/*.whl', 'actions/upload-artifact']
     assert [s for s in does['build'] if s in order] == order
     assert {'empty/bin/pip install dist/*.whl', 'empty/bin/fastaccum-demo'} <= {*does['smoke']}
     assert does['publish'] == ['actions/download-artifact', 'pypa/gh-action-pypi-publish']

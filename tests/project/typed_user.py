@@ -8,8 +8,10 @@ import torch
 from fastai.learner import Learner
 from torch import Tensor, nn
 from fastai.callback.schedule import SchedCos
-from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, ChunkedHead, ChunkedLoss, Compile, CoupledBatch, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
-                           GradientAccumulator, LargestFirst, MemoryAdvice, MixedPrecision, PeakMemory, StepLogger, TrainingCheckpoint, loss_weight,
+from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, ChunkedHead, ChunkedLoss, Compile,
+                           CoupledBatch, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
+                           GradientAccumulator, LargestFirst, MemoryAdvice, MixedPrecision, PeakMemory, StepLogger,
+                           TrainingCheckpoint, loss_weight,
                            DataParallel, FullyShard, LocalSGD, launch,
                            AdaptiveGradientAccumulation,
                            GradientNoiseScale,
@@ -43,9 +45,11 @@ def own_loop(model:nn.Module, opt:torch.optim.Optimizer, batches:Iterable[tuple[
     print(peak.peak, peak)
 
 def callbacks(learn:Learner) -> None:
-    acc,precision,steps = GradientAccumulation(256, micro_batch_size='auto', weight=len),MixedPrecision(AMPMode.BF16),StepLogger(grad_norm=True)
+    acc,precision,steps = (GradientAccumulation(256, micro_batch_size='auto', weight=len),MixedPrecision(AMPMode.BF16),
+                           StepLogger(grad_norm=True))
     checkpoint = TrainingCheckpoint(every_steps=100, every_minutes=None)
-    GradientAccumulation(), GradientAccumulation(None, n_acc=64, micro_batch_size=8), GradientAccumulation(64, remainder='drop', normalize=False), GradientAccumulation(64, grad_dtype=torch.float32)
+    (GradientAccumulation(), GradientAccumulation(None, n_acc=64, micro_batch_size=8),
+     GradientAccumulation(64, remainder='drop', normalize=False), GradientAccumulation(64, grad_dtype=torch.float32))
     GradientAccumulationSchedule(64, 512, start=1, finish=.5, micro_batch_size=None), MixedPrecision('fp16', device=None, init_scale=2.**10)
     learn.add_cbs([acc, precision, steps, checkpoint, WandbCallback(log_preds=False)])
     learn.to_fp16(growth_interval=500).fit_one_cycle(3)
@@ -56,7 +60,9 @@ def callbacks(learn:Learner) -> None:
     steps.to_df().loss.mean()
     acc.plan(3), acc.plot(3), precision.plot(), steps.plot()   # added to the classes by `@patch`, as `to_fp16` is: Any
     checkpoint.finish()
-    learn.add_cbs([ActivationCheckpointing(nn.TransformerEncoderLayer, selective=True), ActivationOffload(min_bytes=2**20), Compile(mode='reduce-overhead'), ChunkedHead(8, 'head'), LargestFirst('epoch')])
+    learn.add_cbs([ActivationCheckpointing(nn.TransformerEncoderLayer, selective=True),
+                   ActivationOffload(min_bytes=2**20), Compile(mode='reduce-overhead'), ChunkedHead(8, 'head'),
+                   LargestFirst('epoch')])
     advice = MemoryAdvice(learn, gib=16)
     assert_type(advice.peak_at(8), int)
     print(advice.params, advice.grads, advice.state, advice.peak, advice.micro_batch_size, advice.table, advice.call, advice)

@@ -50,7 +50,8 @@ class SimTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if any(t not in (cls, Tensor, torch.nn.Parameter) for t in types): return NotImplemented  # a class that knows what to do with this one
+        # a class that knows what to do with this one
+        if any(t not in (cls, Tensor, torch.nn.Parameter) for t in types): return NotImplemented
         kwargs,name = kwargs or {},func._schema.name
         trace.add(name)
         if name == 'aten::_local_scalar_dense': waits.hit('read')
@@ -90,7 +91,8 @@ def _unwrap(o, name):
     if isinstance(o, torch.device): return torch.device('cpu')
     index = name.startswith('aten::index') and isinstance(o, Tensor) and o.dtype in (torch.int64, torch.bool)  # a GPU copies these itself
     if isinstance(o, Tensor) and o.dim() and name not in _moves and not index:
-        raise RuntimeError(f'Expected all tensors to be on the same device, but found at least two devices, {device} and {o.device}! (in {name})')
+        raise RuntimeError(
+            f'Expected all tensors to be on the same device, but found at least two devices, {device} and {o.device}! (in {name})')
     return o
 
 def _rebuild(raw, requires_grad=False): return SimTensor(raw).requires_grad_(requires_grad)
@@ -100,8 +102,10 @@ torch.serialization.register_package(5, lambda storage: None, lambda storage, wh
 
 # --- what makes tensors without getting one
 _aten = torch.library.Library('aten', 'IMPL', 'PrivateUse1')
-def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None): return SimTensor(torch.empty(size, dtype=dtype))
-def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None): return SimTensor(torch.empty_strided(size, stride, dtype=dtype))
+def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+    return SimTensor(torch.empty(size, dtype=dtype))
+def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
+    return SimTensor(torch.empty_strided(size, stride, dtype=dtype))
 def _copy_from(t, to, non_blocking=False):                      # `torch.tensor(..., device=)` and `.to(device)`
     _to_device(non_blocking)
     to.raw.copy_(getattr(t, 'raw', t))
@@ -119,7 +123,8 @@ def _lower(op):
         args = [o.to(dtype) if isinstance(o, Tensor) and o.dtype == torch.float32 else o for o in args]
         with torch._C._ExcludeDispatchKeyGuard(_autocast): return op(*args, **kwargs)
     return f
-for _name in ('linear', 'mm', 'matmul', 'addmm', 'bmm', 'conv1d', 'conv2d'): _products.impl(_name, _lower(getattr(torch.ops.aten, _name).default))
+for _name in ('linear', 'mm', 'matmul', 'addmm', 'bmm', 'conv1d', 'conv2d'):
+    _products.impl(_name, _lower(getattr(torch.ops.aten, _name).default))
 
 # --- there and back
 def move(model, to=device):
