@@ -20,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
 PAGE_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline
 # By file, in the order of tests/conftest.py. Many cases wait for other processes, so three workers on two cores; the quick ones do not
 BY_FILE := --dist loadfile --no-loadscope-reorder
-.PHONY: help demo test cases bench snippets check mutants foreign clients trips docs export readme clean bump
+.PHONY: help demo test cases bench snippets check mutants foreign clients docs export readme clean bump
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -74,9 +74,6 @@ mutants: $(INSTALLED) $(MUTANTS) ## do the tests notice a change of the code? Of
 
 foreign: $(INSTALLED) ## do the fits of fastai's notebooks come out the same in micro-batches and in smaller loader batches? (an hour); FASTAI=path of a checkout, else it is cloned
 	$(TEST_ENV) $(PYTHON) tools/foreign.py $(FASTAI)
-
-trips: $(INSTALLED) ## how far a batch travels through the code: functions, calls, changes of file; goals are in tools/trips.py
-	$(TEST_ENV) $(PYTHON) tools/trips.py
 
 docs: $(INSTALLED) ## build the site in _docs from the notebooks (Python 3.11 or newer)
 	$(PYTHON) tools/docs.py

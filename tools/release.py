@@ -13,9 +13,8 @@ def wrong(root, tag):
     res = []
     if tag != f'v{version}': res.append(f'The tag is {tag}, the version {version}: `make bump`, or tag v{version}.')
     if not re.match(rf'{re.escape(version)}, \d+ \w+ \d{{4}}\n', first):
-        res.append(
-            f'CHANGELOG.md begins with the section `{first.splitlines()[0]}`: '
-             f'write `{version}, 1 January 2027`, with the day of the release.')
+        res.append(f'CHANGELOG.md begins with the section `{first.splitlines()[0]}`: '
+                   f'write `{version}, 1 January 2027`, with the day of the release.')
     if 'not released yet' in first: res.append('CHANGELOG.md says that this version is not released yet.')
     if 'not on PyPI yet' in (root/'README.md').read_text(encoding='utf-8'):
         res.append('README.md says that fastaccum is not on PyPI yet: see nbs/index.ipynb.')
