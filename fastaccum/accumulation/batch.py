@@ -40,7 +40,7 @@ class BatchPass:
         self.tensors = learn.xb,learn.yb                                 # whose items `n` counts
         self.joint = bool(cb.coupled) and cb.ranks.world > 1          # one loss over the items of all ranks
         self.coupled = self.yb = self.loop = self.cut = None
-        self.sizes,self.counts,self.values,self.i = [],[],None,0
+        self.sizes,self.counts,self.values,self.i,self.alone = [],[],None,0,False
 
     # Does the accumulated batch end with `n` items?
     def ends(self, n): return n >= self.acc.accum_bs or (self.last and self.cb.remainder == 'step' and n > 0)
@@ -66,6 +66,9 @@ class BatchPass:
         keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
         watch,probed = table['after_pred'] or table['after_loss'] or table['before_backward'],self.rule.probed
         look_at = self._late_pass(len(self.sizes)) if self.cb.buffers_due else None
+        # is its only micro-batch all that one rank's step averages over? Then every weight is right, and there is nothing to look at
+        whole_step = self.opens and (self.closes or self.last and self.cb.remainder == 'drop')
+        alone = self.alone = whole_step and len(self.sizes) == 1 and cut is None and self.cb.ranks.world == 1
         self._weigh()
         if values.holder is not None and (split or not (self.opens and self.closes)):
             self.values = values
@@ -79,10 +82,14 @@ class BatchPass:
                     if look_at == self.i: buffers = buffers_of(learn.model)
                     loop.forward(self._predict_coupled if coupled else None)
                     if look_at == self.i: self._check_buffers(buffers)
-                    if loop.now.changed == 'replaced' and self.cb.replaced is None: probed = self._replace() or probed
-                    look = (probed or loop.now.changed) and self.rule.due()
-                    if look and probed: self._measure()
-                    if loop.now.changed == 'added': self._check_added(look)
+                    if alone:
+                        if probed: self.rule.pass_over(learn.yb, self.n)
+                        if loop.now.changed == 'replaced': self._weigh_alone()
+                    else:
+                        if loop.now.changed == 'replaced' and self.cb.replaced is None: probed = self._replace() or probed
+                        look = (probed or loop.now.changed) and self.rule.due()
+                        if look and probed: self._measure()
+                        if loop.now.changed == 'added': self._check_added(look)
                     if table['backward']: loop.around(self._backward, 'backward', CancelBackwardException)
                     else: self._backward()
                     if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
@@ -131,7 +138,8 @@ class BatchPass:
     # -- weights: known before the first micro-batch, or only after each prediction
     def _weigh(self):
         acc,cb,self.weights,self.stacked = self.acc,self.cb,None,None
-        if cb.weight is not None or not acc.normalize or self.rule.measuring or self.joint: return
+        if cb.weight is not None or not acc.normalize or self.joint: return
+        if self.rule.measuring: return self._weigh_alone() if self.alone else None
         yb = self.learn.yb if self.cut is None else self.cut.ordered(self.learn.yb)
         weights,nominal = self.rule.weights(yb, self.sizes, acc.dtype)
         shares = acc.shares(weights, sum(self.counts), nominal, complete=self.opens and self.closes and not cb.ranks.one_target)
@@ -139,6 +147,12 @@ class BatchPass:
         if isinstance(weights, Tensor): self.stacked,weights,shares = weights,weights.unbind(),shares.unbind()
         self.may_be_empty = self.rule.may_be_nan if isinstance(weights[0], Tensor) else not all(weights)
         self.weights,self.shares = weights,shares
+
+    # By the number of its items, whatever the loss averages over
+    def _weigh_alone(self):
+        if self.cb.weight is not None or not self.acc.normalize: return
+        self.weights,self.stacked,self.may_be_empty = [self.n],None,False
+        self.shares = self.acc.shares(self.weights, sum(self.counts), complete=True)
 
     # Weight and share of a micro-batch after its prediction
     def _late_weight(self):
@@ -229,7 +243,7 @@ class BatchPass:
     # Does the loss contain a number of the model's that is not the mean of its micro-batches'?
     def _check_terms(self):
         learn,cb,acc,n = self.learn,self.cb,self.acc,self.sizes[self.i]
-        if self.opens and self.closes and len(self.sizes) == 1 and cb.ranks.world == 1: return      # the number is the whole batch's
+        if self.alone: return                                            # the number is the whole batch's
         call = partial(self.loop.precision.predict, learn.model)
         def weigh(sizes): return [float(w) for w in self.rule.weights(learn.yb, sizes)[0]] if acc.normalize else None
         cb.tell(cb.terms.check(learn.model, call, learn.xb, n, learn.pred, learn.loss_grad, weigh, cb.batch_lists))

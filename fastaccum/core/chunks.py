@@ -83,7 +83,8 @@ class ChunkedLoss:
     def _look(self, f, x, yb):
         rule,name = self.rule,getattr(f, '__name__', type(f).__name__)
         rule.look_up(f)
-        if rule.probed and (torch.is_grad_enabled() or not rule.sure) and rule.due():
+        several = self.n_chunks > 1 and n_items(yb) > 1                 # a single chunk is all that the loss averages over
+        if rule.probed and several and (torch.is_grad_enabled() or not rule.sure) and rule.due():
             self.looks += 1
             rule.measure(x, yb, n_items(yb), where=self.where or f'look {self.looks}')
             for message in rule.news: warn(message)

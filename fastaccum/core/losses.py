@@ -76,6 +76,13 @@ class LossRule:
         self._n += 1
         return self.measuring or self.always or self._n <= 8 or self._n >= self._next
 
+    def pass_over(self,
+        yb,   # Targets of a micro-batch that is all of a step
+        n:int # Its items
+    ) -> None:
+        "Do not look at it: alone it needs no weight. It is remembered, as its step may be cancelled, and go on with others"
+        self._earlier = [(yb, n)]
+
     def begin_epoch(self) -> None:
         "Look at least once in this epoch"
         n,self._epoch = self._n - self._epoch,self._n
@@ -93,7 +100,7 @@ class LossRule:
     ) -> list|None: # The right weights of the micro-batches before this one, if they are others; `[None, ...]` if the loss is a sum
         "Look at a micro-batch: is its loss the weighted mean of its parts' losses? If not, the rule changes, and `news` may say so"
         probe,old,gap = self.probe,self.info,self._n - self._last > 1
-        if before == 0: self._earlier = []
+        if before == 0 or gap: self._earlier = []               # others than those of this step
         probe.look(pred, yb, n, loss=loss, losses=losses, shown=shown, where=where)
         self.info,self.measuring,earlier = probe.rule,probe.open,self._earlier
         if probe.left_out: self.news.append(probe.left_out_message(n))
@@ -181,7 +188,10 @@ class LossRule:
                        "no weight makes its accumulated loss exact. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact, or pass "
                        "weight= yourself.")
 
-    def __str__(self): return 'not looked up yet: nothing was trained' if self.info is None else str(self.probe or self.info)
+    def __str__(self):
+        if self.info is None: return 'not looked up yet: nothing was trained'
+        if self.probed and self._earlier and not self._n: return 'not looked at: each step was one micro-batch, which needs no weight'
+        return str(self.probe or self.info)
     __repr__ = __str__
 
 # %% ../../nbs/api/core/02_losses.ipynb #2cc0e18e

@@ -37,7 +37,6 @@ class LossProbe:
         self.no_gradient = False                 # was that why it could not be measured?
         self.moves = None                        # how far a second call of the loss is from the first, as it changes itself
         self.last = None                         # the last batch that was looked at, while several rules fit
-        self.not_finite = False                  # has it seen only losses that are not finite?
 
     @property
     def fits(self): return self.rules.fits
@@ -63,7 +62,7 @@ class LossProbe:
                 if losses is not None: self._narrow(_Reduced(self.info, batch, loss, losses))
                 else: self._measure(batch, trace)
         except FloatingPointError as e:      # such a step will be skipped, or ends the fit
-            self.kept,self.not_finite = None,True
+            self.kept = None
             if self.left_out is False: self.left_out = bool(self.fits) and self.rule.floor == 0 and not batch.sum(self.rule)
             return
         except Exception as e:
@@ -188,7 +187,7 @@ class LossProbe:
     @property
     def message(self):
         if self.open or self.known or self.fits or self.moves or self.told and not self.rules.seen: return None
-        if self.not_finite and not self.tries: return None
+        if not self.tries and self.kept is None: return None     # it has seen nothing, or only losses that are not finite
         return _no_rule(self)
 
     def moves_message(self):

@@ -283,7 +283,7 @@ def test_says_what_could_not_be_corrected(change, gap, before, seen, was_sure, s
     rule._n += 1 + gap
     probe.change,probe.was_sure = change,was_sure
     late = rule.measure(None, (torch.ones(2, 3),), 2, before=before, where='now')
-    assert late == ([12] if before and seen else None) and rule.news == [(info, change, 'earlier' if seen else '', 'now')]*says
+    assert late == ([12] if before and seen and not gap else None) and rule.news == [(info, change, 'earlier' if seen else '', 'now')]*says
 
 def test_measures_what_it_is_given():
     rule,probe = scripted(*[info]*4)
@@ -297,7 +297,24 @@ def test_measures_what_it_is_given():
 
 def test_end():
     rule = rule_of(own, LossProbe)
-    rule.end(); assert rule.measuring is False and rule.probe.open is False and 'could not be measured' in rule.message
+    rule.end(); assert rule.measuring is False and rule.probe.open is False and rule.message is None    # it was not looked at
+    rule = rule_of(own, LossProbe)
+    rule.due(); rule.measure(torch.randn(1, 3), (torch.randn(1, 3),), 1)
+    rule.end(); assert 'could not be measured (it has seen a single item)' in rule.message
+
+def test_passes_over():
+    "A micro-batch that is all of a step. If the step is cancelled, and goes on, it gets its weight"
+    rule = rule_of(valid, LossProbe)
+    rule.pass_over((tensor([1, -1, -1, 2]),), 4)
+    assert str(rule).startswith('not looked at') and rule.probe.rules.seen == [] and rule.message is None
+    assert rule.due()
+    assert rule.measure(torch.randn(4, 3), (tensor([1, -1, 0, 2]),), 4, before=1) == [2]
+    assert 'not looked at' not in str(rule) and not rule.news
+    rule = rule_of(valid, LossProbe)
+    for before in 0,1: rule.due(); rule.measure(torch.randn(4, 3), (tensor([1, -1, 0, 2]),), 4, before=before)
+    rule.due(); rule.due()
+    assert rule.measure(torch.randn(4, 3), (tensor([1, 1, 0, 2]),), 4, before=2) is None               # those before were others
+    assert len(rule._earlier) == 1
     LossRule().end()
     assert LossRule().message is None
 
