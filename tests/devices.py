@@ -12,7 +12,7 @@ from torch import nn, Tensor
 
 GPU = os.environ.get('DEVICE', '')
 if not GPU: import simulated   # whose threads of autograd do not survive a fork: DEVICE=cpu does without
-names = [GPU] if GPU else ['cpu', 'sim'] if simulated.available() else ['cpu']
+names = [GPU] if GPU else ['cpu', 'sim']
 # Its tests compare numbers in float32
 torch.backends.cudnn.allow_tf32 = False
 

@@ -535,9 +535,8 @@ def untouched(model):
 # Zero gradients of the type in which they are summed: `dtype`, if that is wider. Returns their bytes
 def zero_grads(ps, dtype):
     for p in ps:
-        p.grad,g = None,torch.zeros_like(p, dtype=dtype if dtype is not None and p.dtype.itemsize < 4 else p.dtype)
-        p.grad = g if hasattr(p, 'grad_dtype') else torch.zeros_like(p)
-        if p.grad.dtype != g.dtype: p.grad.data = g          # older PyTorch versions
+        p.grad = None
+        p.grad = torch.zeros_like(p, dtype=dtype if dtype is not None and p.dtype.itemsize < 4 else p.dtype)
     return sum(p.grad.nbytes for p in ps)
 
 # What checks the first loader batch of a coupled fit

@@ -3,7 +3,6 @@ sight of everybody who reads them"""
 import gc, pytest
 from collections import Counter
 import simulated
-if not simulated.available(): pytest.skip('PyTorch has no devices written in Python before 2.10', allow_module_level=True)
 from reference import *
 from fastai.callback.training import GradientClip
 from fastaccum.all import (

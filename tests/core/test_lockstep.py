@@ -337,17 +337,6 @@ def test_weights_and_hooks_that_are_changed_for_a_while(f):
     _,b = check(net, (torch.randn(9, 4, 5, 5).double(),))
     assert [n for n,_ in b.named_parameters()] == names and not b.n._forward_hooks
 
-class OldNorm(BN):
-    "Counts in a new tensor, as PyTorch did until 1.12"
-    def forward(self, x):
-        self.num_batches_tracked = self.num_batches_tracked + 1
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training,
-                            1/float(self.num_batches_tracked), self.eps)
-def test_a_counter_that_is_a_new_tensor():
-    net = nn.Sequential(conv(), OldNorm(4), conv()).double()
-    for _ in range(2): _,net = check(net, (torch.randn(9, 4, 5, 5).double(),))
-    assert net[1].num_batches_tracked == 2
-
 def test_no_grad_and_autocast_do_not_leak():
     seen = []
     def forward(m, x):
@@ -512,18 +501,13 @@ def test_work_grows_linearly():
         counts.append(len(passed))
     assert counts == [2, 2]
 
-def simulated_device():
-    import simulated
-    if not simulated.available(): pytest.skip('PyTorch has no devices written in Python before 2.10')
-    return simulated
-
 @pytest.mark.parametrize('name,size',
                          [('resnet18', 2),
                           *(pytest.param(k, n, marks=pytest.mark.slow)
                             for k,n in (('resnet18', 1), ('resnet18', 4), ('resnet50', 1), ('resnet50', 8)))])
 def test_memory_on_the_device(name, size, n=32):
     "At most 1.4 of ordinary micro-batches, however small they are; without the host it would be the whole batch's"
-    sim = simulated_device()
+    import simulated as sim
     memory = sim.memory
     net,x = sim.move(seeded(nets[name], num_classes=5)),torch.randn(n, 3, 64, 64).to('sim')
     for p in net.parameters(): p.grad = torch.zeros_like(p)
@@ -563,7 +547,8 @@ def cached(m, x):
 @pytest.mark.parametrize('name', ['skip', 'dense', 'views', 'later_in_place', 'early_output', 'own_function', 'no_grad_inside', 'cached'])
 def test_what_waits_on_the_host(name, monkeypatch):
     "Parts find what they have computed as it was, also where another one reads it"
-    sim,count = simulated_device(),emptied(monkeypatch)
+    import simulated as sim
+    count = emptied(monkeypatch)
     net = gentle(seeded(traps[name] if name != 'cached' else lambda: Body(cached, **three()))).double()
     store = Shared() if name == 'cached' else None
     if store is not None: net.f = lambda m, x: cached(store.on(m), x)
@@ -589,7 +574,8 @@ class Shared:
     def __deepcopy__(self, memo): return self
 
 def test_what_survives_an_error_is_whole(monkeypatch):
-    sim,count,kept = simulated_device(),emptied(monkeypatch),[]
+    import simulated as sim
+    count,kept = emptied(monkeypatch),[]
     def forward(m, x):
         x = m.a(x)
         kept.append(x)

@@ -1,7 +1,6 @@
 "The simulated accelerator: what it computes, counts and refuses"
 import gc, pytest
 import simulated
-if not simulated.available(): pytest.skip('PyTorch has no devices written in Python before 2.10', allow_module_level=True)
 from reference import *
 from fastaccum.precision.callback import MixedPrecision
 from simulated import limit, memory, move, raw, trace, waits

@@ -69,7 +69,7 @@ def by_hand(names):
     def step():
         for p in ps: p.grad = None
         for p,g in sums.items():
-            if hasattr(p, 'grad_dtype'): p.grad_dtype = g.dtype
+            p.grad_dtype = g.dtype
             p.grad = g/scale
         opt.step()
         sums.clear()

@@ -21,14 +21,6 @@ Unlike a GPU it has one device (PyTorch's guard for backends in Python knows no 
 what an operator takes and gives back within itself is not seen. Subclasses of tensors, fastai's for one, lose their
 class on the way to it, and `torch.load` puts its tensors back on it whatever `map_location` says.
 
-Needs PyTorch 2.10 or newer (`available()`). Import it only where it is used: from then on PyTorch takes it for the
-machine's accelerator."""
-from torch.utils import backend_registration
-
-def available() -> bool:
-    "Can this PyTorch have a device that is written in Python?"
-    return hasattr(backend_registration, '_setup_privateuseone_for_python_backend')
-
-if available():
-    from .counting import Memory, Trace, Waits, limit, memory, trace, waits
-    from .tensor import SimTensor, device, move, raw
+Import it only where it is used: from then on PyTorch takes it for the machine's accelerator."""
+from .counting import Memory, Trace, Waits, limit, memory, trace, waits
+from .tensor import SimTensor, device, move, raw
