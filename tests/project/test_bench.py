@@ -7,6 +7,7 @@ import pytest
 from reference import rel_err, weights
 import torch
 from fastai.basics import Callback
+from fastai.test_utils import synth_learner
 from torch import nn
 from bench import (
     against, batchnorm, chunks, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, shares,
@@ -324,6 +325,18 @@ def test_results_of_clients(loss_func, kwargs, expected):
     assert what==expected
     assert off is None if what in ('refused', 'fails') else off < 1e-5 if what=='exact' else off > clients.EXACT
     assert (what=='told')==('std' in said or 'spread' in said) and ('In micro-batch' in said)==(what=='refused')
+
+def test_rounded():
+    "The yardstick draws from random numbers of its own: else all that draws at random would look as far off as it likes"
+    learn = synth_learner()
+    learn.add_cb(rounded := clients.Rounded())
+    rounded.before_fit()
+    learn.model.a.grad = torch.ones(1)
+    torch.manual_seed(0)
+    want = torch.rand(3)
+    torch.manual_seed(0)
+    rounded.before_step()
+    assert torch.equal(torch.rand(3), want) and 0 < abs(learn.model.a.grad-1) < 1e-6
 
 def test_no_client_has_a_bug():
     rows = [r for o in clients.results().values() for r in o['rows']]
