@@ -10,12 +10,12 @@ from fastai.basics import Callback
 from fastai.test_utils import synth_learner
 from torch import nn
 from bench import (
-    against, batchnorm, chunks, clients, contrastive, coupled, exact, gpu, memory, peers, report, saves, shares,
+    against, batchnorm, chunks, clients, contrastive, coupled, exact, gpu, memory, peers, report, shares,
     small_batches, speed, syncs, tokens, toolbox)
 from bench.clients import data
-from bench.__main__ import BY_HAND, PACKAGES, PARTS, main
+from bench.__main__ import BY_HAND, PACKAGES, main
 from bench.jobs import job
-from bench.peers import PEERS, installed
+from bench.peers import PEERS
 from fastaccum.conformance import CASES, check
 
 quick = ()
@@ -53,12 +53,6 @@ def test_same_job():
     PEERS['whole'].run(a_job.fresh())
     assert weights(a_job.model).equal(before) and weights(job('MLP 32-64-10', 8, 4).model).equal(before)
 
-def test_missing_peers_are_left_out(monkeypatch):
-    monkeypatch.setattr(peers, 'find_spec', lambda name: None if name in ('lightning', 'accelerate') else name)
-    assert list(installed())==['hand', 'split', 'whole', 'fastai']       # the Trainer needs accelerate
-    assert list(installed('fp16'))==['split', 'whole']
-    assert 'fastai' not in installed('bf16')
-
 # -- Speed -------------------------------------------------------------------------------------------------------
 def test_overhead():
     "The median of the differences of each round, not the difference of the medians"
@@ -77,20 +71,6 @@ def test_clock(monkeypatch):
     peer = PEERS['hand']._replace(run=run)
     assert speed.time_fit(peer, job('MLP 32-64-10', 24, 4, n_acc=8), 3)['cpu']==pytest.approx(500)
     with pytest.raises(AssertionError, match='3 steps instead of 4'): speed.time_fit(peer, job('MLP 32-64-10', 24, 4), 4)
-
-@pytest.mark.parametrize('case', speed.CASES, ids=lambda c: f'{c.model}, {c.precision}, {c.n_acc}')
-def test_speed(case):
-    "With the fewest steps; figures as short as these say nothing"
-    names = {k for k in ('hand', 'split', 'whole', 'fastai')[:4 if 'MLP' in case.model else 2] if k in case.peers
-             and case.precision in PEERS[k].precisions}
-    rows = speed.run_case(case._replace(steps=2, rounds=1, peers=names))
-    assert [r['peer'] for r in rows]==[p.label for k,p in PEERS.items() if k in names]
-    assert rows[0]['cpu']['over']==0 and all(r[c]['us'] > 0 for r in rows for c in speed.CLOCKS)
-
-def test_verdict():
-    def q(low, high): return dict(low=low, high=high)
-    assert [against.verdict(q(10, 20), new) for new in (q(20, 30), q(1, 10), q(12, 15), q(21, 30), q(1, 9))]==[
-        'overlap', 'overlap', 'overlap', 'slower', 'faster']
 
 def test_against(tmp_path, monkeypatch):
     "Each process has its own code, which may be older than what the jobs are made with"
@@ -268,9 +248,6 @@ def test_tables():
     table = report.speed(results['speed'], 'MLP 32-64-10')
     assert table.shape==(7, 4) and (table.iloc[3:, 2:]=='').all(axis=None)   # these do not take part in the second case
 
-def test_unknown_part():
-    with pytest.raises(SystemExit, match=f"speedd: the parts are {', '.join(PARTS)}"): main(['speedd'])
-
 # -- On a GPU ----------------------------------------------------------------------------------------------------
 def test_gpu_runs():
     "Everybody trains the effective batch in as many steps; what does not fit is left empty"
@@ -294,14 +271,6 @@ def test_gpu_runs_train_the_same(precision, tol):
     hand = trained(peers.hand)
     for label in ('fastaccum, whole loader batches', 'fastaccum, loader batches split', "fastaccum, 'auto'"):
         assert rel_err(trained(gpu.RUNS[label][0]), hand) < tol, label
-
-def test_gpu_needs_one():
-    with pytest.raises(SystemExit, match='sees no xpu device'): main(['--device', 'xpu'])
-def test_saves():
-    "Training waits for less with the file in the background, for which a whole copy stays in memory"
-    row = saves.run(rounds=1, megabytes=8)
-    assert (row['torch.save'] == 1 == row['memory'] and all(v > 0 for v in row.values())
-            and row.keys() >= {'checkpoint', 'background, wait', 'force to disk'})
 
 # -- Clients of fastai -------------------------------------------------------------------------------------------
 def client_case(loss_func=nn.MSELoss(), **kwargs):
