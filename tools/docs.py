@@ -14,24 +14,19 @@ from menu import folders, menu, names, words
 # -- The menu ----------------------------------------------------------------------------------------------------
 def entries(titles, pages): return [{titles[p]: p} for p in pages]
 
-def reference(titles, internal):
-    """The menu of the package for `titles`, path -> title: the overview; each folder's face, and below it its pages for
-    users in the order of their notebooks; pages in no folder; and, folded away, those that are `internal`, by folder
-    too"""
+def by_folder(titles, all_titles):
+    """The menu for `titles`, path -> title of pages of the package: the overview; each folder's face, and its pages in the
+    order of their notebooks; what is in no folder"""
     where = {p: p.rpartition('/')[0] for p in titles}
-    places = dict.fromkeys(o for o in [*folders, *where.values()] if o != 'api')
-    def section(place, which):
-        face,mine = (f'{place}/index.md',
-                     [p for p in titles if where[p] == place and (p in internal) == which
-                      and not p.endswith('/index.md')])
-        front = [face] if face in titles and not which else []
-        return [{titles.get(face, place.rpartition('/')[2]): front + entries(titles, mine)}] if front or mine else []
-    def sections(which): return [e for place in places for e in section(place, which)]
-    alone = {which: [p for p in titles if where[p] == 'api' and (p in internal) == which] for which in (False,True)}
-    overview = [p for p in alone[False] if p == 'api/all.md']
-    inner = entries(titles, alone[True]) + sections(True)
-    return (entries(titles, overview) + sections(False) + entries(titles, [p for p in alone[False] if p not in overview])
-            + ([{'Internals': inner}] if inner else []))
+    def mine(place): return [p for p in titles if where[p] == place]
+    def section(place):
+        face = f'{place}/index.md'
+        name = all_titles.get(face, place.rpartition('/')[2])
+        return {name: [face]*(face in titles) + entries(titles, [p for p in mine(place) if p != face])}
+    places = [o for o in dict.fromkeys([*folders, *where.values()]) if o != 'api' and mine(o)]
+    overview = [p for p in mine('api') if p == 'api/all.md']
+    alone = [p for p in mine('api') if p not in overview]
+    return entries(titles, overview) + [section(o) for o in places] + entries(titles, alone)
 
 def pages_of(place):
     "All pages that a part of the menu names"
@@ -46,13 +41,15 @@ def navigation(titles, internal=()):
     placed = those(pages_of(menu))
     left = [p for p in titles if p not in placed]
     def below(folder): return [p for p in left if p.startswith(folder)]
+    package = {p: titles[p] for p in below('api/')}
     def entry(name, place):
-        if not place: return entries(titles, [p for p in left if not p.startswith(('api/', 'tutorials/'))])
+        if not place: return entries(titles, [p for p in left if p not in package and not p.startswith('tutorials/')])
         if isinstance(place, dict):
             mine = [e for group,paths in place.items()
                     for e in entry(group, paths)] + entries(titles, below('tutorials/'))
-        elif isinstance(place, list): mine = entries(titles, those(place))
-        elif place.endswith('/'): mine = reference({p: titles[p] for p in below(place)}, internal)
+        elif isinstance(place, list): mine = entries(titles, those(place)) + entry('Internals', 'internals')*('internals' in place)
+        elif place == 'api/': mine = by_folder({p: t for p,t in package.items() if p not in internal}, titles)
+        elif place == 'internals': mine = by_folder({p: t for p,t in package.items() if p in internal}, titles)
         else: return [{name: p} for p in those([place])]
         return [{name: mine}] if mine else []
     return [e for name,place in menu.items() for e in entry(name, place)]
@@ -134,9 +131,9 @@ def build(md):
 
 # -- Search ------------------------------------------------------------------------------------------------------
 def ranked(items):
-    """Entries of the search's index with a `tier`, by which tools/search-order.js lists them: guides, what is public,
-    internals; and with the other words that users type. A helper has its name in its text, not in its title, as a match
-    in a title comes before all others"""
+    """Entries of the search's index with a `tier`, by which tools/search-order.js lists them: guides, what is public, and
+    after all others internals; and with the other words that users type. A helper has its name in its text, not in its
+    title, as a match in a title comes before others"""
     helpers = {f'api/{m.replace(".", "/")}.html#{n.partition(".")[0].lower()}': m for m,names in apidoc.helpers().items() for n in names}
     inner = {f'api/{m.replace(".", "/")}.html' for m in apidoc.modules() if not apidoc.is_public(apidoc.module_of(m))}
     def entry(o):

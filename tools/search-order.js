@@ -1,5 +1,5 @@
 // The search's worker lists ten entries at a time, those first that have the words most often. This one asks it for all of them, and lists
-// first those whose title, or list of other words, has every word typed; then guides before what is public, and internals last
+// first those whose title, or list of other words, has every word typed; of both guides before what is public; and after all of these internals
 {
   const Unordered = window.Worker
   window.Worker = class {
@@ -8,7 +8,8 @@
       let items, terms, typed, latest, found
       const place = ({ id }) => {
         const named = terms(`${items[id].title} ${items[id].words || ""}`)
-        return items[id].tier + (typed.every(word => named.some(name => name.startsWith(word))) ? 0 : 10)
+        const inTitle = typed.every(word => named.some(name => name.startsWith(word)))
+        return (items[id].tier == 2 ? 20 : items[id].tier) + (inTitle ? 0 : 10)
       }
       const ask = (data, ours) => { asked.push(ours); worker.postMessage(data) }
       const show = ({ size = 10, from = 0 }) => {

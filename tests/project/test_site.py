@@ -19,7 +19,7 @@ quick = 'test_outputs', 'test_fitted', 'test_lines_know_their_indent', 'test_row
 def project(tmp_path_factory):
     "The folder of a project whose site is built"
     where = tmp_path_factory.mktemp('site')/'below'/'fastaccum'
-    for d in ('bench', 'examples', 'nbs', 'tools', 'tests', 'fastaccum'):
+    for d in ('.github', 'bench', 'examples', 'nbs', 'tools', 'tests', 'fastaccum'):
         shutil.copytree(root/d, where/d, ignore=shutil.ignore_patterns('__pycache__', 'models'))
     for f in root.iterdir():
         if f.is_file(): shutil.copy(f, where)
@@ -45,18 +45,20 @@ def test_pages(site):
         assert f'/{p}.md)' in llms or p in ('changelog.html', 'contributing.html'), p
 
 def test_order_of_pages():
-    "The overview; each folder's face and its pages for users; what stands in no folder; and what all of these are made of, by folder"
-    titles = {f'api/{m}.md': m
-              for m in ('conformance', 'all', 'core/index', 'core/accumulator', 'core/probe', 'accumulation/index',
-                        'accumulation/callback', 'accumulation/plan',
-                                         'new/page')}
-    menu, = [e['API reference'] for e in docs.navigation(titles, {'api/core/probe.md', 'api/accumulation/plan.md'}) if 'API reference' in e]
-    assert menu==[{'all': 'api/all.md'},
-                  {'accumulation/index': ['api/accumulation/index.md', {'accumulation/callback': 'api/accumulation/callback.md'}]},
-                  {'core/index': ['api/core/index.md', {'core/accumulator': 'api/core/accumulator.md'}]},
-                  {'new': [{'new/page': 'api/new/page.md'}]}, {'conformance': 'api/conformance.md'},
-                  {'Internals': [{'accumulation/index': [{'accumulation/plan': 'api/accumulation/plan.md'}]},
-                                 {'core/index': [{'core/probe': 'api/core/probe.md'}]}]}]
+    """The overview; each folder's face and its pages for users; what stands in no folder. What all of these are made of
+    stands in one place of another part of the menu, by folder too"""
+    names = ('conformance', 'all', 'core/index', 'core/accumulator', 'core/probe', 'accumulation/index',
+             'accumulation/callback', 'accumulation/plan', 'new/page')
+    titles = {f'api/{m}.md': m for m in names} | {'contributing.md': 'Contributing'}
+    api,contributing = docs.navigation(titles, {'api/core/probe.md', 'api/accumulation/plan.md'})
+    assert api=={'API reference': [
+        {'all': 'api/all.md'},
+        {'accumulation/index': ['api/accumulation/index.md', {'accumulation/callback': 'api/accumulation/callback.md'}]},
+        {'core/index': ['api/core/index.md', {'core/accumulator': 'api/core/accumulator.md'}]},
+        {'new': [{'new/page': 'api/new/page.md'}]}, {'conformance': 'api/conformance.md'}]}
+    assert contributing=={'Contributing': [{'How to contribute': 'contributing.md'}, {'Internals': [
+        {'accumulation/index': [{'accumulation/plan': 'api/accumulation/plan.md'}]},
+        {'core/index': [{'core/probe': 'api/core/probe.md'}]}]}]}
 
 def test_internals_are_told_from_code():
     "A page is for users if it describes what a face hands on"
@@ -378,7 +380,8 @@ searches = {'resume': 'tutorials/stop_and_resume', 'out of memory': 'troubleshoo
             'quantization': 'tutorials/quantization', 'distillation': 'tutorials/distillation',
             'ActivationCheckpointing': 'api/memory/activations',
             'different gpus': 'tutorials/many_devices', 'batch size in tokens': 'tutorials/token_losses',
-            'tokens': 'tutorials/token_losses', 'batchnorm': 'tutorials/batchnorm'}
+            'tokens': 'tutorials/token_losses', 'batchnorm': 'tutorials/batchnorm',
+            'values': 'api/logs/steps'}     # internals have it in their titles
 
 def test_search_index(site):
     """Guides are told from the API and both from internals, helpers do not stand in titles, other words are there, and
@@ -559,7 +562,7 @@ def test_search(browser, base):
 @pytest.mark.parametrize('query', searches)
 def test_search_finds(browser, site, query):
     """The page is among the first three. What has the words in its title comes first, then the rest; of both guides,
-    then what is public, then internals"""
+    then what is public; internals after all of these"""
     browser.get(f'{site.as_uri()}/index.html')
     wait(browser, 'document.querySelector(".md-search__button")').click()
     frame = '[...document.querySelectorAll("*")].find(e => e.shadowRoot).shadowRoot'
@@ -568,7 +571,7 @@ def test_search_finds(browser, site, query):
     def place(url):
         o = items[url.path.removeprefix(f'{urlsplit(site.as_uri()).path}/') + f'#{url.fragment}'*bool(url.fragment)]
         names = re.split(r'[\s\-_.,`/]+', re.sub('<.*?>', '', f"{o['title']} {o.get('words', '')}").lower())
-        return not all(any(n.startswith(w) for n in names) for w in query.lower().split()),o['tier']
+        return o['tier'] == 2,not all(any(n.startswith(w) for n in names) for w in query.lower().split()),o['tier']
     def is_right(browser):
         urls = [*map(urlsplit, browser.execute_script(f'return [...{frame}.querySelectorAll("a[role=option]")].map(a => a.href)'))]
         seen[:] = [(u.path, *place(u)) for u in urls]
