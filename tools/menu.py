@@ -2,8 +2,9 @@
 
 A page is its path in `nbs`, without `.ipynb` and the number that a file of the API begins with. One that does not exist is left out."""
 
-# Name -> a page; several pages; groups of tutorials that open, before those that stand nowhere else; the pages of the API for users; those
-# that say what these are made of, after a page for who looks for them; or all that is left. Everything in the order in which a user needs it
+# Name -> a page; several pages; groups of tutorials that open, before those that stand nowhere else; the pages of the API
+# for users; those that say what these are made of, after a page for who looks for them; or all that is left. Everything in
+# the order in which a user needs it
 menu = {
     'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipes': 'recipes', 'Troubleshooting': 'troubleshooting',
     'Migrating from other libraries': 'coming_from', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks',
@@ -28,7 +29,8 @@ names = {
     'tutorials/fit_memory': 'Fit it into memory: gradient checkpointing and more',
     'tutorials/attention': 'FlashAttention', 'tutorials/quantization': 'Quantization',
     'tutorials/distillation': 'Distillation', 'tutorials/many_devices': 'Multi-GPU',
-    'contributing': 'How to contribute', 'tutorials/token_losses': 'Token losses and class weights', 'tutorials/mixed_precision': 'Mixed precision: fp16 and bf16'}
+    'contributing': 'How to contribute', 'tutorials/token_losses': 'Token losses and class weights',
+    'tutorials/mixed_precision': 'Mixed precision: fp16 and bf16'}
 
 # A page, or a section of it -> what users type who look for it, in words that it does not use
 words = {
