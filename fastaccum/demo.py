@@ -18,7 +18,6 @@ from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 import matplotlib.pyplot as plt
 from fastai.basics import *
-from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientAccumulation as FastaiAccumulation
 from fastcore.script import call_parse
 from sklearn.datasets import load_digits

@@ -13,7 +13,6 @@ import torch.utils.data as torch_data
 from fastai.basics import *
 from fastai.callback import fp16, training
 from fastai.callback.mixup import MixHandler
-from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
 import fastaccum
 from .generators import rng_state, undisturbed

@@ -1,6 +1,5 @@
 "The GitHub workflows: two linters, which need no network"
 import shutil, subprocess, sysconfig
-from pathlib import Path
 import pytest, yaml
 from test_metadata import root
 
