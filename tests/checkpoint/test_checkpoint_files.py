@@ -8,8 +8,6 @@ from fastaccum.checkpoint.callback import *
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.checkpoint.files import OwnFiles, lock_name, read_checkpoint, run_of, write_checkpoint
 
-quick = ('test_flipped_bits','test_no_digest','test_flipped_manifest','test_damaged_newest','test_foreign_files',
-         'test_failing_operations','test_full_disk','test_background')
 
 names = ['best.pth', '1-mine.pt', '1-000000004.pt', '1-000000008.pt', '1-end.pt', '2-end.pt', '0-end.pt', 'x.tmp',
          '1-end.pt.0123abcd.tmp', 'config.yaml', 'notes.txt', 'digests.jsonl',
@@ -58,6 +56,7 @@ def test_foreign_files(fname, background):
     assert end.name.startswith('2-end-') and 'batch' not in read_checkpoint(end)     # `2-end.pt` was taken
     shutil.rmtree(finished)
 
+@pytest.mark.slow
 def test_folder_of_saved_models():
     "`SaveModelCallback(fname='run1/best')`, next to `TrainingCheckpoint('run1')`"
     learn = train('run1', SaveModelCallback(fname='run1/best'))
@@ -68,6 +67,7 @@ def test_folder_of_saved_models():
     assert ([p.name for p in Path('models/run1').iterdir()] == ['best.pth']
             and [p.name for p in Path('models/run1-finished').iterdir()] == ['1-end.pt'])
 
+@pytest.mark.slow
 def test_finished_folder_of_the_user():
     "Whose files are in `...-finished` stay too"
     before = make_tree(Path('models/checkpoint-finished').resolve())
@@ -102,6 +102,7 @@ def script(*args, code=endings):
     env = {**os.environ, 'DEVICE': 'cpu', 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}   # no simulated device: it cannot fork
     return subprocess.run([sys.executable, '-W', 'ignore', 'script.py', *args], env=env, capture_output=True, text=True)
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', ['normal', 'error', 'Ctrl-C', 'kill', 'SIGTERM', 'fork', 'spawn'])
 def test_endings(how):
     before = make_tree(Path('models/run1').resolve())
@@ -128,11 +129,13 @@ for end,complete in (('error', False), (1, False), (0, True)):
     assert Path('models/run1-finished').exists() == complete and Path('models/run1').exists() != complete, end
 '''
 
+@pytest.mark.slow
 def test_failed_child():
     "A child process that ends with an error, or `sys.exit(1)`, is to go on"
     run = script(code=failed_child)
     assert run.returncode==0, run.stderr
 
+@pytest.mark.slow
 def test_message_at_exit():
     "It asks only where a callback ended the last fit"
     end = 'the run is complete after 1 fit; its end is run1-finished/1-end.pt.'
@@ -301,6 +304,7 @@ def test_background():
     new_process()
     test_eq_bits(run({}, TrainingCheckpoint(every_steps=4, background=True)), whole)
 
+@pytest.mark.slow
 def test_timer_goes_on_through_validation():
     "`validate` and `get_preds` in a callback do not put off the next checkpoint"
     class Looks(Callback):

@@ -5,7 +5,6 @@ import pytest, torch
 
 script = [sys.executable, '-W', 'ignore', str(Path(__file__).with_name('kill_script.py'))]
 env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
-quick = 'test_killed',
 pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
 
 class Server:
@@ -72,6 +71,7 @@ def test_killed(server, alone, tmp_path):
             for f in 'result.pt','rows': (tmp_path/f).unlink()        # the next run starts anew
     print(f'{n} kills in {n_runs} runs, {in_write} of them while a checkpoint was being written')
 
+@pytest.mark.slow
 def test_fresh_processes(alone, tmp_path):
     "Two processes from scratch; the first is told to stop"
     rows = tmp_path/'rows'
@@ -102,6 +102,7 @@ def wanted(seen):
     spans = [(0, saves[1]), (saves[len(saves)//2], saves[len(saves)//2+1]), (saves[-1], len(seen))]
     return sorted({i for a,b in spans for i in range(a, b)})
 
+@pytest.mark.slow
 @pytest.mark.parametrize('background', [False, True])
 def test_killed_at_every_write(background, tmp_path):
     "Before, in or after file operations of the first, a middle and the last save, and of `finish`: every second place"

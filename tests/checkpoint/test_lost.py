@@ -6,11 +6,8 @@ from fastai.callback.progress import ProgressCallback
 from reference import *
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
+from quick import quickly
 
-quick = ('test_named','test_no_alarm',
-         *(f'test_saved[{case}]'
-           for case in ('CountingLoss', 'counting_closure', 'Objects', 'Hooked', 'embedding',
-                        'fastai_dl counting_item')))
 
 torch.manual_seed(0)
 items = [(x, x.sum()[None].tanh()) for x in torch.randn(24, 4)]
@@ -141,7 +138,8 @@ def train(loss=lambda: F.mse_loss, model=Plain, dl=fastai_dl(), opt=SGD, stop=No
         else: fits()
     return learn
 
-@pytest.mark.parametrize('case', saved)
+@pytest.mark.parametrize('case', quickly(['CountingLoss','counting_closure','Objects','Hooked','embedding',
+                                          'fastai_dl counting_item'], saved))
 def test_saved(case):
     "Stopped in the second epoch, in the third, in the second fit: it ends as the run that nobody stopped"
     case = saved[case]

@@ -11,7 +11,7 @@ from fastaccum.checkpoint import files, folder as folders
 from fastaccum.checkpoint.files import lock_name, read_checkpoint
 from fastaccum.checkpoint.folder import CheckpointFolder, lock, unlock
 
-quick = 'test_no_false_refusal','test_a_small_disk_gets_the_newest','test_file_systems_without_locks','test_digests'
+pytestmark = pytest.mark.slow
 no_locks = pytest.mark.skipif(folders.fcntl is None, reason='no locks on Windows')
 
 # --- one run at a time
@@ -95,6 +95,7 @@ def test_a_fork_holds_no_lock():
     finally: os.kill(child, signal.SIGKILL); p.kill(); unlock(path, True)
     assert not path.exists()
 
+@pytest.mark.quick
 def test_no_false_refusal():
     "Two fits, a Learner that is deleted, cells that are executed again, a fit that an error ended, a module that is loaded again"
     whole = run({})
@@ -135,6 +136,7 @@ def test_a_fit_that_saves_nothing_leaves_no_folder():
     p,_ = other(code)
     assert p.wait() == 0 and not Path('models/checkpoint').exists()
 
+@pytest.mark.quick
 @no_locks
 def test_file_systems_without_locks(monkeypatch):
     whole = run({})
@@ -182,6 +184,7 @@ class SmallDisk:
 def state(i): return dict(done=i, w=torch.full((100_000,), float(i)))       # 400 kB
 def on_disk(folder): return sorted(f.name for f in folder.path.glob('*.pt*'))
 
+@pytest.mark.quick
 @pytest.mark.parametrize('background', [False, True])
 @pytest.mark.parametrize('room,keep,kept', [(3.5, 2, 2), (2.4, 2, 2), (1.4, 2, 1), (1.4, 1, 1), (2.4, 3, 2)])
 def test_a_small_disk_gets_the_newest(monkeypatch, tmp_path, background, room, keep, kept):

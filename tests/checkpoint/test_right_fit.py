@@ -8,9 +8,8 @@ from reference import *
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.logs.steps import StepLogger
+from quick import quickly
 
-quick = ('test_changed[peak]','test_changed[moms]','test_loop_over_seeds','test_same_seeds','test_other_seed',
-         'test_changed[max_norm]','test_changed[activation]','test_same[comment]','test_same[workers]')
 
 torch.manual_seed(0)
 items = [(x, x.sum()[None].tanh()) for x in torch.randn(24, 4)]
@@ -79,6 +78,7 @@ def test_other_seed(seed, capsys):
     assert out.count('other initial weights than the saved run') == 1 and out.index('other initial') < out.index('continues in epoch')
     assert torch.equal(weights(again.model), weights(whole.model))
 
+@pytest.mark.slow
 def test_no_seed(tmp_path):
     "A script without any seed goes on, in processes of their own"
     code = textwrap.dedent("""
@@ -93,6 +93,7 @@ def test_no_seed(tmp_path):
     out = runs[1].stdout
     assert runs[1].returncode == 0 and 'fit 1 continues in epoch 1' in out and out.count('another seed, or none') == 1, runs[1].stderr
 
+@pytest.mark.slow
 def test_hash_seed():
     "The order of a set is another one in each process"
     code = "from fastaccum.checkpoint.fingerprint import setting; print(setting([set('abcdefgh'), frozenset(map(str, range(100)))]))"
@@ -146,7 +147,7 @@ changed = dict(
                    dict(dl=lambda: torch_data.DataLoader(items, 4)), 'shuffle: RandomSampler in the checkpoint'),
     lambda_=(dict(loss=lambda p, y: (p-y).square().mean()*k1), dict(loss=lambda p, y: (p-y).square().mean()*k2), 'loss'))
 
-@pytest.mark.parametrize('case', changed)
+@pytest.mark.parametrize('case', quickly(['peak','moms','max_norm','activation'], changed))
 def test_changed(case):
     a,b,words = changed[case]
     with pytest.raises(RuntimeError, match='stopped'): script(**a, stop=(0, 2))
@@ -183,7 +184,7 @@ same = dict(
     positional=(dict(act=partial(nn.Dropout, .1)), dict(act=partial(nn.Dropout, p=.1))),
     in_place=(dict(net=F1), dict(net=F1, metrics=[mse])))
 
-@pytest.mark.parametrize('case', same)
+@pytest.mark.parametrize('case', quickly(['comment','workers'], same))
 def test_same(case, capsys):
     a,b = same[case]
     with pytest.raises(RuntimeError, match='stopped'): script(**a, stop=(0, 2))

@@ -4,7 +4,7 @@ pytest.importorskip('resource', reason='Windows does not say how much memory a p
 from soak import *
 
 STEPS,MAX_BLOCKS = 500,.7   # some blocks are left of each fit, such as the names of its files
-quick = ()
+pytestmark = pytest.mark.slow
 
 class Leak(Callback):
     "Keeps something of each step"

@@ -14,10 +14,9 @@ from fastaccum.core import host as host_module
 from fastaccum.core.memory import PeakMemory
 from fastaccum.core.host import HostGradient, HostGradients
 from simulated import memory, move, raw, trace, waits
+from quick import quickly
 
 # every tool is one of `setups`; quickly some of them
-quick = ('test_never_all_at_once[SGD]', 'test_bytes[4]', 'test_refused[counts]', 'test_ranks_and_values',
-         'test_resumed', 'test_same_bits[foreign]', 'test_same_bits[fp16 overflows]')
 
 @pytest.fixture(autouse=True)
 def on_sim(device): devices.use('sim')
@@ -90,7 +89,7 @@ setups = {
     'AdamW, fp16': dict(opt_func=torch_opt(torch.optim.AdamW), cbs=[MixedPrecision])}
 
 @pytest.mark.filterwarnings('ignore:.*')
-@pytest.mark.parametrize('setup', setups)
+@pytest.mark.parametrize('setup', quickly(['foreign','fp16 overflows'], setups))
 def test_same_bits(setup):
     kwargs = dict(accum_bs=16, **setups[setup]) if 'accum_bs' not in setups[setup] else setups[setup]
     n_host = Counter()
@@ -138,6 +137,7 @@ def test_never_all_at_once(opt_func):
     assert min(plain) >= 8*g                          # all of them
     assert host[0] <= 2*g+2*acts and host[1] <= 2*g and host[2] <= 6*g
 
+@pytest.mark.slow
 def test_memory_in_a_fit():
     "It falls by all gradients but one, in `GradientAccumulation`"
     def peak(**kwargs):
@@ -154,7 +154,7 @@ def test_memory_in_a_fit():
     assert peak() > 20*g
     assert peak(grad_device='cpu') < 4*g + 20*2*32*4*2
 
-@pytest.mark.parametrize('n', [1, 4])
+@pytest.mark.parametrize('n', quickly([4], [1, 4]))
 def test_bytes(n):
     """A step of `n` micro-batches: `n` times all gradients to the host, `n-1` times to the device, and once for the
     step. Nothing waits for them"""
@@ -195,7 +195,7 @@ refused = dict(counts=(torch_opt(Counts), 'Counts counts in `k`'), joint=(torch_
                odd=(torch_opt(Odd, model=1), "Odd cannot be tried.*argument: 'model'"),
                own=(lambda ps, lr: Own(ps, [], lr=lr), 'Own has a `step`'))
 
-@pytest.mark.parametrize('name', refused)
+@pytest.mark.parametrize('name', quickly(['counts'], refused))
 def test_refused(name):
     "Before training. On the CPU, where nothing goes by parts, it trains"
     opt_func,words = refused[name]
@@ -213,6 +213,7 @@ def test_ranks_and_values():
         acc.ranks = SimpleNamespace(world=2, joint_gradients=joint)
         with pytest.raises(ValueError, match='several ranks add them up there') if joint else nullcontext(): check_learner(acc)
 
+@pytest.mark.slow
 def test_cpu():
     "A model on the CPU trains as without it, and its gradients are plain tensors"
     devices.use('cpu')
@@ -221,6 +222,7 @@ def test_cpu():
     a,b = fit(accum_bs=16, cbs=[look]),fit(accum_bs=16, cbs=[look], grad_device='cpu')
     assert a[0].equal(b[0]) and a[1].equal(b[1]) and set(kinds) == {Tensor}
 
+@pytest.mark.slow
 def test_learns_later():
     "Parameters that a callback unfreezes in mid-fit"
     kept = []
@@ -233,6 +235,7 @@ def test_learns_later():
     a,b = fit(accum_bs=16, cbs=[Thaw]),fit(accum_bs=16, cbs=[Thaw, Look], grad_device='cpu')
     assert a[0].equal(b[0]) and kept == [{True}]*12
 
+@pytest.mark.slow
 def test_fits_in_a_row():
     "An exception in mid-batch leaves nothing behind"
     def train(learn, n):
@@ -259,6 +262,7 @@ def test_resumed(tmp_path):
     resumed,kinds = go(tmp_path/'b')
     assert resumed.equal(whole) and set(kinds) == {HostGradient}
 
+@pytest.mark.slow
 def test_advice():
     "The forecast counts a few of the largest gradients in place of all, and says so"
     peaks = {}

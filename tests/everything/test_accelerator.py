@@ -13,9 +13,10 @@ from fastaccum.precision.callback import MixedPrecision
 from fastaccum.logs.steps import StepLogger
 from test_exact import cls_w, ignored
 from test_checkpoint import Interrupt, new_process
+from quick import quickly
 
 Acc = GradientAccumulation
-quick = 'test_no_waits_between_steps','test_waits_are_noticed','test_resume','test_cut_without_copies','test_order_of_copies'
+pytestmark = pytest.mark.slow
 accelerators = [n for n in devices.names if n != 'cpu']
 if not accelerators: pytest.skip('no GPU here, and this PyTorch has no devices written in Python', allow_module_level=True)
 is_gpu = bool(devices.GPU)
@@ -71,7 +72,8 @@ amps = 'to_fp32','to_bf16','to_fp16'
 every = [(name, k, amp) for i,name in enumerate(waits_of) for j,k in enumerate([None, 3, 'auto'])
          for l,amp in enumerate(amps) if is_gpu or name == 'mse' or (i+j+l)%3 == 0]
 
-@pytest.mark.parametrize('name,k,amp', every)   # on the simulated device a third of them: each pair of two once
+# on the simulated device a third of them: each pair of two once
+@pytest.mark.parametrize('name,k,amp', quickly([o for o in every if o[1] == 3], every))
 def test_no_waits_between_steps(name, k, amp):
     loss_func,y,acc = waits_of[name]
     learn = make(Data(x, y), 16, Acc(32, micro_batch_size=k, **acc), NoWaits(), NoMore(), loss_func=loss_func,
@@ -95,6 +97,7 @@ def test_no_waits_of_a_schedule():
     learn.fit_one_cycle(3, .01)
     assert len({acc.size_at(i, 8, 3) for i in range(24)}) > 2
 
+@pytest.mark.quick
 def test_waits_are_noticed():
     class Reads(Callback):
         def after_pred(self): self.learn.pred.sum().item()
@@ -334,7 +337,7 @@ def test_half_precision(name, amp, tol):
     assert torch.cosine_similarity(a, b, 0) > .9
     if amp == 'to_fp16': assert half.mixed_precision.scaler.n_overflows==0
 
-@pytest.mark.parametrize('amp', ['to_fp16', *(pytest.param(a, marks=pytest.mark.slow) for a in amps if a != 'to_fp16')])
+@pytest.mark.parametrize('amp', quickly(['to_fp16'], amps))
 def test_resume(amp):
     "Stopped in an epoch and started again: the run that nobody stopped, to the bit, dropout and loss scale included"
     def fit(*cbs): return fit_net('conv net', amp, *cbs, loader=partial(DataLoader, shuffle=True))
@@ -358,6 +361,7 @@ class Parts(Callback):
         self.n += 1
 def storage(t): return (t.raw if hasattr(t, 'raw') else t).untyped_storage().data_ptr()
 
+@pytest.mark.quick
 def test_cut_without_copies():
     learn = fit_net('conv net', 'to_fp32', Parts(), n_epoch=1)
     assert learn.parts.n==2*n_items//8
@@ -374,6 +378,7 @@ class NonBlocking(DataLoader):
             now,coming = coming,None if b is None else copied(b)
             yield now
 
+@pytest.mark.quick
 @pytest.mark.skipif(is_gpu, reason='the next test asks the profiler')
 def test_order_of_copies():
     "Between two fetches nothing waits, with fastaccum as without; and no copy is made that fastai does not make"

@@ -7,6 +7,7 @@ from reference import *
 from fastai.callback.schedule import SchedLin
 from fastaccum.precision.callback import MixedPrecision
 from fastaccum.logs.steps import StepLogger
+from quick import quickly
 try: import wandb
 except ImportError: wandb = None
 else: from fastaccum.wandb import WandbCallback
@@ -46,9 +47,10 @@ for_hours = 'SWEEP' in os.environ    # every setup, every two callbacks in both 
 accumulating,precise = ('acc','drop','carry','rows','split','auto','schedule','parts'),('fp16','bf16')
 if for_hours: pairs += [f'{a}+{b}' for a,b in itertools.permutations(callbacks, 2) if not ({a,b} <= {*accumulating} or {a,b} <= {*precise})]
 setups = [s for s in dict.fromkeys([*callbacks, *pairs]) if all(callbacks[n] for n in s.split('+'))]
-every_setup = pytest.mark.parametrize('setup', setups)
+in_short = 'carry','acc+fp16','parts+fp16+saves+steps'
 some = 'carry','split','fp16','steps','acc+fp16','parts+fp16+saves+steps'
-some_setups = every_setup if for_hours else pytest.mark.parametrize('setup', [s for s in setups if s in some])
+every_setup = pytest.mark.parametrize('setup', quickly(in_short, setups))
+some_setups = every_setup if for_hours else pytest.mark.parametrize('setup', quickly(in_short, some))
 
 def make(setup): return [callbacks[n]() for n in setup.split('+') if n]
 def has(setup, *names): return bool(set(names) & set(setup.split('+')))
@@ -151,9 +153,9 @@ def test_right(setup):
 
 copies = {'deepcopy': deepcopy, 'pickle': lambda o: pickle.loads(pickle.dumps(o))}
 
-@pytest.mark.parametrize('setup,how',
-                         [(s,h) for i,s in enumerate(setups) for j,h in enumerate(copies) if for_hours or i%2==j
-                          or 'saves' in s])
+copied = [(s,h) for i,s in enumerate(setups) for j,h in enumerate(copies) if for_hours or i%2==j or 'saves' in s]
+
+@pytest.mark.parametrize('setup,how', quickly([o for o in copied if o[0] in in_short], copied))
 def test_copies(setup, how):
     "Of Learners and of callbacks, fresh and trained: they train like the original, and the original does not notice"
     learn = start(setup)
@@ -229,7 +231,7 @@ def test_fine_tune(setup):
     assert torch.equal(both[0].weights[:56], both[n].weights[:56]) and not torch.equal(both[n].weights[:56], weights(learn.model)[:56])
     right(learn, setup)
 
-@pytest.mark.parametrize('setup', [s for s in setups if 'wandb' not in s])  # which logs the Recorder's smooth loss
+@pytest.mark.parametrize('setup', quickly(in_short, [s for s in setups if 'wandb' not in s]))  # which logs the Recorder's smooth loss
 def test_without_recorder(setup):
     "The same steps and rows"
     learn = start(setup)
@@ -252,7 +254,9 @@ class Sometimes(nn.Module):
 opts = {'SGD': SGD, 'momentum': partial(SGD, mom=.9, wd=.1, decouple_wd=True), 'Adam': partial(Adam, wd=.1),
         'AdamW': partial(OptimWrapper, opt=torch.optim.AdamW)}
 
-@pytest.mark.parametrize('setup,opt', [(s,o) for i,s in enumerate(setups) for j,o in enumerate(opts) if for_hours or o=='Adam' or i%3==j])
+with_opts = [(s,o) for i,s in enumerate(setups) for j,o in enumerate(opts) if for_hours or o=='Adam' or i%3==j]
+
+@pytest.mark.parametrize('setup,opt', quickly([o for o in with_opts if o[0] in in_short], with_opts))
 def test_without_gradient(setup, opt):
     "In some batches; the same weights as the big batches give, in two fits"
     learn = start(setup, model=Sometimes(), opt_func=opts[opt], splitter=trainable_params)

@@ -3,6 +3,7 @@ statistics and losses are those of one process"""
 import os, signal, time, warnings
 from functools import partial
 import pytest, torch, torch.distributed as dist, torch.nn.functional as F
+from quick import quickly
 pytest.importorskip('greenlet')
 from fastai.basics import Adam, Callback, CancelBatchException, CancelFitException, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor
 from fastai.callback.all import BnFreeze, GradientClip, MixUp
@@ -17,7 +18,7 @@ from test_joint_validation import Contrast, quiet, started
 from test_shares import PowerCut, Work, close, with_other_ranks
 
 few = 'ragged',                                    # of `settings`, with QUICK
-quick = ['test_trains_as_one_process[ragged-2]']   # all start processes
+pytestmark = pytest.mark.slow      # all start processes
 def rank(): return dist.get_rank() if dist.is_initialized() else 0
 def world(): return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -274,8 +275,8 @@ def same_run(one, ranks, eps):
         assert torch.equal(r['losses'], ranks[0]['losses'])
     assert len(one['losses']) > 1
 
-@pytest.mark.parametrize('n', [2, 3])
-@pytest.mark.parametrize('name', settings())
+@pytest.mark.parametrize('n', quickly([2], [2, 3]))
+@pytest.mark.parametrize('name', quickly(few, settings()))
 def test_trains_as_one_process(equal, name, n):
     one,ranks = equal[1][0][name],[r[name] for r in equal[n]]
     same_run(one, ranks, {'fp32': 2e-5, 'fp16': 5e-2, 'lr_find': 1e-9, 'adam': 1e-9}.get(name, 1e-12))

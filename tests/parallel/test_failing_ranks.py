@@ -8,8 +8,9 @@ from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, LocalS
 from fastaccum.parallel import processes
 from test_joint_validation import data, learner, mlp, quiet, started
 
-quick = 'test_signals_that_windows_lacks',      # the others start processes of two ranks
+pytestmark = pytest.mark.slow      # the others start processes of two ranks
 
+@pytest.mark.quick
 def test_signals_that_windows_lacks(monkeypatch):
     for s in ('SIGHUP', 'SIGQUIT'): monkeypatch.delattr(processes.signal, s, raising=False)
     with processes._signals_kept(): pass

@@ -8,7 +8,7 @@ from fastai.losses import LabelSmoothingCrossEntropyFlat
 from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, LocalSGD, StepLogger, launch
 import torch.distributed as dist
 
-quick = []      # all start processes of two ranks or three
+pytestmark = pytest.mark.slow      # all start processes of two ranks or three
 
 def data(n=64, n_valid=23, n_out=3, seq=None):
     g = torch.Generator().manual_seed(n)

@@ -5,7 +5,7 @@ from fastaccum.all import DataParallel, GradientAccumulation, TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 from test_joint_validation import quiet, started, weights
 
-quick = []      # all start processes of two ranks
+pytestmark = pytest.mark.slow      # all start processes of two ranks
 def data(n=40):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(n, 5, generator=g)

@@ -16,7 +16,7 @@ from test_joint_validation import (
     Contrast, class_weights, data, detection, fitted as validated, ignored, mlp, own_weights, quiet, rare, started,
     token_loss)
 
-quick = []      # all start processes
+pytestmark = pytest.mark.slow      # all start processes
 def rank(): return dist.get_rank() if dist.is_initialized() else 0
 def world(): return dist.get_world_size() if dist.is_initialized() else 1
 

@@ -18,7 +18,7 @@ from bench.jobs import job
 from bench.peers import PEERS
 from fastaccum.conformance import CASES, check
 
-quick = ()
+pytestmark = pytest.mark.slow
 ours = PEERS['split'],PEERS['whole']
 results = report.results()
 def is_ours(row): return row['peer'].startswith('fastaccum')

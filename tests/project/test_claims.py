@@ -12,11 +12,9 @@ root = Path(__file__).resolve().parents[2]
 results = clients.results()
 modules = {k: import_module(f'bench.clients.of_{k}') for k in READ}
 cases = {k: m.cases() for k,m in modules.items()}
-own = [pytest.param(c, way, id=f'{k}-{i}-{way}', marks=[pytest.mark.slow]*(way == 'two ranks'))
-       for k,cs in cases.items() for i,c in enumerate(cs) if isinstance(c, Claim) for way in c.ways]
 few = 'accelerate-10-loader batches', 'lightning-5-', 'lightning-26-micro-batches', 'transformers-1-micro-batches'
-quick = ['test_result', 'test_distance', 'test_merge', 'test_counts', 'test_results_are_of_all_claims', 'test_page',
-         *(f'test_claim[{k}]' for k in few)]
+own = [pytest.param(c, way, id=(name := f'{k}-{i}-{way}'), marks=[pytest.mark.slow]*(name not in few))
+       for k,cs in cases.items() for i,c in enumerate(cs) if isinstance(c, Claim) for way in c.ways]
 
 # -- The arithmetic
 def tensors(**values): return {k: torch.tensor(v) for k,v in values.items()}
@@ -41,6 +39,7 @@ def refuses(): return claims.GradientAccumulation(0)
     (claims.REFUSED, gives, ('bug', None, 'There is no error.'))])
 def test_result(big, ours, expected): assert claims.result(Claim('a claim', '', big, dict(way=ours)), 'way')==expected
 
+@pytest.mark.slow
 def test_result_refused():
     what,off,said = claims.result(claims.refused('a claim', '', refuses), '')
     assert (what, off)==('refused', None) and 'accum_bs=0' in said
@@ -56,6 +55,7 @@ class AllAlike(claims.GradientAccumulation):
     "Each micro-batch counts alike, as in a loop that divides the losses by their number"
     def __init__(self, *args, **kwargs): super().__init__(*args, weight=lambda learn: 1, **kwargs)
 
+@pytest.mark.slow
 @pytest.mark.parametrize('train', [of_accelerate.tracked, of_accelerate.folds, of_lightning.four_steps, of_transformers.smoothed])
 @pytest.mark.parametrize('way', ['micro-batches', 'loader batches'])
 def test_wrong_weights_are_noticed(train, way, monkeypatch):
@@ -63,6 +63,7 @@ def test_wrong_weights_are_noticed(train, way, monkeypatch):
     what,off,_ = claims.result(claims.same('a claim', '', train), way)
     assert what=='bug' and off > 1e-3
 
+@pytest.mark.slow
 @pytest.mark.parametrize('wrong', [dict(seen=torch.tensor([22.]))])
 def test_a_new_run_is_not_one_that_goes_on(wrong):
     "The number of loader batches tells them apart: the weights are the same"
@@ -105,6 +106,7 @@ def test_counts():
     for file in ('README.md', 'nbs/index.ipynb'):
         assert f'{clients.in_words(results)} |' in (root/file).read_text(encoding='utf-8'), f"{file}: {clients.in_words(results)}"
 
+@pytest.mark.slow
 def test_about():
     def of(date, torch): return dict(date=date, beside=dict(fastai='2', torch=torch))
     assert clients.about(dict(a=of('today', '3'), b=of('today', '3')))=='run on today with fastai 2 and PyTorch 3'

@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 import pytest
 
 root = Path(__file__).resolve().parents[2]
-quick = 'test_console_script',
+pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope='module')
 def demo(tmp_path_factory):
@@ -55,6 +55,7 @@ def test_without_wandb(monkeypatch, capsys, tmp_path):
     with wandb_offline(tmp_path) as cbs: assert cbs == []
     assert 'not installed' in capsys.readouterr().out
 
+@pytest.mark.quick
 def test_console_script():
     cfg = ConfigParser(); cfg.read(root/'settings.ini', encoding='utf-8')
     name,target = cfg['DEFAULT']['console_scripts'].split('=')

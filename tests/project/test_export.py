@@ -6,7 +6,7 @@ from fastcore.nbio import mk_cell, nb2str, new_nb, read_nb, write_nb
 import export
 
 root = Path(__file__).resolve().parents[2]
-quick = ()
+pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope='module')
 def project():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_metadata import cfg, root, toml
 
-quick = ()
+pytestmark = pytest.mark.slow
 
 def python(code, *path, **kwargs):
     "Run `code` in a new process, with the folders `path` first among those it imports from; what it printed"

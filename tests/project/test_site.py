@@ -13,7 +13,7 @@ from nbdev.config import get_config
 import apidoc, docs, menu, pages, snippets, widths
 
 root = Path(__file__).resolve().parents[2]
-quick = 'test_outputs', 'test_fitted', 'test_lines_know_their_indent', 'test_rows_of_words',   # the others need the site
+pytestmark = pytest.mark.slow      # the others need the site
 
 @pytest.fixture(scope='session')
 def project(tmp_path_factory):
@@ -168,6 +168,7 @@ def test_overview(site):
     assert ({n for n,o in found.items() if apidoc.is_described(o)} <= listed
             and {'Learner.to_fp16', 'Learner.stepped', 'Learner.memory_advice'} <= listed)
 
+@pytest.mark.quick
 @pytest.mark.parametrize('src,expected', [
     ('f(a)', 'f(a)'), ('!ls ' + 'x'*99, '!ls ' + 'x'*99),
     (f'f({"a"*40}, {"b"*40}, {"c"*40})', f'f({"a"*40}, {"b"*40},\n  {"c"*40})'),
@@ -208,6 +209,7 @@ def test_all_has_a_place(site):
             assert (links and all(f'id="{n.lower()}"' in (site/page).parent.joinpath(l or Path(page).name).read_text()
                                   for l in links)), (face, n)
 
+@pytest.mark.quick
 @pytest.mark.parametrize('nb', sorted(f.relative_to(root/'nbs').as_posix() for f in (root/'nbs').rglob('*.ipynb')))
 def test_outputs(nb):
     "What a cell prints and draws is kept in the notebook, as the site runs none"
@@ -402,6 +404,7 @@ def test_words_for_no_place(tmp_path):
     first, = docs.wrong_words(tmp_path)
     assert [*menu.words][0] in first
 
+@pytest.mark.quick
 def test_lines_know_their_indent():
     text = '<span id="line-3-1"><span class="k">def</span> f():\n</span><span id="line-3-2">    x\n</span>' \
            '<span id="line-3-3"><span class="w">  </span><span class="n">y</span></span>'
@@ -409,6 +412,7 @@ def test_lines_know_their_indent():
     assert re.findall(r'class="line" style="--at: (\d+)ch"', done)==['0', '4', '2'] and 'id=' not in done
     assert re.sub('<.*?>', '', done)==re.sub('<.*?>', '', text)
 
+@pytest.mark.quick
 def test_rows_of_words():
     "Cells have the head of their column, but for tables of figures, and those that cells show"
     def made(*rows):
