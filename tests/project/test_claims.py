@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest, torch
 from bench import clients
 from bench.clients import claims, of_accelerate, of_lightning, of_transformers
-from bench.clients.__main__ import CLIENTS, READ, merge
+from bench.clients.__main__ import CLIENTS, READ
 from bench.clients.claims import Claim, Conformance
 
 root = Path(__file__).resolve().parents[2]
@@ -85,18 +85,6 @@ def test_results_are_of_all_claims():
     refusals = {c.name for k in READ for c in cases[k] if isinstance(c, Claim) and c.big==claims.REFUSED}
     assert {r['case'] for k in READ for r in results[k]['rows'] if r['result']=='refused'}==refusals
 
-def test_merge(tmp_path, monkeypatch):
-    "What others have written stays as it is; the order is that of the clients"
-    monkeypatch.setattr('bench.clients.OUT', tmp_path/'clients.json')
-    monkeypatch.setattr('bench.clients.__main__.OUT', tmp_path/'clients.json')
-    merge('timm', dict(rows=[1]))
-    merge('accelerate', dict(rows=[2]))
-    merge('tsai', dict(rows=[3]))
-    before = clients.results()
-    assert list(before)==['tsai', 'timm', 'accelerate']
-    merge('timm', dict(rows=[4]))
-    assert clients.results()=={**before, 'timm': dict(rows=[4])}
-
 def row(result): return dict(case='a case', way='', result=result, off=None, said='')
 def test_counts():
     few = dict(tsai=dict(rows=[row('exact'), row('told')]), timm=dict(rows=[row('exact')]),
@@ -107,14 +95,6 @@ def test_counts():
         assert f'{clients.in_words(results)} |' in (root/file).read_text(encoding='utf-8'), f"{file}: {clients.in_words(results)}"
 
 @pytest.mark.slow
-def test_about():
-    def of(date, torch): return dict(date=date, beside=dict(fastai='2', torch=torch))
-    assert clients.about(dict(a=of('today', '3'), b=of('today', '3')))=='run on today with fastai 2 and PyTorch 3'
-    assert clients.about(
-        dict(a=of('today', '4'),
-             b=of('sunday',
-                  '3')))=='run on sunday with fastai 2 and PyTorch 3; run on today with fastai 2 and PyTorch 4'
-
 def test_page():
     "Else: run nbs/works_with.ipynb again"
     page = json.loads((root/'nbs/works_with.ipynb').read_text(encoding='utf-8'))
