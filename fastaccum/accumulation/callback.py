@@ -188,6 +188,14 @@ class GradientAccumulation(LoopCallback):
         except ValueError: return None
         return epoch_plan(sizes, learn.epoch, learn.n_epoch, self._accum_bs, self.remainder) if len(sizes) == learn.n_iter else None
 
+    # -- in the place of the Learner's methods
+    def learner_methods(self): return dict(to_distributed=self._to_distributed)
+
+    # fastai's `distrib_ctx` calls it
+    def _to_distributed(self, sync_bn=True, **kwargs):
+        from fastaccum.parallel.data_parallel import to_distributed
+        return to_distributed(self.learn, sync_bn, **kwargs)
+
     # -- a fit
     @contextmanager
     def during_fit(self):

@@ -25,7 +25,7 @@ __all__ = ['TrainingCheckpoint', 'saved_wandb_id']
 class TrainingCheckpoint(LoopCallback):
     "Save a fit between two optimizer steps; a restarted script continues from there, and ends with the same weights, bit for bit"
     order,run_valid,name = 1000,False,'training_checkpoint'   # after all that the step changes
-    runs_fit,in_checkpoint,reads_pred = True,False,False    # `Learner.fit` hands fits to it; it has no state itself
+    runs_fit,in_checkpoint,reads_pred = True,False,False    # a fit of its Learner is handed to it; it has no state itself
     def __init__(self,
         fname:str='checkpoint',   # Folder of the checkpoints, in `learn.path/learn.model_dir`
         every_steps:int|None=None,# Optimizer steps from one checkpoint to the next; None: only by time
@@ -47,17 +47,17 @@ class TrainingCheckpoint(LoopCallback):
         self.given,self.fingerprints = Given(),DataFingerprints()                  # what it knows from one fit to the next
         self.told,self.left = set(),None       # paths that it has warned of; path -> why, of the last fit that trained
 
-    # What `Learner.fit` does with this callback. `train` trains with all callbacks `cbs` of the fit, and with those that it is given.
-    # A fit inside a fit is an ordinary one
-    def run_fit(self, learn, cbs, train, **settings):
-        if self.now is not None: return train([])
+    # Runs the fit of its Learner; `train` trains. A fit inside a fit is an ordinary one
+    def run_fit(self, train):
+        if self.now is not None: return train()
+        learn,cbs = self.learn,[*self.learn.cbs]
         check_single([cb for cb in cbs if isinstance(cb, TrainingCheckpoint)], 'TrainingCheckpoint',
                      'remove the others from the Learner and from the `cbs` of `fit`')
         ranks = ranks_of(cbs)
         check_resumable(learn, cbs, ranks)
         self.folder = CheckpointFolder.at((learn.path/learn.model_dir/self.fname).resolve(), ranks)
         if self.folder.stopped: return say(ranks, f"no fit after {self.folder.stopped}.")
-        self.now,self.left = CheckpointedFit(self, learn, cbs, ranks, settings),None
+        self.now,self.left = CheckpointedFit(self, learn, cbs, ranks),None
         try: self.now.run(train)
         finally: self.now = None
 

@@ -191,12 +191,13 @@ def beginning(learn):
     ps = [p.detach().flatten() for p in get_model(learn.model).parameters() if p.layout == torch.strided and not hasattr(p, 'to_local')]
     return [digest([p[::max(1, p.numel()//1000)] for p in ps]),digest(list(rng_state().values())),str(torch.initial_seed())]
 
-# What must be the same for a fit to continue: name -> plain value. `kwargs`: arguments of the fit
-def fit_settings(learn, cbs, **kwargs):
-    opt = learn.opt
+# What must be the same for a fit that begins, with the callbacks `cbs`, to continue: name -> plain value
+def fit_settings(learn, cbs):
+    opt,groups = learn.opt,list(learn.opt.hypers)
     if isinstance(opt, (OptimWrapper,Lookahead)): opt = opt.opt
-    hypers = {k: setting(kwargs.pop(k)) for k in ('lr','wd') if k in kwargs}
-    res = {'fastaccum': fastaccum.__version__, **{k: setting(v) for k,v in kwargs.items()}, 'batches': len(learn.dls.train),
+    hypers = {k: [setting(g[k]) for g in groups] for k in ('lr','wd') if all(k in g for g in groups)}
+    start = max((cb._skip_to for cb in cbs if isinstance(cb, SkipToEpoch)), default=0)
+    res = {'fastaccum': fastaccum.__version__, 'epochs': learn.n_epoch, 'start_epoch': start, 'batches': len(learn.dls.train),
            'loss': setting(own_loss(learn)), 'model': _modules_of(get_model(learn.model)),
            'optimizer': [type(opt).__name__, *[getattr(f, 'func', f).__name__ for f in getattr(opt, 'cbs', ())], setting(learn.opt_func)],
            'parameter groups': [len(ps) for ps in learn.opt.param_lists]}

@@ -20,7 +20,7 @@ from .loaders import check_loader, check_order, item_order, list_order, persiste
 from .state import LearnerState, learner_device, state_form
 from .values import digest
 from ..core.warnings import warn
-from ..loop.learner import contexts_of_fit, is_fastais
+from ..loop.learner import own_method
 from ..loop.events import keeps_state
 from ..loop.ranks import OneRank
 
@@ -38,21 +38,20 @@ _form_in_epoch:dict = dict(batch=int, new_workers=bool, data=_data,
                            learner={**{k: int for k in ('epoch','n_epoch','n_iter','train_iter')}, 'pct_train': (int,float), str: object})
 
 # One fit of `learn` with the `TrainingCheckpoint` `cb`, whose arguments and memory of earlier fits it reads.
-# `settings`: arguments of the fit
 class CheckpointedFit:
-    def __init__(self, cb, learn, cbs, ranks, settings):
+    def __init__(self, cb, learn, cbs, ranks):
         self.cb,self.learn,self.ranks,self.folder = cb,learn,ranks,cb.folder
         self.lr_find = any(isinstance(c, LRFinder) for c in cbs)
         self.begun,self.steps,self.signal,self.cancelled,self.cut = False,0,None,False,None
         # batches of this epoch that another process trained; random numbers at its beginning; did it start its workers?
         self.before,self.epoch_rng,self.new_workers = 0,None,True
         cb.given.record(learn, cbs)
-        self.settings = dict(fit_settings(learn, cbs, **settings), data=cb.fingerprints.of(learn.dls), callbacks=callback_list(cbs))
+        self.settings = dict(fit_settings(learn, cbs), data=cb.fingerprints.of(learn.dls), callbacks=callback_list(cbs))
         if not cb.resume: self.folder.forget(self.folder.n_fits+1)
         self.beginning = [*beginning(learn), digest(repr(self.settings))]
         self.number = self.folder.fit_that_began(self.beginning) or self.folder.n_fits+1
 
-    # `train` runs the fit; takes more callbacks
+    # `train` runs the fit; takes more callbacks, and another function to call between the events of the fit
     def run(self, train):
         state = self.ranks.load(self.folder, self.number, learner_device(self.learn))
         if state is not None:
@@ -113,7 +112,7 @@ class CheckpointedFit:
 
     def _train(self, train, state):
         self.folder.fit_begins()
-        with on_signals(self.stop, *_signals), self._resumed(state): train(self._digests())
+        with on_signals(self.stop, *_signals), self._resumed(state) as rest: train(self._digests(), **rest)
         self._asked()                     # a signal may have come after the last step
         if self.cancelled: self.folder.wait()
         else: self._save(inf, not self.lr_find)
@@ -136,23 +135,21 @@ class CheckpointedFit:
             return []
 
     # -- resume
-    # A context in which the fit continues from the checkpoint, if there is one
+    # A context in which the fit continues from the checkpoint, if there is one. Gives what `train` does then
     @contextmanager
     def _resumed(self, state):
-        learn = self.learn
+        learn,rest = self.learn,{}
         if state is not None:
             epoch,n = state['learner']['epoch'],state['learner']['n_iter']
             say(self.ranks, f"fit {self.number} continues in epoch {epoch}, after {state['batch']} of {n} batches.")
-            learn._do_fit,learn.all_batches = partial(self._rest_of_fit, epoch),partial(self._rest_of_epoch, state)
-        try: yield
-        finally:
-            for k in ('_do_fit','all_batches'): learn.__dict__.pop(k, None)
+            rest,learn.all_batches = dict(f=partial(self._rest_of_fit, epoch)),partial(self._rest_of_epoch, state)
+        try: yield rest
+        finally: learn.__dict__.pop('all_batches', None)
 
-    # `Learner._do_fit`
+    # In the place of `Learner._do_fit`
     def _rest_of_fit(self, epoch):
         learn = self.learn
-        with contexts_of_fit(learn):
-            for learn.epoch in range(epoch, learn.n_epoch): learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
+        for learn.epoch in range(epoch, learn.n_epoch): learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
 
     # `Learner.all_batches` of the interrupted epoch: by now all callbacks have begun the fit and the epoch, and then get their state
     def _rest_of_epoch(self, state):
@@ -262,7 +259,7 @@ def check_resumable(learn, cbs, ranks):
                          "cbs=SaveModelCallback(every_epoch=True, with_opt=True))`. Was it killed in epoch 4? Then `learn.load('model_3')` "
                          "and the same line with `start_epoch=4` train the rest, with other random numbers.")
     check_loader(learn.dls.train)
-    if not is_fastais(learn.all_batches):
+    if own_method(learn, 'all_batches') is not None:
         raise ValueError(f"{type(learn).__name__} has an all_batches of its own, from {learn.all_batches.__module__}, which the rest of an "
                          "interrupted epoch would go without: move what it does into a callback, or leave out TrainingCheckpoint.")
     if num_distrib() > 1 and type(ranks) is OneRank:

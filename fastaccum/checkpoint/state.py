@@ -19,7 +19,6 @@ from .values import Values, has_state_dict, scalars
 from ..core.functions import closure_of, set_closure
 from ..core.host import stays_on_host, to_host
 from ..core.memory import device_of
-from ..loop.batch_loop import LoopCallback
 from ..loop.learner import declared
 from ..loop.optimizers import params_of
 
@@ -32,6 +31,7 @@ class LearnerState:
     def __init__(self, learn, given=None):
         self.learn,self.given,self.model,self.loss = learn,given or Given(),get_model(learn.model),own_loss(learn)
         self.cbs = [(cb.name, cb) for cb in learn.cbs.sorted('order')]
+        self.ours = {name: cb for name,cb in self.cbs if getattr(type(cb), 'needs_loop', False)}   # they save themselves
         self.vs = Values(self._known())
 
     wrong = property(lambda self: self.vs.wrong)      # path -> what could not be saved or restored
@@ -40,9 +40,8 @@ class LearnerState:
     # Objects that are saved elsewhere, or made by the script: callbacks may refer to them without owning them
     def _known(self):
         learn = self.learn
-        # what fastaccum's callbacks save themselves, as the loss scale is
-        ours = {name: cb for name,cb in self.cbs if isinstance(cb, LoopCallback)}
-        res = {f'cbs.{name}.{k}': o for name,cb in ours.items() for k,o in vars(cb).items() if has_state_dict(o)}
+        # the loss scale, for example
+        res = {f'cbs.{name}.{k}': o for name,cb in self.ours.items() for k,o in vars(cb).items() if has_state_dict(o)}
         res.update(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=self.loss,
                    whole_model=learn.model)
         for i,dl in enumerate(learn.dls.loaders): res.update({f'dls[{i}]': dl, f'dls[{i}].dataset': getattr(dl, 'dataset', None)})
@@ -61,8 +60,7 @@ class LearnerState:
         here,res = vars(learn),self.take_weights() if weights else dict(has_grad=self._has_grad()) # `lr_find` leaves zeros as gradients
         res.update(learner=loadable({k: here[k] for k in _of_learner if k in here}), model_attrs=self.given.changed_of(self.model, vs))
         res['callbacks'] = [(name, state) for name,cb in self.cbs if _has_part(cb) and (state := self._of_callback(name, cb))]
-        skip = {*_of_learner, *_no_state, *(name for name,_ in self.cbs)}
-        res['more'] = vs.attrs(learn, 'learn', skip | self.given.unchanged(learn, vs))
+        res['more'] = vs.attrs(learn, 'learn', self._elsewhere() | self.given.unchanged(learn, vs))
         res['metrics'] = [vs.encode(m, f'metrics[{i}]', own=True) for i,m in enumerate(self._users_metrics())]
         res['samplers'] = [{k: vs.encode(v, f'dls[{i}].sampler.{k}') for k,v in sampler_weights(dl).items()}
                            for i,dl in enumerate(learn.dls.loaders)]
@@ -90,7 +88,7 @@ class LearnerState:
         vs = self.vs
         if isinstance(cb, Recorder): return _take_recorder(cb, vs) if hasattr(cb, 'losses') else None
         if has_state_dict(cb): return dict(state=vs.strict(cb.state_dict(), f'{name}.state_dict()'))
-        if isinstance(cb, LoopCallback): return
+        if name in self.ours: return
         if isinstance(cb, CSVLogger): return dict(csv=_text_of(cb))
         before = list(vs.wrong)
         attrs = vs.attrs(cb, name, {'learn', *self.given.unchanged(cb, vs)})
@@ -151,7 +149,7 @@ class LearnerState:
                 check_form(state, dict(state=object), name)
                 check_state(vs, state['state'], cb, f'{name}.state_dict()')
             elif isinstance(cb, CSVLogger): check_form(state, {'csv': (str,_none), str: object}, name)
-            elif not isinstance(cb, LoopCallback):
+            elif name not in self.ours:
                 check_form(state, dict(attrs={str: object}), name)
                 check_attrs(vs, _settable(cb, state['attrs'], {'learn'}), cb, name)
 
@@ -193,7 +191,12 @@ class LearnerState:
         make_persistent(learn.dls.loaders, state['persistent'])
 
     def _more_of(self, state):
-        return _settable(self.learn, state['more'], {*_of_learner, *_no_state, *(name for name,_ in self.cbs)})
+        return _settable(self.learn, state['more'], self._elsewhere())
+
+    # Attributes of the Learner that are no state, or are saved elsewhere
+    def _elsewhere(self):
+        ours = getattr(vars(self.learn).get('of_fastaccum'), 'ours', ())     # in the place of the Learner's methods
+        return {*_of_learner, *_no_state, *ours, *(name for name,_ in self.cbs)}
 
     def put_weights(self, state):
         _,parts,load_opt = self._sharding()
@@ -220,7 +223,7 @@ class LearnerState:
             if isinstance(cb, Recorder): _put_recorder(cb, state, self.vs)
             elif has_state_dict(cb): cb.load_state_dict(self.vs.decode(state['state'], None, f'{name}.state_dict()'))
             elif isinstance(cb, CSVLogger): _put_text(cb, state['csv'])
-            elif not isinstance(cb, LoopCallback): self.vs.set_attrs(cb, _settable(cb, state['attrs'], {'learn'}), name)
+            elif name not in self.ours: self.vs.set_attrs(cb, _settable(cb, state['attrs'], {'learn'}), name)
 
     # -- parts of the Learner
     # How the weights are spread over several ranks, if they are: functions that gather sharded tensors, return this rank's parts of whole
@@ -251,8 +254,8 @@ class LearnerState:
 # %% ../../nbs/api/checkpoint/03_state.ipynb #9d83124d
 _of_learner = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','smooth_loss','final_record','training','loss'
 _of_settings = 'lr','wd','moms'       # arguments of a `Learner` that training may change
-_no_state = {*inspect.signature(Learner.__init__).parameters, *L.split('xb yb x y pred loss_grad dl lock logger create_mbar one_batch '
-                                                                       'all_batches _do_fit _metrics opt')} - {*_of_settings}
+_no_state = {*inspect.signature(Learner.__init__).parameters, *L.split('xb yb x y pred loss_grad dl lock logger create_mbar all_batches '
+                                                                       '_metrics opt')} - {*_of_settings}
 
 _number,_none = (int,float,bool),type(None)
 # The outline of what `take` returns; the rest is compared with the objects that it is for

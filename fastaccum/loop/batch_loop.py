@@ -14,8 +14,7 @@ from ..core.random import RandomState
 from ..core.warnings import warn
 from .events import EventTable, cancels, with_context
 from .rows import Rows
-import fastaccum.loop.learner
-from .learner import check_one_batch, does_the_same, is_fastais
+from .learner import LearnerMethods, check_own_loop, loop_of, methods_of, own_method, takes_loop
 _all_ = ['cancels']
 
 # %% auto #0
@@ -31,7 +30,8 @@ class BatchLoop:
         learn # `Learner` whose `one_batch` it replaces
     ):
         self.learn,self.now,self.step_loss,self.device,self.n_inp,self.stock_backward = learn,Progress(),None,None,None,True
-        self.in_fit,self.busy,self.nested,self.attached = False,False,False,set()  # attached: ids of callbacks, not of copies
+        self.in_fit,self.busy,self.nested = False,False,False
+        self.own_one_batch,self.reached = None,False  # the Learner's own `one_batch`, if it has one; has it come to the loop?
         self.plan = None                              # how `learn.pct_train` moves in this epoch; None: with each loader batch
         self.every_batch,self.as_it_is,self.rows = EveryBatch(self),AsItIs(self),Rows(self)
         self.events = EventTable(learn, self._condition)
@@ -44,29 +44,65 @@ class BatchLoop:
         b      # The loader batch
     ):
         "Send the loader batch through the model; in training also backward, and step if it ends an accumulated batch"
-        self.learn.iter,self.now,self.busy = i,Progress(),True
-        if i == 0 or self.device is None: self.begin_epoch()
         learn = self.learn
-        # the work of `Learner._set_device` and `Learner._split`; the first is called only if a tensor is on another device
-        for o in b if isinstance(b, (tuple,list)) else (None,):
-            if not isinstance(o, Tensor) or o.device != self.device: b = learn._set_device(b); break
-        if self.n_inp is None: learn._split(b)
-        else: learn.xb,learn.yb = b[:self.n_inp],b[self.n_inp:]
-        try: self.around(self._batch, 'batch', CancelBatchException)
+        learn.iter = i
+        self._begin(i)
+        try:
+            if self.own_one_batch is not None: self._own_batch(i, b)
+            else:
+                # the work of `Learner._set_device` and `Learner._split`; the first is called only if a tensor is on another device
+                for o in b if isinstance(b, (tuple,list)) else (None,):
+                    if not isinstance(o, Tensor) or o.device != self.device: b = learn._set_device(b); break
+                if self.n_inp is None: learn._split(b)
+                else: learn.xb,learn.yb = b[:self.n_inp],b[self.n_inp:]
+                self.around(self._batch, 'batch', CancelBatchException)
         finally: self.busy = False
+        self._end()
+
+    def _begin(self, i):
+        self.now,self.busy,self.reached = Progress(),True,False
+        if i == 0 or self.device is None: self.begin_epoch()
+
+    def _end(self):
         self.now.row_due = False
         if self.now.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
 
     def begin_epoch(self):
         "Look up what stays the same in an epoch and is slow to find out"
         learn = self.learn
+        if loop_of(learn) is self: check_own_loop(learn)
         self.events.renew()                           # `order` or methods may have changed in the same list
+        own = own_method(learn, 'one_batch')
+        self.own_one_batch = None if own is None else methods_of(learn).theirs('one_batch')
         self.device = next((p.device for p in learn.model.parameters()), None)
-        self.n_inp = getattr(learn.dls, 'n_inp', None) if is_stock(learn, '_split') else None
-        self.stock_backward = is_stock(learn, '_backward')
+        self.n_inp = getattr(learn.dls, 'n_inp', None) if own_method(learn, '_split') is None else None
+        self.stock_backward = own_method(learn, '_backward') is None
         self.plan = self.accumulation.epoch_plan() if learn.training and self.device is not None else None
         if self.plan is not None and self.plan.start is not None: learn.pct_train = self.plan.start
-        if not is_stock(learn, '_set_device'): self.device = torch.device('meta')      # no tensor is there: it is always called
+        # no tensor is there: it is always called
+        if own_method(learn, '_set_device') is not None: self.device = torch.device('meta')
+
+    # By the `one_batch` of a subclass or of another library, which comes back to `batch_of_learner`
+    def _own_batch(self, i, b):
+        self.own_one_batch(i, b)
+        if self.reached: return
+        raise TypeError(f"{type(self.learn).__name__} has a one_batch of its own that did not call `self._with_events(self._do_one_batch, "
+                        "'batch', CancelBatchException)`, where fastaccum's batch loop begins: call it there, or train this Learner "
+                        "without fastaccum's callbacks.")
+
+    # In the place of `learn._with_events(f, 'batch', CancelBatchException)`
+    def batch_of_learner(self, f):
+        learn = self.learn
+        if f != learn._do_one_batch or self.reached:
+            raise TypeError(f"{type(learn).__name__} calls `_with_events(f, 'batch', ...)` with a function of its own, or twice for a "
+                            "loader batch: with fastaccum's callbacks it may be called once, with `self._do_one_batch`.")
+        if self.busy:
+            self.reached = True
+            return self.around(self._batch, 'batch', CancelBatchException)
+        self._begin(learn.iter)                       # `all_batches` of its own
+        try: self.around(self._batch, 'batch', CancelBatchException)
+        finally: self.busy = False
+        self._end()
 
     def _batch(self):
         if not self.learn.training or not len(self.learn.yb): return self.forward()
@@ -254,7 +290,7 @@ _place = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','dl','traini
 
 # %% ../../nbs/api/loop/01_batch_loop.ipynb #f8574607
 class LoopCallback(Callback):
-    "A callback that needs fastaccum's batch loop: `learn.one_batch` is a `BatchLoop` while one is attached"
+    "A callback of fastaccum's: while one is attached, `learn.one_batch` is a `BatchLoop`, unless it declares `needs_loop = False`"
     slot = None         # 'accumulation' or 'precision', for a callback that does this work of the loop
     unused_events = ()  # events that it has a method for, but does not need
     needs_loop = True
@@ -275,9 +311,8 @@ class LoopCallback(Callback):
     def _change(self, learn):
         old = self.learn
         if old is learn: return
-        if learn is not None: check_one_batch(learn)
         if learn is None: self.detach()
-        elif old is not None and any(cb is self for cb in old.cbs) and id(self) in old.one_batch.attached:
+        elif old is not None and any(cb is self for cb in old.cbs) and id(self) in methods_of(old).attached:
             raise ValueError(f"This {type(self).__name__} is attached to another Learner already: make a second one, "
                              "or remove it from the other Learner first, with `remove_cb`.")
         if self.name.startswith('removed_'): del self.__dict__['name']
@@ -286,10 +321,8 @@ class LoopCallback(Callback):
             setattr(old, self.name, stays)
             self.__dict__['name'] = f'removed_{self.name}'
         self.__dict__['learn'] = learn
-        if learn is not None:
-            if loop_of(learn) is None: learn.one_batch = BatchLoop(learn)
-            learn.one_batch.attached.add(id(self))
-        if old is not None and not any(takes_loop(cb) and cb is not self for cb in old.cbs): old.__dict__.pop('one_batch', None)
+        if learn is not None: (methods_of(learn) or LearnerMethods(learn)).attach(self, BatchLoop)
+        if old is not None and methods_of(old) is not None: methods_of(old).leave(self)
 
     @property
     def loop(self): return self.learn.one_batch
@@ -301,6 +334,10 @@ class LoopCallback(Callback):
         "Give this warning, unless this callback has given it before"
         if (key := about or msg) not in self._warned: warn(msg)
         self._warned = {*self._warned, key}
+
+    def learner_methods(self) -> dict: # Name -> function
+        "What it puts on its Learner in the place of methods"
+        return {}
 
     def detach(self): "Called before the callback leaves the Learner"
     def tidy(self): "Called when a fit has ended, for whatever reason"
@@ -348,14 +385,6 @@ class Progress:
     batch_loss = None # its own loss, if `learn.loss` is the accumulated loss
     on_host   = None  # the loss of the row that is due, the version of this tensor, and its value on the host
 
-# %% ../../nbs/api/loop/01_batch_loop.ipynb #05387898
-# fastaccum's batch loop of a Learner, or None. Known by what it is, not by its class: modules may be loaded again
-def loop_of(learn):
-    loop = learn.__dict__.get('one_batch')
-    return loop if hasattr(loop, 'undisturbed') else None
-
-def takes_loop(cb): return getattr(type(cb), 'needs_loop', False)
-
 # %% ../../nbs/api/loop/01_batch_loop.ipynb #66b8cd87
 # Has `now`, the loss after callbacks, something 'added' to `made`, or is `made` 'replaced'? A look at the autograd graph
 def how_changed(made, now):
@@ -367,22 +396,6 @@ def how_changed(made, now):
         seen.add(node)
         nodes += [o for o,_ in node.next_functions]
     return 'replaced'
-
-# Is a method fastai's own, neither overridden in a subclass, patched, nor replaced on the Learner? Then the loop does its work in fewer
-# operations
-def is_stock(learn, name): return name not in learn.__dict__ and is_fastais(getattr(type(learn), name))
-
-# A Learner may have a batch loop of its own, from a subclass or a patch, which fastaccum's loop would bypass
-def check_own_loop(learn):
-    check_one_batch(learn)
-    for name in ('one_batch','_do_one_batch','_do_grad_opt','_with_events','_call_one','__call__'):
-        f = None if name == 'one_batch' else learn.__dict__.get(name)      # the `one_batch` of a Learner itself is fastaccum's
-        if f is None:
-            f = getattr(type(learn), name)
-            if does_the_same(name, f): continue
-        raise TypeError(f"{type(learn).__name__} has a {name} of its own, from {getattr(f, '__module__', type(f).__name__)}, which "
-                        "fastaccum's batch loop would bypass: train it without fastaccum's callbacks, or move what it does into a "
-                        "callback.")
 
 # fastai's callbacks of the same names are attached: probably the imports are in the wrong order
 def warn_of_fastais(learn):

@@ -1,4 +1,4 @@
-"""The methods of fastai's `Learner` that fastaccum replaces: all of them, and how
+"""What is put on a Learner while one of fastaccum's callbacks is attached to it, and goes with the last of them
 
 Docs: https://fastaccum.github.io/fastaccum/api/loop/learner.html.md"""
 
@@ -8,7 +8,6 @@ Docs: https://fastaccum.github.io/fastaccum/api/loop/learner.html.md"""
 from __future__ import annotations
 import fastai
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
 from fastai.basics import *
 
 # %% auto #0
@@ -18,152 +17,147 @@ __all__ = []
 @patch(as_prop=True)
 def stepped(self:Learner) -> bool|None: # `None` without a fastaccum callback
     "Did the last batch change the weights? False while gradients accumulate, and if fp16 skipped the step. Reads the device"
-    loop = _loop_of(self)
+    loop = loop_of(self)
     return None if loop is None else bool(loop.now.stepped)
 
-# %% ../../nbs/api/loop/05_learner.ipynb #6a70abc2
-# Replace the method of `Learner` that has the name of `f` by `f(theirs, learn, ...)`, where `theirs` is fastai's. However often a module is
-# loaded, `theirs` stays fastai's
-def replaces(f):
-    now = getattr(Learner, f.__name__)
-    theirs = getattr(now, 'of_fastai', now)
-    @wraps(theirs)
-    def method(self, *args, **kwargs): return f(theirs, self, *args, **kwargs)
-    method.of_fastai,method.__doc__,method.__module__ = theirs,f.__doc__,f.__module__
-    setattr(Learner, f.__name__, method)
-    return f
-
 # %% ../../nbs/api/loop/05_learner.ipynb #3c2ae889
-def _loop_of(learn):
-    loop = learn.__dict__.get('one_batch')
+# fastaccum's batch loop of a Learner, or None. Known by what it is, not by its class: modules may be loaded again
+def loop_of(learn):
+    loop = vars(learn).get('one_batch')
     return loop if hasattr(loop, 'undisturbed') else None
 
-# Is a method of `Learner` fastai's own? Its code tells, whoever has patched it, and when
-def is_fastais(f): return Path(getattr(getattr(f, '__code__', None), 'co_filename', '')).is_relative_to(Path(fastai.__file__).parent)
+def takes_loop(cb): return getattr(type(cb), 'needs_loop', False)
 
-# Does `f`, put in the place of fastai's method by a library, do the same? It may use no names but those that this work takes, and must do
-# to a stand-in for a Learner what fastai's does
-def does_the_same(name, f):
-    if is_fastais(f): return True
-    code = getattr(f, '__code__', None)
-    if name not in _same or code is None: return False
-    names,args,notes = _same[name]
-    if code.co_freevars or not names.issuperset(code.co_names): return False
-    trial = _OnTrial()
-    try: f(trial, *args)
-    except Exception: return False
-    return trial.notes == notes
-
-# Stands in for a Learner, its loaders and its model (one of layers would draw random numbers), and notes what a method does with it
-class _OnTrial:
-    device = torch.device('cpu')
-    def __init__(self):
-        self.dls,self.model,self.notes = self,self,[]
-        self.cbs = L(_Listens(self.notes, 2), _Listens(self.notes, 1))
-    def parameters(self): return iter([torch.zeros(())])
-    def _set_device(self, b): return b
-    def _split(self, b): self.notes.append(('split', self.iter, b))
-    def _do_one_batch(self): "Not called"
-    def _with_events(self, f, *args): self.notes.append((f.__name__, *args))
-
-class _Listens:
-    def __init__(self, notes, order): self.notes,self.order = notes,order
-    def __call__(self, event_name): self.notes.append((self.order, event_name))
-
-# Method -> the names that it may use, the arguments of its trial, and what it does then
-_same = dict(
-    one_batch=(set('iter dls device model parameters next getattr default_device to_device _set_device _split _with_events _do_one_batch '
-                   'CancelBatchException'.split()),
-               (3, (1, 2)), [('split', 3, (1, 2)), ('_do_one_batch', 'batch', CancelBatchException)]),
-    _call_one=(set('event hasattr Exception cbs sorted'.split()), ('before_batch',), [(1, 'before_batch'), (2, 'before_batch')]))
-
-# `one_batch` of a Learner may have been replaced by a function, which would bypass fastaccum's loop, or be bypassed by it
-def check_one_batch(learn):
-    own = learn.__dict__.get('one_batch')
-    if own is None or _loop_of(learn) is not None: return
-    raise TypeError(f"The `one_batch` of this {type(learn).__name__} was replaced by {own!r}, and fastaccum's callbacks have a batch "
-                    "loop of their own there: remove it with `del learn.one_batch`, and do what it does in a callback, at `before_batch` "
-                    "and `after_batch`.")
+# What stands on a Learner in the place of its methods, or None
+def methods_of(learn): return vars(learn).get('of_fastaccum')
 
 # The first callback whose class declares `what`
 def declared(cbs, what): return first(cb for cb in cbs if getattr(type(cb), what, False))
 
-@replaces
-def fit(theirs, self, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, start_epoch=0):
-    "fastai's `fit`; with a callback that `runs_fit`, such as `TrainingCheckpoint`, a fit of its run"
-    cbs = L(c() if isinstance(c, type) else c for c in L(cbs))
-    if declared([*self.cbs, *cbs], 'needs_loop'): check_one_batch(self)
-    do = lambda more: theirs(self, n_epoch, lr=lr, wd=wd, cbs=cbs+more, reset_opt=reset_opt, start_epoch=start_epoch)
-    cb = declared([*self.cbs, *cbs], 'runs_fit')
-    with _errors_told(self, cbs, joint=True):
-        if cb is None: return do([])
-        if reset_opt or not self.opt: self.create_opt()
-        return cb.run_fit(self, [*self.cbs, *cbs], do, epochs=n_epoch, lr=ifnone(lr, self.lr), wd=ifnone(wd, self.wd),
-                          start_epoch=start_epoch)
+# The attributes that stand on one Learner in the place of its methods, while callbacks of fastaccum's are attached to it
+class LearnerMethods:
+    names = '_with_events','validation_context','_do_epoch_validate','export'
+    def __init__(self, learn):
+        self.learn,self.ours,self.before = learn,{},{}      # before: what the Learner itself had there
+        self.attached = set()                               # ids of callbacks, not of copies
 
-def _errors_told(learn, cbs, joint):
-    cb = declared([*learn.cbs, *L(cbs)], 'errors_told')
-    return nullcontext() if cb is None else cb.errors_told(joint)
+    def __reduce__(self): return type(self), (self.learn,), dict(ours=self.ours, before=self.before)
 
-@replaces
-def validate(theirs, self, *args, **kwargs):
-    "fastai's `validate`; an error that ends it on one of several ranks is told to the others"
-    with _errors_told(self, kwargs.get('cbs'), joint=False): return theirs(self, *args, **kwargs)
+    # -- who is attached
+    def attach(self, cb, make_loop):
+        self.attached.add(id(cb))
+        self._stand_for([*self._others(cb), cb], make_loop)
 
-@replaces
-def get_preds(theirs, self, *args, **kwargs):
-    "fastai's `get_preds`; an error that ends it on one of several ranks is told to the others"
-    with _errors_told(self, kwargs.get('cbs'), joint=False): return theirs(self, *args, **kwargs)
+    def leave(self, cb): self._stand_for(self._others(cb))
+    def _others(self, cb): return [o for o in self.learn.cbs if o is not cb and hasattr(type(o), 'learner_methods')]
 
-@replaces
-def _do_fit(theirs, self):
-    "fastai's method, inside the `during_fit` context of each callback that has one. However the fit ends, the callbacks are tidied"
-    with contexts_of_fit(self): theirs(self)
+    # What these callbacks need, and nothing else. What somebody has put in its place since stays
+    def _stand_for(self, cbs, make_loop=None):
+        here,ours = vars(self.learn),self.ours
+        want = {'of_fastaccum': self, **{k: getattr(self, k) for k in self.names}} if cbs else {}
+        if any(map(takes_loop, cbs)): want['one_batch'] = ours.get('one_batch') or make_loop(self.learn)
+        for cb in cbs: want.update(cb.learner_methods())
+        for k in ours.keys() - want:
+            if here.get(k) == ours.pop(k): del here[k]
+            if k in self.before: here.setdefault(k, self.before.pop(k))
+        for k,f in want.items():
+            if k in here and k not in ours: self.before[k] = here[k]
+            elif k in here and here[k] != ours[k]: continue
+            ours[k] = here[k] = f
 
-@replaces
-def validation_context(theirs, self, cbs=None, inner=False):
-    "fastai's method; inside a fit of a Learner with fastaccum's callbacks it does not disturb the training"
-    loop = _loop_of(self)
-    if loop is None or not (loop.in_fit or loop.busy): return theirs(self, cbs=cbs, inner=inner)
-    events = [] if inner else [as_a_fit(self, list(self.cbs))]
-    return ContextManagers([loop.undisturbed(), theirs(self, cbs=cbs, inner=True), *events])
+    # -- what the Learner itself has
+    # What it would have in this place without fastaccum
+    def theirs(self, name):
+        own = self.before.get(name)
+        return partial(getattr(type(self.learn), name), self.learn) if own is None else own
 
-@replaces
-def _do_epoch_validate(theirs, self, ds_idx=1, dl=None):
-    "fastai's method; if it is called inside a batch, it does not disturb the training"
-    loop = _loop_of(self)
-    with loop.undisturbed() if loop is not None and loop.busy else nullcontext(): theirs(self, ds_idx, dl)
+    # In the place of fastai's `_with_events`. A batch is the loop's, a fit may be that of a callback
+    def _with_events(self, f, event_type, ex, final=noop):
+        loop,theirs = loop_of(self.learn),self.theirs('_with_events')
+        if event_type == 'batch' and loop is not None: loop.batch_of_learner(f); final()
+        elif event_type == 'fit': self._fit(f, lambda f: theirs(f, event_type, ex, final))
+        else: theirs(f, event_type, ex, final)
 
-@replaces
-def save(theirs, self, file, **kwargs):
-    "Save model and optimizer state (if `with_opt`) to `self.path/self.model_dir/file`; rank 0 saves the whole of a model in parts"
-    cb = declared(self.cbs, 'saves_learner')
-    return theirs(self, file, **kwargs) if cb is None or not cb.many else cb.save_learner(file, **kwargs)
+    def _fit(self, f, with_events):
+        learn = self.learn
+        if any(map(takes_loop, learn.cbs)):
+            vars(learn).setdefault('one_batch', self.ours['one_batch'])
+            check_own_loop(learn)
+        # With more callbacks, and with another function between the events of the fit, if it continues
+        def train(cbs=None, f=f):
+            with learn.added_cbs(cbs): with_events(partial(self._in_contexts, f))
+        cb = declared(learn.cbs, 'runs_fit')
+        with self._errors_told(joint=True): train() if cb is None else cb.run_fit(train)
 
-@replaces
-def load(theirs, self, file, device=None, **kwargs):
-    "Load model and optimizer state (if `with_opt`) from `self.path/self.model_dir/file` to `device`; each rank takes its part"
-    cb = declared(self.cbs, 'saves_learner')
-    return theirs(self, file, device=device, **kwargs) if cb is None or not cb.many else cb.load_learner(file, **kwargs)
+    # However the fit ends, the callbacks are tidied
+    def _in_contexts(self, f):
+        learn = self.learn
+        with ExitStack() as stack:
+            for cb in learn.cbs.sorted('order'):
+                if hasattr(type(cb), 'during_fit'): stack.enter_context(cb.during_fit())
+            loop = loop_of(learn)
+            if loop is not None: stack.enter_context(loop.fit())
+            f()
 
-@replaces
-def export(theirs, self, *args, **kwargs):
-    "fastai's `export`, without fastaccum's callbacks, so that the file loads where fastaccum is not installed"
-    ours = [cb for cb in self.cbs if any(c.__module__.startswith('fastaccum.') for c in type(cb).__mro__)]
-    cb = declared(self.cbs, 'saves_learner')
-    with self.removed_cbs(ours), nullcontext() if cb is None or not cb.many else cb.exporting(self): return theirs(self, *args, **kwargs)
+    def _errors_told(self, joint):
+        cb = declared(self.learn.cbs, 'errors_told')
+        return nullcontext() if cb is None else cb.errors_told(joint)
+
+    # In the place of fastai's: inside a fit it does not disturb the training
+    def validation_context(self, cbs=None, inner=False):
+        learn,theirs = self.learn,self.theirs('validation_context')
+        loop = loop_of(learn)
+        if loop is None or not (loop.in_fit or loop.busy): return ContextManagers([self._told(theirs(cbs=cbs, inner=inner))])
+        events = [] if inner else [as_a_fit(learn, list(learn.cbs))]
+        return ContextManagers([self._told(loop.undisturbed(), theirs(cbs=cbs, inner=True), *events)])
+
+    @contextmanager
+    def _told(self, *contexts):
+        with self._errors_told(joint=False), ContextManagers(contexts): yield
+
+    # The same, if it is called inside a batch
+    def _do_epoch_validate(self, *args, **kwargs):
+        loop,theirs = loop_of(self.learn),self.theirs('_do_epoch_validate')
+        apart = loop.undisturbed() if loop is not None and loop.busy else nullcontext()
+        with self._errors_told(joint=False), apart: theirs(*args, **kwargs)
+
+    # Without fastaccum's callbacks, so that the file loads where fastaccum is not installed
+    def export(self, *args, **kwargs):
+        learn,theirs = self.learn,self.theirs('export')
+        ours = [cb for cb in learn.cbs if any(c.__module__.startswith('fastaccum.') for c in type(cb).__mro__)]
+        cb = declared(learn.cbs, 'saves_learner')
+        with learn.removed_cbs(ours), nullcontext() if cb is None or not cb.many else cb.exporting(learn): return theirs(*args, **kwargs)
+
+# %% ../../nbs/api/loop/05_learner.ipynb #7d1f0c2a
+# Is a method of `Learner` fastai's own? Where its code stands tells, whoever has patched it, and when
+def is_fastais(f): return Path(getattr(getattr(f, '__code__', None), 'co_filename', '')).is_relative_to(Path(fastai.__file__).parent)
+
+# The method that a Learner has in the place of fastai's, or None. Those that fastaccum has put there do not count
+def own_method(learn, name):
+    own,methods = vars(learn).get(name),methods_of(learn)
+    if methods is not None and name in methods.ours and own == methods.ours[name]: own = methods.before.get(name)
+    f = getattr(type(learn), name) if own is None else own
+    return None if is_fastais(f) else f
+
+# Those of a Learner that the batch loop would bypass. Its own `one_batch` it runs
+def bypassed(learn):
+    names = '_do_one_batch','_do_grad_opt','_with_events','_call_one','__call__'
+    return {k: f for k in names if (f := own_method(learn, k)) is not None}
+
+# Would fastaccum's loop take the place of another one?
+def has_own_loop(learn): return loop_of(learn) is None and bool(bypassed(learn) or own_method(learn, 'one_batch'))
+
+def check_own_loop(learn):
+    if loop_of(learn) is None:
+        raise TypeError(f"The `one_batch` of this {type(learn).__name__} was replaced by {vars(learn).get('one_batch')!r} after "
+                        "fastaccum's callbacks were attached, which have their batch loop there: remove it with `del learn.one_batch`, or "
+                        "set it before you add the callbacks.")
+    for name,f in bypassed(learn).items():
+        raise TypeError(f"{type(learn).__name__} has a {name} of its own, from {getattr(f, '__module__', type(f).__name__)}, which "
+                        "fastaccum's batch loop would bypass: train it without fastaccum's callbacks, or move what it does into a "
+                        "callback.")
 
 # %% ../../nbs/api/loop/05_learner.ipynb #ec4b0b8e
-# Context of a fit: those of its callbacks. However it ends, the callbacks are tidied
-@contextmanager
-def contexts_of_fit(learn):
-    with ExitStack() as stack:
-        for cb in learn.cbs.sorted('order'):
-            if hasattr(type(cb), 'during_fit'): stack.enter_context(cb.during_fit())
-        loop = _loop_of(learn)
-        if loop is not None: stack.enter_context(loop.fit())
-        yield
-
 # Context in which a validation sends the events of a fit. These would reset the callbacks in `fitting`: only the `Recorder` gets them
 @contextmanager
 def as_a_fit(learn, fitting):

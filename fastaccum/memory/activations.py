@@ -14,19 +14,19 @@ from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-import fastaccum.loop.batch_loop  # whose `_do_fit` opens the contexts
 from ..core.checks import is_count
 from ..core.offload import Mover
 from ..core.random import Replay
 from ..core.warnings import warn
+from ..loop.batch_loop import LoopCallback
 
 # %% auto #0
 __all__ = ['ActivationCheckpointing', 'ActivationOffload', 'Compile']
 
 # %% ../../nbs/api/memory/01_activations.ipynb #a4544eb2
-class ActivationCheckpointing(Callback):
+class ActivationCheckpointing(LoopCallback):
     "Keep only the inputs of the model's blocks, and recompute what is inside them in the backward pass"
-    recomputes_model = True
+    needs_loop,recomputes_model = False,True
     def __init__(self,
         blocks=None,         # Classes of the blocks, or `f(module)->bool`. Default: the class that `find_blocks` finds
         selective:bool=False # Keep the results of matrix products and attention? This takes less time and more memory
@@ -47,8 +47,9 @@ class ActivationCheckpointing(Callback):
             yield
 
 # %% ../../nbs/api/memory/01_activations.ipynb #b296206c
-class ActivationOffload(Callback):
+class ActivationOffload(LoopCallback):
     "Keep activations on the host, and bring them back for the backward pass. On a CPU this saves nothing"
+    needs_loop = False
     def __init__(self,
         min_bytes:int=2**16 # Smaller tensors stay where they are
     ):
@@ -67,9 +68,9 @@ class ActivationOffload(Callback):
         return Mover(model, self.min_bytes)
 
 # %% ../../nbs/api/memory/01_activations.ipynb #1393f18d
-class Compile(Callback):
+class Compile(LoopCallback):
     "Compile the model for the fit with `torch.compile`, for any number of items. If that fails, the model trains uncompiled"
-    compiles_model = True
+    needs_loop,compiles_model = False,True
     def __init__(self,
         **kwargs:Any # Arguments of `torch.compile`: mode, backend, fullgraph, options, ...
     ) -> None: self.kwargs = kwargs

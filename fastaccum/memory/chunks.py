@@ -10,12 +10,11 @@ import operator
 from contextlib import ExitStack, contextmanager
 from fastai.basics import *
 from fastai.layers import ToTensorBase
-import fastaccum.loop.batch_loop  # whose `_do_fit` opens the contexts
 from ..accumulation.watch import reader_of
 from ..core.checks import is_count
 from ..core.chunks import ChunkedLoss, HeadInput
 from ..core.warnings import warn
-from ..loop.batch_loop import check_single
+from ..loop.batch_loop import LoopCallback, check_single
 from ..loop.events import _may_read_pred, hears
 from ..loop.ranks import ranks_of
 from .activations import OtherForward
@@ -25,9 +24,9 @@ from ..precision.callback import MixedPrecision
 __all__ = ['ChunkedHead']
 
 # %% ../../nbs/api/memory/04_chunks.ipynb #c0a3f007
-class ChunkedHead(Callback):
+class ChunkedHead(LoopCallback):
     "Compute the model's last layer and the loss in chunks, so that its outputs are never all there at once"
-    order,reads_pred = 9,False                           # before `MixedPrecision` and fastai's own callbacks for texts
+    order,reads_pred,needs_loop = 9,False,False          # before `MixedPrecision` and fastai's own callbacks for texts
     def __init__(self,
         n_chunks:int=8,            # Into how many chunks: the outputs take that much less memory
         head:nn.Module|str|None=None # The layer whose outputs the model returns, or its name. Default: the last linear layer or convolution

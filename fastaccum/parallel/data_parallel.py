@@ -13,7 +13,7 @@ from ..accumulation.checks import trains_batchnorm
 from ..core.checks import is_positive
 from ..loop.batch_loop import LoopCallback, check_single
 from ..loop.events import is_a, mixes
-from ..loop.learner import replaces
+from ..loop.learner import methods_of
 from .processes import has_left, in_group, start_group, tell_and_leave
 from .ranks import Ranks
 from .sharding import LocalDL, ShardedDL, check_metrics, joined_predictions, reduce_metrics
@@ -54,6 +54,22 @@ class DataParallel(LoopCallback):
     def _change(self, learn):
         super()._change(learn)
         if learn is not None and self.many: to_own_device(learn)
+
+    # -- in the place of the Learner's methods
+    def learner_methods(self): return dict(fit=self._fit, detach_distributed=self._detach_distributed)
+
+    # From the beginning: the optimizer is made before the first event
+    def _fit(self, *args, **kwargs):
+        fit = methods_of(self.learn).theirs('fit')
+        with self.errors_told(): return fit(*args, **kwargs)
+
+    # Undoes `to_distributed`, also after an exception
+    def _detach_distributed(self):
+        learn = self.learn
+        shell = first(cb for cb in learn.cbs if cb.name == 'distributed_trainer')
+        if not hasattr(type(shell), 'leaves_ranks'): return methods_of(learn).theirs('detach_distributed')()
+        if isinstance(learn.model, nn.parallel.DistributedDataParallel): learn.model = learn.model.module
+        return learn.remove_cbs([shell, self])
 
     # -- a fit
     @contextmanager
@@ -201,12 +217,11 @@ class DataParallel(LoopCallback):
 
 # %% ../../nbs/api/parallel/01_data_parallel.ipynb #907c05b4
 if find_spec('accelerate'):
-    import fastai.distributed                      # patches its methods in, so it must come before our patches
     from fastai.distributed import DistributedTrainer
 
     # fastai's `DistributedTrainer`, which leaves gradients and loaders to `DataParallel`
     class DistributedShell(DistributedTrainer):
-        name = 'distributed_trainer'
+        name,leaves_ranks = 'distributed_trainer',True
         def state_dict(self): return {}            # for checkpoints: `DataParallel` has the whole state
         def load_state_dict(self, state): pass
         def before_fit(self):
@@ -215,22 +230,12 @@ if find_spec('accelerate'):
         def _wrap_dl(self, dl): return dl
 
 # %% ../../nbs/api/parallel/01_data_parallel.ipynb #5b7ac8b6
-if find_spec('accelerate'):
-    @replaces
-    def to_distributed(theirs, self, sync_bn=True, **kwargs):
-        "Train on several ranks: like `DataParallel` if there is an accumulation callback, else like fastai"
-        if not any(getattr(type(cb), 'slot', None) == 'accumulation' for cb in self.cbs): return theirs(self, sync_bn, **kwargs)
-        if not start_group(): return self
-        self.add_cb(DistributedShell(sync_bn, **kwargs))
-        if not hasattr(self, 'data_parallel'): self.add_cb(DataParallel())
-        return self
-
-    @replaces
-    def detach_distributed(theirs, self):
-        "Undo `to_distributed`, also after an exception"
-        if not isinstance(getattr(self, 'distributed_trainer', None), DistributedShell): return theirs(self)
-        if isinstance(self.model, nn.parallel.DistributedDataParallel): self.model = self.model.module
-        return self.remove_cbs([self.distributed_trainer, self.data_parallel])
+# In the place of fastai's `to_distributed`, for a Learner with an accumulation callback: like `DataParallel`
+def to_distributed(learn, sync_bn=True, **kwargs):
+    if not start_group(): return learn
+    learn.add_cb(DistributedShell(sync_bn, **kwargs))
+    if not hasattr(learn, 'data_parallel'): learn.add_cb(DataParallel())
+    return learn
 
 # %% ../../nbs/api/parallel/01_data_parallel.ipynb #72ac3723
 # Raise an error for the settings of a `DataParallel` that is attached to a `Learner`

@@ -29,7 +29,7 @@ __all__ = ['FullyShard']
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #8360836a
 class FullyShard(DataParallel):
     "Shard the Learner's model over the ranks, and train it with exact accumulation"
-    saves_learner = True   # `Learner.save`, `Learner.load` and checkpoints call `save_learner`, `load_learner` and `sharding`
+    saves_learner = True   # checkpoints call `sharding`, `Learner.export` calls `exporting`
     def __init__(self,
         sync:str='every',  # 'every', 'last' or 'keep': what each micro-batch sends, see the table above
         units=None,        # Modules to gather one at a time; default those in `nn.Sequential`s and `nn.ModuleList`s
@@ -47,6 +47,10 @@ class FullyShard(DataParallel):
         if sync != 'every': self.unused_events = ('after_batch',)
 
     def make_ranks(self): return ShardedRanks(self.sync, timeout=self.timeout, shares=self.group_shares())
+
+    def learner_methods(self):
+        files = dict(save=self.save_learner, load=self.load_learner) if self.many else {}
+        return {**super().learner_methods(), **files}
 
     def _change(self, learn):
         super()._change(learn)
@@ -77,7 +81,7 @@ class FullyShard(DataParallel):
         if self.rank and hasattr(learn, 'lr_finder'): torch.save(dict(model=model, opt=opt), file)  # each rank has its own folder
         return file
 
-    def load_learner(self, file, **kwargs):
+    def load_learner(self, file, device=None, **kwargs):
         learn = self.learn
         if learn.opt is None: learn.create_opt()
         reshard(learn.model)

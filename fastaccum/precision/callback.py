@@ -17,7 +17,8 @@ from fastai.callback.channelslast import ChannelsLast
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
 from ..core.microbatch import map_tensors
-from ..loop.batch_loop import LoopCallback, check_own_loop, check_single
+from ..loop.batch_loop import LoopCallback, check_single
+from ..loop.learner import has_own_loop
 from ..loop.optimizers import params_of
 from ..core.scaler import DynamicLossScaler
 from ..core.warnings import warn
@@ -73,7 +74,6 @@ class MixedPrecision(LoopCallback):
     def _check(self):
         "The type of the model's device; an error if that device cannot compute in this precision"
         learn = self.learn
-        check_own_loop(learn)
         check_single([o for o in learn.cbs if o.name in (self.name, 'non_native_mixed_precision')], 'precision',
                      '`learn.to_fp32()` removes all of them (`to_channelslast(use_amp=False)` adds none)')
         device = device_of(learn.model).type
@@ -212,21 +212,24 @@ def _in_fp32(pred):
     return map_tensors(lambda o: o.float() if o.is_floating_point() else o, pred)
 
 # %% ../../nbs/api/precision/01_callback.ipynb #0c2591a5
-def _replace(learn, cb):
-    "Attach `cb`, and remove other precision callbacks"
+# fastai's methods, also if this module is loaded again
+_of_fastai = {k: getattr(f, 'of_fastai', f) for k in ('to_fp16','to_bf16','to_fp32','to_channelslast') if (f := getattr(Learner, k))}
+
+# Attach fastaccum's callback, and remove other precision callbacks
+def _replace(learn, *args, **kwargs):
     learn.to_fp32()
-    return learn.add_cb(cb)
+    return learn.add_cb(MixedPrecision(*args, **kwargs))
 
 @patch
 @delegates(DynamicLossScaler, but='device,enabled')
 def to_fp16(self:Learner, **kwargs):
     "Compute in float16, with the arguments of `DynamicLossScaler`. Replaces any other precision"
-    return _replace(self, MixedPrecision('fp16', **kwargs))
+    return _of_fastai['to_fp16'](self, **kwargs) if has_own_loop(self) else _replace(self, 'fp16', **kwargs)
 
 @patch
 def to_bf16(self:Learner):
     "Compute in bfloat16. Replaces any other precision"
-    return _replace(self, MixedPrecision('bf16'))
+    return _of_fastai['to_bf16'](self) if has_own_loop(self) else _replace(self, 'bf16')
 
 @patch
 def to_fp32(self:Learner):
@@ -241,9 +244,12 @@ def to_channelslast(self:Learner,
     **kwargs
 ):
     "Train in the memory format in which half-precision convolutions are fastest: fastai's callback, with fastaccum's mixed precision"
+    if has_own_loop(self): return _of_fastai['to_channelslast'](self, use_amp, amp_mode, **kwargs)
     if not hasattr(self, 'channels_last'): self.add_cb(ChannelsLast())
     if use_amp and not hasattr(self, 'mixed_precision'): self.add_cb(MixedPrecision(amp_mode, **kwargs))
     return self
+
+for k,f in _of_fastai.items(): getattr(Learner, k).of_fastai = f
 
 # %% ../../nbs/api/precision/01_callback.ipynb #bead2d73
 @patch
