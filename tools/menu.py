@@ -13,12 +13,11 @@ menu = {
                     'tutorials/token_losses', 'tutorials/when_not_to',
                     'tutorials/how_exact'],
     'Tutorials': {
-        'Memory': ['tutorials/fit_memory', 'tutorials/batchnorm', 'tutorials/contrastive', 'tutorials/optimizers', 'tutorials/attention'],
-        'Precision': ['tutorials/mixed_precision', 'tutorials/quantization'],
+        'Memory and precision': ['tutorials/fit_memory', 'tutorials/batchnorm', 'tutorials/contrastive', 'tutorials/optimizers',
+                                 'tutorials/mixed_precision'],
         'Batch size': ['tutorials/find_batch_size', 'tutorials/anneal'],
-        'Several devices': ['tutorials/many_devices', 'tutorials/scaling'],
-        'Runs': ['tutorials/stop_and_resume', 'tutorials/wandb'],
-        'Models and callbacks': ['tutorials/callbacks', 'tutorials/several_models', 'tutorials/distillation']},
+        'Several devices, long runs': ['tutorials/many_devices', 'tutorials/stop_and_resume', 'tutorials/wandb'],
+        'Models and callbacks': ['tutorials/callbacks', 'tutorials/several_models']},
     'API reference': 'api/', '': '', 'Changelog': 'changelog', 'Contributing': ['contributing', 'internals']}
 
 # The folders of the API; those that are not named follow
@@ -27,8 +26,7 @@ folders = ['api/' + o for o in ('accumulation', 'precision', 'batch_size', 'chec
 # What the menu calls a page whose title is longer, or lacks the word that a user knows
 names = {
     'tutorials/fit_memory': 'Fit it into memory: gradient checkpointing and more',
-    'tutorials/attention': 'FlashAttention', 'tutorials/quantization': 'Quantization',
-    'tutorials/distillation': 'Distillation', 'tutorials/many_devices': 'Multi-GPU',
+    'tutorials/many_devices': 'Multi-GPU',
     'contributing': 'How to contribute', 'tutorials/token_losses': 'Token losses and class weights',
     'tutorials/mixed_precision': 'Mixed precision: fp16 and bf16'}
 
@@ -49,8 +47,8 @@ words = {
     'tutorials/many_devices': 'multi-GPU, multiple GPUs, DDP, DistributedDataParallel, FSDP, torchrun, two GPUs',
     'tutorials/many_devices#when-your-cards-are-different': 'different GPUs, unequal GPUs, a faster and a slower GPU',
     'tutorials/token_losses#texts-of-different-lengths': 'batch size in tokens, dynamic batching, bucketing',
-    'tutorials/attention': 'flash attention, sdpa, memory-efficient attention',
-    'tutorials/quantization': 'quantize int8 8-bit 4-bit QLoRA torchao',
-    'tutorials/distillation': 'knowledge distillation, teacher and student',
+    'tutorials/fit_memory#long-texts': 'flash attention, sdpa, memory-efficient attention',
+    'works_with#quantization': 'quantize int8 8-bit 4-bit QLoRA torchao',
+    'works_with#distillation': 'knowledge distillation, teacher and student',
     'tutorials/stop_and_resume': 'resume training, checkpoint, continue, preempted, Colab timeout',
 }
