@@ -1,9 +1,10 @@
 "Settings for all tests: one thread (models are tiny), no windows, and what training saves goes to a temporary folder"
-import os, signal, sys
+import os, re, signal, sys
 from collections import Counter
 from pathlib import Path
 import matplotlib, pytest, torch
 import devices
+from fastaccum.core import FastaccumWarning
 matplotlib.use('Agg')
 torch.set_num_threads(1)
 sys.path += [str(f) for f in Path(__file__).parent.iterdir() if f.is_dir()]   # some tests use what is defined in another folder's
@@ -15,6 +16,18 @@ def in_tmp_path(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 is_quick = 'QUICK' in os.environ
+
+@pytest.fixture(autouse=True)
+def short_warnings(monkeypatch):
+    "A warning has one sentence of what, one of what to write, and one link; it may quote others in parentheses"
+    long = []
+    def check(self, text):
+        UserWarning.__init__(self, text)
+        words,_,link = re.sub(r'\([^()]*\)', '', text).rpartition(' ')
+        if len(re.findall(r'[.!?] +[A-Z`]', words)) > 1 or not link.startswith('https://fastaccum.github.io/'): long.append(text)
+    monkeypatch.setattr(FastaccumWarning, '__init__', check)
+    yield
+    assert long == []
 
 # --- devices
 

@@ -37,7 +37,7 @@ TIMEOUT,FIT_TIMEOUT = 3600,100 # Seconds a notebook, seconds of the processor a 
 STOPPED = 'stopped',f'took more than {FIT_TIMEOUT} seconds, or ended its process'
 LARGE = 100_000  # A model with more parameters is fitted for fewer epochs
 EXACT = 1e-4
-GENERAL = 'BatchNorm sees micro-batches','is smaller than a loader batch'  # warnings that are no reason for a difference
+GENERAL = 'BatchNorm:','is smaller than a loader batch'  # warnings that are no reason for a difference
 WAYS = 'each a step','micro-batches','loader batches'
 SMALLER = re.compile(r'((?:Resize|RandomResizedCrop|RandomCrop|CropPad)\(|\b(?:size|bs) *= *)\d{3}\b')  # 32 pixels or items, for speed
 # Notebook, a part of the cell's source, how what is found begins, and why that is right

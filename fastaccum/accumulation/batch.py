@@ -118,7 +118,8 @@ class BatchPass:
             if self.may_be_empty: ignore_empty(learn.pred, self.acc.counted(learn.loss_grad, weight))
         coupled = self.coupled
         if self.cb.terms.due: self._check_terms()
-        if coupled is not None and coupled.passes is not None: self.cb.tell(self.cb.coupled_watch.check_loss(coupled, learn.loss_grad))
+        if coupled is not None and coupled.passes is not None:
+            self._tell_of_passes(self.cb.coupled_watch.check_loss(coupled, learn.loss_grad))
         if self.loop.stock_backward:                                     # the share as the initial gradient saves a multiplication
             loss = learn.loss_grad
             loss.backward(share if isinstance(share, Tensor) else scalar(share, loss.dtype, loss.device))
@@ -127,13 +128,15 @@ class BatchPass:
             learn._backward()
         if coupled is not None:
             coupled.backward()
-            if coupled.passes is not None: self.cb.tell(self.cb.coupled_watch.check_first())
+            if coupled.passes is not None: self._tell_of_passes(self.cb.coupled_watch.check_first())
         loss = learn.loss
         self.acc.count(loss.detach() if loss.requires_grad else loss, weight, self.counts[i])
         values = self.values
         if values is not None:
             rows = None if self.cut is None else self.cut.parts[i].rows
             values.add(len(self.acc.losses)-1, self.sizes[i], learn.pred, learn.yb, self.rule.info, self._shown, rows)
+
+    def _tell_of_passes(self, message): self.cb.tell(message, 'tutorials/contrastive.html#what-splitting-makes-of-it')
 
     # -- weights: known before the first micro-batch, or only after each prediction
     def _weigh(self):
@@ -209,19 +212,19 @@ class BatchPass:
         if cb.weight is not None or not (cb.check_loss and cb.normalize) or cb.coupled or self.loop.now.losses is not None: return
         def notice(more, about):
             who = ' or '.join(dict.fromkeys(type(o).__name__ for o,*_ in self.loop.events.table['after_loss']))
-            cb.warn_once(f"A callback ({who}) has changed the loss after loss_func{more}", about=about)
+            page = 'tutorials/callbacks.html#what-fastaccum-warns-about'
+            cb.warn_once(f"A callback ({who}) has changed the loss after loss_func{more}", page, about=about)
         if self.cut is not None:
-            notice(", and with micro_batch_tokens its term sees texts sorted by length and trimmed: a mean over the places of a batch, "
-                   "padding included, as RNNRegularizer's, is another one there, and the step is off. Use micro_batch_size, or pass "
-                   "weight=, a function that returns what the loss averages over.", 'trimmed term')
-        if rule.is_sum: why = "contains a term of its own beside loss_func's sum: a mean would count 100% for each micro-batch"
+            notice(", and with micro_batch_tokens its term sees texts sorted by length and trimmed: a mean over padded "
+                   "places, as RNNRegularizer's, is another one there. Use micro_batch_size, or pass weight=, a "
+                   "function that returns what the loss averages over.", 'trimmed term')
+        if rule.is_sum: why = "beside its sum, a mean would count 100% for each micro-batch"
         else:
             off = rule.uneven(self.learn.yb, self.sizes[self.i]) if look and rule.info.over not in ('items','elements') else 0.
             if off < 1e-5: return
-            why = f"contains a term of its own, and micro-batches are weighted by {rule.info}, by which their items differ by {off:.2%}"
-        notice(f". What is back-propagated {why}. If the term averages over something else than loss_func, its share is wrong. Put it into "
-               "the loss function, which is then measured, or pass weight=, a function that returns what the loss averages over.",
-               'changed loss')
+            why = f"micro-batches are weighted by {rule.info}, by which the items of the new term differ by {off:.2%}"
+        notice(f": {why}. Put the term into the loss function, which is then measured, or pass weight=, a function "
+               "that returns what the loss averages over.", 'changed loss')
 
     # The number of the first of `n` parts that is not the first forward pass of its step, or None. A coupled part has all passes
     def _late_pass(self, n):
@@ -229,16 +232,23 @@ class BatchPass:
         if self.cb.coupled == 'batchnorm' or not several: return None                    # it looks itself
         return 1 if self.opens and not self.cb.coupled else 0
 
+    # How many items a layer sees at a time, if the step has more; else None
+    def part_of_step(self):
+        ranks,coupled = self.cb.ranks,self.cb.coupled
+        n = self.size if self.cut is not None else max(part_sizes(self.n, self.size))
+        if coupled == 'batchnorm': n = self.n_items
+        whole = self.n_items if ranks.joint_gradients or ranks.one_target else self.n
+        return None if self.opens and self.closes and n == whole else n
+
     # Has a forward pass that comes only with micro-batches changed buffers?
     def _check_buffers(self, before):
         cb,names = self.cb,changed_buffers(self.learn.model, before)
         cb.buffers_due = False
         if names:
             cb.warn_once(f"The model changes its buffers {names} in each forward pass, and so once for each micro-batch, where the big "
-                "batch changes them once. Spectral normalization and a BatchNorm of one's own do so. If its outputs depend on them, the "
-                "step is not that of the big batch. For one that may stay the same within a step: use small loader batches instead of "
-                "micro_batch_size=, and in a callback's `before_batch` `module.train(self.learn.gradient_accumulation.opens)`. Otherwise "
-                "load the whole batch.")
+                "batch changes them once. Load the whole batch, or, if they may stay the same within a step, small "
+                "loader batches, and write `module.train(self.learn.gradient_accumulation.opens)` in a callback's `before_batch`.",
+                'troubleshooting.html#batchnorm-sees-less-than-the-effective-batch')
 
     # Does the loss contain a number of the model's that is not the mean of its micro-batches'?
     def _check_terms(self):
@@ -246,7 +256,8 @@ class BatchPass:
         if self.alone: return                                            # the number is the whole batch's
         call = partial(self.loop.precision.predict, learn.model)
         def weigh(sizes): return [float(w) for w in self.rule.weights(learn.yb, sizes)[0]] if acc.normalize else None
-        cb.tell(cb.terms.check(learn.model, call, learn.xb, n, learn.pred, learn.loss_grad, weigh, cb.batch_lists))
+        message = cb.terms.check(learn.model, call, learn.xb, n, learn.pred, learn.loss_grad, weigh, cb.batch_lists)
+        cb.tell(message, 'troubleshooting.html#the-loss-is-off')
 
     # -- one loss over all micro-batches
     # Predict in micro-batches whose outputs share one loss; with several ranks, the outputs are those of all ranks
@@ -257,7 +268,7 @@ class BatchPass:
         make = self._lockstep() if cb.coupled == 'batchnorm' else CoupledBatch
         self.coupled = make(part, xb, self.n, self.size, model, cb.ranks.gather, cb.coupled_watch, cb.batch_lists)
         outs = self.coupled.outputs()
-        if cb.coupled == 'batchnorm': cb.tell(self.coupled.message)
+        if cb.coupled == 'batchnorm': cb.tell(self.coupled.message, 'tutorials/batchnorm.html#every-batchnorm-sees-all-items')
         return rest(outs)
 
     def _lockstep(self):

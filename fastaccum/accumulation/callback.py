@@ -24,6 +24,7 @@ from ..core.microbatch import Lists
 from ..core.probe import LossProbe
 from ..core.terms import TermWatch
 from ..core.values import LossValues
+from ..core.warnings import warn
 from ..core.watch import CoupledWatch, hooks_of_others
 from ..loop.batch_loop import LoopCallback
 from ..loop.events import keeps_state
@@ -33,6 +34,7 @@ from ..loop.sizes import batch_sizes, loader_bs
 from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
 from .checks import check_args, check_learner, check_trained, refuse_others, uses_batch
 from .lengths import FittingTokens, Wide, padding_message
+from .norms import batchnorm_message
 from .plan import EpochCounts, accum_batches, epoch_plan, epochs_for
 from .text import left_out_message, lossy_encoder
 from .tokens import BatchCounter
@@ -80,7 +82,7 @@ class GradientAccumulation(LoopCallback):
         self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
         self.epoch_counts = EpochCounts()
-        self.buffers_due = True
+        self.buffers_due,self.norms_due,self.norms_told = True,False,False
         self.n_before,self.last_rule = 0,str(self.rule)  # accumulated batches of the fit before this epoch; what the last fit found
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
@@ -158,6 +160,11 @@ class GradientAccumulation(LoopCallback):
         if self.unit != 'items': res[self.unit] = self.acc.closed.n_items
         return {**res, 'micro_bs' if self.micro_batch_tokens is None else 'micro_tokens': self.micro_bs} if self.splits else res
 
+    @property
+    def constant(self) -> bool:
+        "Has each accumulated batch the same target size?"
+        return type(self).size_at is GradientAccumulation.size_at
+
     def size_at(self,
         done:int,   # Number of loader batches done in this fit
         n_iter:int, # Number of loader batches of an epoch
@@ -183,7 +190,7 @@ class GradientAccumulation(LoopCallback):
     def epoch_plan(self):
         "How the position in training moves in this epoch; None if the steps are not known, or if their size changes"
         learn = self.learn
-        if self._n_items is not None or self.unit != 'items' or type(self).size_at is not GradientAccumulation.size_at: return None
+        if self._n_items is not None or self.unit != 'items' or not self.constant: return None
         try: sizes = batch_sizes(learn.dls.train)
         except ValueError: return None
         return epoch_plan(sizes, learn.epoch, learn.n_epoch, self._accum_bs, self.remainder) if len(sizes) == learn.n_iter else None
@@ -218,6 +225,7 @@ class GradientAccumulation(LoopCallback):
         self.running = True
         if available_bytes(device_of(learn.model)) is not None: self.fitting.forget()
         if self.loop.lr_finder: learn.n_epoch = epochs_for(self, self.loop.lr_finder.num_it)
+        self.norms_told = False
 
     # Start with zero gradients, however the last fit ended, and know nothing of the loss
     def _begin(self):
@@ -265,20 +273,21 @@ class GradientAccumulation(LoopCallback):
 
     def warn_of_loss(self):
         "Say once that no rule fits the loss, or that another one does"
-        several = "With coupled each loader batch has a loss of its own, and this step has several loader batches. " if self.coupled else ''
+        several = "With coupled, this step has several loader batches, each with a loss of its own: " if self.coupled else ''
         for message in (*self.rule.news, self.rule.message):
-            if message: self.warn_once(several + message)
+            if message: self.warn_once(several + message, 'troubleshooting.html#the-loss-is-off')
         self.rule.news = []
 
     def warn_of_sum(self, batch):
         message = self.rule.sum_message(round(self.accum_bs/max(1, batch.n_items)) if batch.before else 1, len(self.acc.losses))
-        if message: self.warn_once(message, about='sum')
+        if message: self.warn_once(message, 'troubleshooting.html#the-loss-is-off', about='sum')
 
     def warn_of_values(self, batch):
         for name in self.loss_values.news:
             who = reader_of(self.learn, name)
             if who is None: continue
-            self.warn_once(value_message.format(who=who, name=name, n=batch.sizes[-1], all=max(batch.n, self.accum_bs)))
+            message = value_message.format(who=who, name=name, n=batch.sizes[-1], all=max(batch.n, self.accum_bs))
+            self.warn_once(message, 'tutorials/callbacks.html#what-fastaccum-warns-about')
         self.loss_values.news = []
 
     def keeps(self,
@@ -288,10 +297,11 @@ class GradientAccumulation(LoopCallback):
         return bool(self.loss_values.kinds.get(name))
 
     def tell(self,
-        message:str|None # A warning, or none
+        message:str|None, # A warning, or none
+        page:str          # Of the site, where it says more
     ):
         "Say it once"
-        if message: self.warn_once(message)
+        if message: self.warn_once(message, page)
 
     # -- a loader batch
     def before_batch(self):
@@ -320,7 +330,7 @@ class GradientAccumulation(LoopCallback):
         x,y = (' and '.join(str(tuple(t.shape)) for t in tree_leaves(b) if isinstance(t, Tensor)) for b in (self.learn.xb, self.learn.yb))
         self.warn_once(f"Inputs of shape {x} and targets of shape {y} do not have the same number of items: fastaccum counts the {n} items "
                        "of the inputs. If this is wrong, pass n_items=, a function of the Learner that returns the number of items in its "
-                       "batch.")
+                       "batch.", 'glossary.html#items-and-batches')
 
     def train_batch(self) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
         "Forward and backward passes of the loader batch"
@@ -349,12 +359,22 @@ class GradientAccumulation(LoopCallback):
         if with_items:
             if 'auto' in (self.micro_batch_size, self.micro_batch_tokens): batch = self.__dict__['batch'] = self.fitting.run(batch)
             else: batch.run(self.micro_batch_size or batch.n, self.micro_batch_tokens)      # `micro_batch_size` may be more than that
+        if with_items and self.norms_due: self._check_norms(batch)
         if rule.info.inexact and self.weight is None: rule.note(self.learn.yb)
         if rule.probed: self.warn_of_sum(batch)
         if with_items and self.lossy_encoder is not None: self._check_texts(batch)
         loss = batch.close()
         if self.loss_values.holder is not None: self.loss_values.end()
         return loss
+
+    # Has a BatchNorm in training seen less than its step has? Once a fit, when a step first has several micro-batches
+    def _check_norms(self, batch):
+        n = batch.part_of_step()
+        if n is None: return
+        self.norms_due,message = False,batchnorm_message(self, batch, n)
+        if message is None: return
+        self.norms_told = True
+        if not self.ranks.rank: warn(message, 'troubleshooting.html#batchnorm-sees-less-than-the-effective-batch')
 
     # What the loss keeps is known from the first batch of an epoch on
     def look_at_loss(self):
@@ -363,7 +383,7 @@ class GradientAccumulation(LoopCallback):
     def _check_texts(self, batch):
         if batch.opens and batch.closes and batch.n <= batch.size and self.ranks.world == 1: return
         message = left_out_message(self.lossy_encoder, self.learn.xb[0], batch.size)
-        if message: self.warn_once(message); self.lossy_encoder = None
+        if message: self.warn_once(message, 'api/accumulation/text.html'); self.lossy_encoder = None
 
     # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one of an
     # epoch is tried: is padding masked?
@@ -374,7 +394,7 @@ class GradientAccumulation(LoopCallback):
         if cut is not None and not self.padding_tried:
             self.padding_tried = cut.trims
             message = padding_message(self.loop.precision.predict, learn.model, learn.xb, cut, self.terms.tol, unsure)
-            if message: self.warn_once(message, about='padding')
+            if message: self.warn_once(message, 'tutorials/token_losses.html#texts-of-different-lengths', about='padding')
         return cut
 
     def give_up_batch(self) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
@@ -393,8 +413,9 @@ class GradientAccumulation(LoopCallback):
         if self.ranks.one_target or not self.splits or keeps_state(learn.model, learn.cbs): return call(*xb)
         if self.coupled == 'batchnorm' and uses_batch(learn.model):
             if self.ranks.world > 1:
-                self.warn_once("The model has BatchNorm without running statistics. In a validation it sees the items of one rank, so "
-                               "losses and metrics are not those of one process: validate in one process.")
+                self.warn_once("The model has BatchNorm without running statistics, which sees the items of one rank "
+                               "in a validation, so losses and metrics are not those of one process. Validate in one process.",
+                               'tutorials/many_devices.html#when-something-goes-wrong')
             return call(*xb)
         n = self._count_items()
         size = self.fitting.of(xb, n) if self.auto else self.micro_bs
@@ -406,9 +427,9 @@ class GradientAccumulation(LoopCallback):
             except Exception as e:
                 if not is_out_of_memory(e): raise
             free_memory(device_of(learn.model))          # outside `except`: the traceback would keep the activations alive
-            self.warn_once(f"Memory ran out with a validation batch of {n} items, and it goes through the model in micro-batches of "
-                           f"{size}. The model has forward hooks, which see one of them at a time: for all items at once, make the "
-                           "validation loader's batches smaller (val_bs).")
+            self.warn_once(f"Memory ran out with a validation batch of {n} items, which now goes through the model, "
+                           f"and its forward hooks, in micro-batches of {size}. For hooks that see all items at once, "
+                           "make the validation loader's batches smaller (val_bs).", 'troubleshooting.html#out-of-memory')
         if cut is not None: return cut.predict(call, xb)
         return predict_in_parts(call, xb, n, size, bool(self.coupled), self.batch_lists)
 
@@ -433,7 +454,7 @@ class GradientAccumulation(LoopCallback):
         self.n_before = self.n_opened - bool(self.n_items)           # one that goes on from the last epoch is of this one, too
         self.rule.begin_epoch()
         self.look_at_loss()
-        self.padding_tried = False
+        self.padding_tried,self.norms_due = False,not self.norms_told
         # several losses in a step: do terms of the model in them add up? With `weight` it is not known what halves would weigh
         self.terms.begin_epoch(self.check_loss and self.weight is None and not self.coupled)
         if self.params is not None: self.params.look_up()
@@ -447,13 +468,17 @@ class GradientAccumulation(LoopCallback):
         resumed = seen < n_iter and not self.n_before                           # in the middle of this epoch
         if not resumed and self.remainder == 'drop' and steps == 1 and 0 < left < self.accum_bs:
             self.warn_once(f"remainder='drop' with accum_bs={self.accum_bs} never steps: an epoch has {left} {self.unit}, and all of them "
-                           "are dropped. Use 'step' or 'carry', or a smaller accum_bs.", about='never')
-        if self.unit != 'items' and 1 < steps == n_iter and type(self).size_at is GradientAccumulation.size_at:
+                           "are dropped. Use 'step' or 'carry', or a smaller accum_bs.",
+                           'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more', about='never')
+        if self.unit != 'items' and 1 < steps == n_iter and self.constant:
             if not self.per_loader_batch and not self.loop.lr_finder:
                 self.warn_once(f"accum_bs={self.accum_bs} {self.unit} is less than a loader batch has: nothing accumulates, every loader "
-                               "batch is a step.")
+                               "batch is a step. Write a larger accum_bs, or load smaller batches.",
+                               'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more')
         if self.remainder == 'step' and steps == 1 and 0 < n < self.accum_bs:
-            self.warn_once(f"accum_bs={self.accum_bs} is more than the {n} {self.unit} of an epoch: each epoch is one step.")
+            self.warn_once(f"accum_bs={self.accum_bs} is more than the {n} {self.unit} of an epoch: each epoch is one "
+                           "step. For more steps, write a smaller accum_bs.",
+                           'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more')
 
     def after_cancel_epoch(self): self._end_epoch()
     def after_epoch(self): fit_graph(self.learn)
@@ -462,9 +487,10 @@ class GradientAccumulation(LoopCallback):
         loop = self.loop
         loop.rows.measure_kept()
         self.watch.check(self.learn)
-        self.tell(self.coupled_watch.check())
-        self.tell(self.batch_lists.message)
-        if self.rule.inexact: self.warn_once(self.rule.inexact_message)
+        self.tell(self.coupled_watch.check(), 'tutorials/contrastive.html#what-splitting-makes-of-it')
+        self.tell(self.batch_lists.message, 'api/core/microbatch.html#lists')
+        if self.rule.inexact:
+            self.warn_once(self.rule.inexact_message, 'tutorials/token_losses.html#label-smoothing-with-class-weights-the-fastai-way')
         if loop.now.row_due: loop.rows.give()            # a callback ended the epoch between the step and its row
         if not self.n_items or self.remainder == 'carry': return
         if self.remainder == 'step' or self.acc.ready: return loop.extra_step()   # ready: a cancelled step was taken back
@@ -547,7 +573,8 @@ class GradientAccumulationSchedule(GradientAccumulation):
         n = self.learn.__dict__.get('n_epoch', 1)
         if isinstance(self.finish, Integral) and self.finish == 1 < n and not self.loop.lr_finder:
             self.warn_once(f"finish=1 is an epoch: the schedule ends with the first of {n} epochs. For the end of the fit write the float "
-                           f"finish=1.0. For the end of the first epoch, finish=1/{n} avoids this warning.")
+                           f"finish=1.0; for the end of the first epoch, finish=1/{n} avoids this warning.",
+                           'tutorials/anneal.html#see-the-schedule-before-you-train')
 
     def size_at(self,
         done:int,   # Number of loader batches done in this fit

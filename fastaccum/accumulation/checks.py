@@ -65,7 +65,7 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
                          "use one of the two.")
     if coupled and k is None:
         raise ValueError(f"coupled={coupled!r} computes one loss over the micro-batches of a loader batch, and so needs micro_batch_size: "
-                         "write GradientAccumulation(micro_batch_size=..., coupled=True).")
+                         f"write GradientAccumulation(micro_batch_size=..., coupled={coupled!r}).")
     if remainder not in _remainders: raise ValueError(f"remainder={remainder!r} is not one of {', '.join(map(repr, _remainders))}.")
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype={grad_dtype!r}: pass torch.float32 to sum the gradients of half-precision weights in fp32, or None.")
@@ -127,8 +127,8 @@ def check_learner(acc):
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
     if hooked and acc.splits:
         acc.warn_once(f"{hooked} looks at the model with hooks, which see one micro-batch at a time: in training it keeps the figures of "
-                      f"the last micro-batch of a loader batch. For those of all items leave out {name}, and make the loader batches "
-                      "smaller.")
+                      f"the last micro-batch of a loader batch. For those of all items leave out {name}, and load smaller batches.",
+                      'tutorials/callbacks.html#how-often-does-each-event-come')
     check_sizes(acc)
 
 # Raise an error if ranks need to know how many micro-batches there are, or if a callback takes them for random samples
@@ -201,21 +201,9 @@ def check_trained(acc):
 
 # The part of `check_learner` that checks the sizes of the batches
 def check_sizes(acc):
-    learn = acc.learn
-    if acc.micro_batch_tokens is not None and trains_batchnorm(learn):
-        acc.warn_once("The model's BatchNorm sees micro-batches of texts of like lengths, with their padding trimmed: its statistics are "
-                      "not those of the loader batch, and the step is another one. Use LayerNorm or GroupNorm, freeze BatchNorm "
-                      "(`BnFreeze`), or use micro_batch_size with coupled='batchnorm'.")
-    try: sizes = batch_sizes(learn.dls.train)
+    try: sizes = batch_sizes(acc.learn.dls.train)
     except ValueError: return
-    if not sizes: return
-    if acc.unit == 'items': check_steps(acc, sizes)
-    most_at_once = max(sizes)
-    if acc.micro_batch_size not in (None, 'auto'): most_at_once = min(most_at_once, acc.micro_batch_size)
-    head = None if acc.coupled in (True, False, 'batchnorm') else find_head(get_model(learn.model), acc.coupled)
-    if most_at_once < 8 and acc.coupled != 'batchnorm' and trains_batchnorm(learn, but=head):
-        acc.warn_once(f"The model's BatchNorm sees micro-batches of {most_at_once} items, whatever accum_bs is: with under 8 its "
-                      f"statistics are poor. Use GroupNorm, or freeze BatchNorm (`BnFreeze`).{advise_coupled(acc)}")
+    if sizes and acc.unit == 'items': check_steps(acc, sizes)
 
 # Does `accum_bs` fit the loader, whose batches have `sizes` items?
 def check_steps(acc, sizes):
@@ -227,23 +215,9 @@ def check_steps(acc, sizes):
                          "Use 'step' or 'carry', or a smaller accum_bs.")
     if most < max(sizes) and not acc.per_loader_batch:
         acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
-                      "every loader batch is a step.")
-    if most > max(sizes) and acc.coupled == 'batchnorm' and trains_batchnorm(acc.learn):
-        acc.warn_once(f"coupled='batchnorm': BatchNorm sees a loader batch of {max(sizes)} items, but a step has {most}. Load batches of "
-                      f"{most} items (bs={most}) for the step of that batch: micro_batch_size keeps the memory small.")
+                      "every loader batch is a step. Write a larger accum_bs, or load smaller batches.",
+                      'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more')
 
 # Does the model have a BatchNorm that computes statistics of the batch in validation, too?
 def uses_batch(model): return any(m.running_mean is None for m in batchnorms(model))
 
-# Does a BatchNorm normalize by its batch in training? `BnFreeze` keeps those whose weights are frozen from it
-def trains_batchnorm(learn, but=None):
-    frozen = any(is_a(type(cb), 'BnFreeze') for cb in learn.cbs)
-    return any(not frozen or any(p.requires_grad for p in m.parameters()) for m in batchnorms(learn.model, but))
-
-# A sentence that recommends `coupled`, with which BatchNorm sees whole loader batches; '' where micro-batches are loader batches
-def advise_coupled(acc):
-    model = get_model(acc.learn.model)
-    if acc.micro_batch_size is None: return ''
-    if not isinstance(model, nn.Sequential) or batchnorms(model, but=model[-1]):
-        return " With coupled='batchnorm' it sees whole loader batches, in more time."
-    return " Only the head of this model has BatchNorm: with coupled='head' it sees whole loader batches."

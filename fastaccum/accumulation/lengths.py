@@ -211,6 +211,6 @@ def most_apart(trimmed, padded, p):
         if a.shape == b.shape: res = max(res, float((a-b).norm()/b.norm().clamp(min=1e-30)))
     return res
 
-_message = ("The model does not mask padding: its predictions for the {n} shortest texts of a loader batch, of at most {most} tokens, "
-            "change by {off:.1%} when they are padded to {W}. micro_batch_tokens trims padding, so a step is not that of the whole batch. "
-            "To be exact, mask padding in the model, or use micro_batch_size.")
+_message = ("The model does not mask padding, which micro_batch_tokens trims: its predictions for the {n} shortest "
+            "texts of a loader batch, of at most {most} tokens, change by {off:.1%} when they are padded to {W}. Mask "
+            "padding in the model, or use micro_batch_size.")

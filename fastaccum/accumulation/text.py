@@ -61,5 +61,4 @@ def left_out_message(enc, x, size):
     (n,tokens),(n_parts,tokens_parts) = counts
     parts = '' if len(sizes) == 1 else f", {tokens_parts} tokens of {n_parts} texts in micro-batches of {sizes[0]}"
     return (f"fastai's SentenceEncoder leaves out {tokens} tokens of {n} texts in a loader batch of {len(x)}{parts}: which ones depends "
-            "on the other texts, so an accumulated batch is not the big batch. Write exact_sentence_encoder(learn) before you train: it "
-            "reads every token, with the same weights.")
+            "on the other texts. Write exact_sentence_encoder(learn) before you train, which reads every token, with the same weights.")

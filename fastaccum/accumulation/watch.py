@@ -67,7 +67,7 @@ class Watch:
 
     def tell(self, kind, words, figure, learn):
         self.told.add(kind)
-        warn(_messages[kind].format(who=_names(learn, words), figure=figure))
+        warn(_messages[kind].format(who=_names(learn, words), figure=figure), 'tutorials/callbacks.html#what-fastaccum-warns-about')
 
     # Its gradients were set back or multiplied by the accumulation itself: do not compare them
     def skip(self): self.void = True
@@ -80,12 +80,11 @@ class Watch:
 
 _messages = dict(
     rates="{who} changed rates in the middle of an accumulated batch: {figure}. Set them where it begins, `if "
-          "self.learn.gradient_accumulation.opens:` in `before_batch`, or schedule them with fastai's ParamScheduler.",
-    gradients="{who} changed gradients before all micro-batches of a step had added theirs{figure} the sum of what they added. A "
-              "callback comes with each micro-batch: clip or change gradients in `before_step`, where they are complete, and leave "
-              "`zero_grad` to the Learner, which calls it after each step.",
-    hooks="The hook {figure}. It changes the gradient of each micro-batch by itself, which is not what it makes of the whole batch's. "
-          "Change gradients in a callback's `before_step`, where they are complete.")
+          "self.learn.gradient_accumulation.opens:` in `before_batch`, or with fastai's ParamScheduler.",
+    gradients="{who} changed gradients before all micro-batches of a step had added theirs{figure} the sum of what "
+              "they added. Clip or change them in `before_step`, where they are complete, and leave `zero_grad` to the Learner.",
+    hooks="The hook {figure}, as it changes the gradient of each micro-batch by itself. Change gradients in a "
+          "callback's `before_step`, where they are complete.")
 
 # %% ../../nbs/api/accumulation/05_watch.ipynb #cf2816b8
 class GradientSums:
@@ -179,9 +178,9 @@ def reader_of(learn, name):
         used = [_names_in(getattr(cb, ev, None)) for ev in ('before_step','after_step','after_batch','after_train','after_epoch')]
         if any({'loss_func', name} <= {*names} for names in used): return type(cb).__name__
 
-value_message = ("{who} reads `{name}` of the loss after a batch. It is the value of the last micro-batch, {n} of {all} items: those of "
-                 "all micro-batches do not make up the whole batch's, as they are neither means nor sums over items, or go on from call "
-                 "to call. Compute it from `learn.pred` and `learn.yb` in the callback, or let the loss keep a mean over its items.")
+value_message = ("{who} reads `{name}` of the loss after a batch: it is the value of the last micro-batch, {n} of {all} "
+                 "items, as those of all micro-batches do not make up the whole batch's. Compute it from `learn.pred` "
+                 "and `learn.yb` in the callback, or let the loss keep a mean over its items.")
 
 def _names_in(f): return getattr(getattr(f, '__code__', None), 'co_names', ())
 

@@ -57,8 +57,8 @@ class ScaleLR(LoopCallback):
                              "ScaleLR(bs=...).")
         hypers = learn.opt.hypers[0]
         if self.half_life and hypers.get('mom') and 'sqr_mom' not in hypers:
-            warn("ScaleLR(half_life=True) lowers `mom`, and with this optimizer that shortens each step, because its momentum is a sum and "
-                 "not an average as in Adam. Leave out half_life.")
+            warn("ScaleLR(half_life=True) lowers `mom`, and with this optimizer, whose momentum is a sum, that "
+                 "shortens each step. Leave out half_life.", 'api/batch_size/rates.html#good-to-know')
 
     def _base(self):
         "Items per step that the learning rate was chosen for; None if neither the user nor the loader says"

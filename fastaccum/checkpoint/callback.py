@@ -83,7 +83,8 @@ class TrainingCheckpoint(LoopCallback):
         self.told.update(new)
         if new and not self.now.ranks.rank:
             warn(f"A run that continues from a checkpoint will not have: {'; '.join(f'{k} ({v})' for k,v in new.items())}. If training "
-                 "depends on it, give its callback `state_dict` and `load_state_dict`.")
+                 "depends on it, give its callback `state_dict` and `load_state_dict`.",
+                 'tutorials/stop_and_resume.html#what-a-checkpoint-leaves-out')
 
     def finish(self) -> None:
         "Mark the run as complete, so that the next fit begins a new run. A script that ends normally needs no `finish`"

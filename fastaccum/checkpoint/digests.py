@@ -68,5 +68,5 @@ class StepDigests(Callback):
             with open(self.path, 'a') as f: f.write(f'{text}{json.dumps(row)}\n')
         except OSError as e:
             self.run = False                       # for the rest of the fit
-            warn(f'TrainingCheckpoint could not write the digests of a step to {self.path}: {e}. There will be no more of this fit; '
-                 'training continues.')
+            warn(f"TrainingCheckpoint could not write the digests of a step to {self.path} ({e}), and writes no more "
+                 "in this fit. Training continues.", 'tutorials/stop_and_resume.html#where-do-two-runs-differ')

@@ -101,7 +101,8 @@ class CheckpointedFit:
             raise ValueError(f"{self.folder.path} has checkpoints of another training run. Fit {self.number}: {'; '.join(wrong)}. Undo the "
                              "change, or start a new run: use TrainingCheckpoint(resume=False) or another `fname`, or delete the folder.")
         if told and not self.ranks.rank:
-            warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the present callbacks.")
+            warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the present callbacks.",
+                 'troubleshooting.html#a-run-does-not-resume')
 
     # Another seed than at the first start, or none. The fit stays the one that began first
     def _tell_of_beginning(self, state):
@@ -131,7 +132,7 @@ class CheckpointedFit:
         try: return [StepDigests(self.folder.own.log('digests.jsonl'), self.number)]
         except OSError as e:
             warn(f"TrainingCheckpoint(digest=True) cannot write in {self.folder.path} ({e}), so there will be no digests of this fit. "
-                 "Training continues.")
+                 "Training continues.", 'tutorials/stop_and_resume.html#where-do-two-runs-differ')
             return []
 
     # -- resume
@@ -179,7 +180,7 @@ class CheckpointedFit:
         now.put(state)
         if now.wrong:
             warn(f"The checkpoint has states that cannot be restored: {'; '.join(f'{k} ({v})' for k,v in now.wrong.items())}. Create the "
-                 "objects that hold them in `__init__` or `before_fit`.")
+                 f"objects that hold them in `__init__` or `before_fit`.", 'tutorials/stop_and_resume.html#what-a-checkpoint-leaves-out')
 
     def _put_rng(self, rng): LearnerState(self.learn).put_rng(rng)
 

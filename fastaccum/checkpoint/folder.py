@@ -60,7 +60,7 @@ class CheckpointFolder:
             except torch.OutOfMemoryError: raise
             except Exception as e:
                 warn(f"The checkpoint {f} is damaged ({type(e).__name__}: {str(e).splitlines()[0]}). TrainingCheckpoint uses the one "
-                     "before it.")
+                     "before it.", 'troubleshooting.html#a-run-does-not-resume')
             self.files.remove(f)
 
     # The number of the saved fit that began so (weights, random numbers, seed, settings), or None. If several began with the same weights
@@ -101,7 +101,7 @@ class CheckpointFolder:
             lock(self.path)                        # again, as the lock ends when something in this process opens and closes the file
             path = self._write(state, name, fit)
         except (OSError,RuntimeError) as e:
-            self.news.append(f"TrainingCheckpoint could not save {self.path/name}: {str(e).splitlines()[0]} Training continues.")
+            self.news.append(f"TrainingCheckpoint could not save {self.path/name} ({str(e).splitlines()[0]}). Training continues.")
             return
         self.files = sorted({*self.files, path}, key=_place)
         old = self.of_fit(fit)[:-keep] + [f for f in self.files if fit_of(f) < fit and _place(f)[1] != inf]
@@ -141,7 +141,7 @@ class CheckpointFolder:
     def wait(self):
         if self.writer is not None: self.writer.join()
         news,self.writer,self.news = self.news,None,[]
-        for message in news: warn(message)
+        for message in news: warn(message, 'troubleshooting.html#a-run-does-not-resume')
 
     # Mark the run as complete: its last state moves to the folder `...-finished`, and the next start begins a new run
     def finish(self):
@@ -156,8 +156,9 @@ class CheckpointFolder:
     def _try(self, f, what):
         try: f()
         except OSError as e:
-            warn(f"TrainingCheckpoint could not {what}: {e}. If {self.path} still has checkpoints, the next start loads their fits "
-                 "instead of training them; to train again, delete them or use TrainingCheckpoint(resume=False).")
+            warn(f"TrainingCheckpoint could not {what} ({e}), so the next start loads the fits of {self.path} instead "
+                 "of training them. To train again, delete them or use TrainingCheckpoint(resume=False).",
+                 'troubleshooting.html#a-run-does-not-resume')
 
     def _unlock_unused(self):
         if not self.own.listed: unlock(self.path, True)
@@ -255,7 +256,8 @@ def _check_holder(path, who):
 def _tell_of_no_lock(path, e):
     if path in _unlockable: return
     _unlockable.add(path)
-    warn(f"{path} cannot be locked ({e}). TrainingCheckpoint works without: make sure that no other run uses this folder.")
+    warn(f"{path} cannot be locked ({e}), and TrainingCheckpoint works without. Make sure that no other run uses this folder.",
+         'troubleshooting.html#a-run-does-not-resume')
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #8c02e6d4
 # The folder of a rank other than 0: it has no files

@@ -87,7 +87,7 @@ class ChunkedLoss:
         if rule.probed and several and (torch.is_grad_enabled() or not rule.sure) and rule.due():
             self.looks += 1
             rule.measure(x, yb, n_items(yb), where=self.where or f'look {self.looks}')
-            for message in rule.news: warn(message)
+            for message in rule.news: warn(message, 'troubleshooting.html#the-loss-is-off')
             rule.news = []
         if rule.message:
             raise ValueError(f"{name} in chunks does not add up to the loss of all outputs, so it needs them all. It averages over {rule}.")

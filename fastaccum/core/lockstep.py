@@ -187,28 +187,26 @@ unseen = ("coupled='batchnorm': the BatchNorm {!r} computes its statistics witho
           "for each other there (a scripted module, or a class of its own). Use one of PyTorch's classes.")
 
 changed = ("coupled='batchnorm': the model changes its buffers {} at each call, and so once for each micro-batch, where the whole batch "
-           "changes them once. A BatchNorm of one's own and spectral normalization do so: then the step is not that of the whole batch. "
-           "PyTorch's BatchNorm is exact.")
+           "changes them once. Use PyTorch's BatchNorm instead of one of your own, which is exact, and leave out spectral normalization.")
 
 other_items = ("coupled='batchnorm': in this model {} is called for {}, as Ghost BatchNorm and some versions of instance "
-               "normalization do. Such calls of all micro-batches are taken together, which is another model than the whole batch's, if "
-               "what they normalize is not the same part of each item.")
+               "normalization do, and such calls of all micro-batches are taken together. If what they normalize is "
+               "not the same part of each item, let BatchNorm see all items.")
 
 differentiated = ("coupled='batchnorm': the model computes a gradient itself (`torch.autograd.grad` or `backward`) through a BatchNorm in "
                   "training, and the graph of a micro-batch ends there. Use coupled=True for such a model: its BatchNorm then sees "
                   "micro-batches.")
 
-hooks_twice = ("coupled='batchnorm': the model sets hooks on the gradients of tensors, and reads a view (as of `chunk` or `x[:,:4]`) "
-               "behind a BatchNorm. Hooks before it may be called several times, for parts of the gradient: a hook that is not linear, "
-               "such as one that clips, then changes it in another way. Copy the view (`.clone()`).")
+hooks_twice = ("coupled='batchnorm': the model sets hooks on the gradients of tensors, which may be called several "
+               "times, for parts of the gradient, as it reads a view (as of `chunk` or `x[:,:4]`) behind a BatchNorm. "
+               "Copy the view (`.clone()`).")
 
 mixed_up = ("coupled='batchnorm': {}, a micro-batch has read activations of another one. The model keeps them where all micro-batches "
             "write, such as a global variable, a class, or one tensor that is written again and again. Keep them in attributes of its "
             "modules, or pass them as arguments.")
 
-of_last_batch = ("coupled='batchnorm': {}, the model reads activations that it has kept from one batch to the next. They are those of "
-                 "the last micro-batch only, where the whole batch keeps those of all its items: then the step is not that of the whole "
-                 "batch. Keep what the next batch reads in a callback, from the model's outputs.")
+of_last_batch = ("coupled='batchnorm': {}, the model reads activations that it has kept from one batch to the next, "
+                 "which are those of the last micro-batch only. Keep what the next batch reads in a callback, from the model's outputs.")
 
 def import_greenlet():
     try: import greenlet

@@ -184,9 +184,9 @@ class LossRule:
         info = self.info
         if info.inexact: self.inexact = self.inexact | (info.class_weight is not None) | (yb[0] == info.ignore_index).any()
 
-    inexact_message = ("LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means with different divisors: "
-                       "no weight makes its accumulated loss exact. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact, or pass "
-                       "weight= yourself.")
+    inexact_message = ("LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means with "
+                       "different divisors, so no weight makes it exact. Use nn.CrossEntropyLoss(label_smoothing=...), "
+                       "which is exact, or pass weight=.")
 
     def __str__(self):
         if self.info is None: return 'not looked up yet: nothing was trained'

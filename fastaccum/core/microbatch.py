@@ -103,8 +103,9 @@ class Lists:
         if not form: return
         taken = 'one object for each item' if form == 'objects' else 'columns with all items each'
         how = ", and later batches show that this was wrong" if self.wrong else ", and no batch tells if this is right"
-        return (f"A batch of {n} items has a list of {n} tensors with {n} rows each. It was taken for {taken}{how}. To be clear: return "
-                f"columns in a dict or as inputs of their own; if the list has one object for each item, load other than {n} at a time.")
+        return (f"A batch of {n} items has a list of {n} tensors with {n} rows each, which was taken for {taken}{how}. "
+                f"Return columns in a dict or as inputs of their own; if the list has one object for each item, load "
+                f"other than {n} at a time.")
 
 # Walk through a batch: the rows of its tensors, and its lists by their place
 def _columns_of(b, path, rows, lists, top=False):

@@ -195,20 +195,20 @@ class LossProbe:
 
     def late_message(self, off):
         return (f"What {_name(self)} averages over showed only after the first micro-batches of a step: this step's weights are {off:.2%} "
-                f"off, and from here on its micro-batches are weighted by {self.rule}. To be exact from the first step: pass weight=.")
+                f"off, and from here on its micro-batches are weighted by {self.rule}. To be exact from the first step, pass weight=.")
 
     # Once
     def left_out_message(self, n):
         self.left_out = None
         return (f"{_name(self)} divides by the number of positive targets, which is 0 in this micro-batch ({self.where}): its value is not "
                 f"finite, so 100% of its {n} items are left out, also those that count beside the positive targets of others. Divide by "
-                "the number or 1, `.clamp(min=1)`: that is exact.")
+                "the number or 1, `.clamp(min=1)`, which is exact.")
 
     def changed_message(self, old, error, since, where):
         off = off_in(self.rules.last, old) if error is None else error
         return (f"{_name(self)} does not average over {old} ({where}): weighted by that, the gradients of this micro-batch would be "
-                f"{off:.2%} off. From here on its micro-batches are weighted by {self.rule}; steps since the last look ({since}) may be "
-                f"off as far. To be exact from the first step: {self.cure}")
+                f"{off:.2%} off, and from here on its micro-batches are weighted by {self.rule}; steps since the last look ({since}) "
+                f"may be off as far. To be exact from the first step, {self.cure}")
 
     def __str__(self):
         if self.known: how = "known: PyTorch's or fastai's own"
@@ -275,39 +275,38 @@ def _no_rule(probe):
     name = _name(probe)
     if not probe.rules.seen:
         why = probe.why or 'it has seen a single item'
-        return (f"What {name} averages over could not be measured ({why}). Its micro-batches are weighted by {probe.rule}: "
-                "if it averages over something else, pass weight=, a function that returns what it averaged over.")
+        return (f"What {name} averages over could not be measured ({why}), and its micro-batches are weighted by {probe.rule}. "
+                "If it averages over something else, pass weight=, a function that returns what it averaged over.")
     error,rule = probe.rules.closest
     when = f' (seen in {probe.where})' if probe.was_sure else ''
+    off = f"weighted by {rule}, the closest rule, the gradients of its micro-batches are {error:.2%} off"
     if all(s.parallel for s in probe.rules.last):
-        return (f"{name} is a mean whose divisor is not found in its targets{when}: the gradients of its micro-batches are {error:.2%} off "
-                f"when weighted by {rule}, the closest rule. It does not compare items. Perhaps it makes class weights inside: keep them "
-                "as a tensor outside, as an attribute, a default argument or a global, where they are found. Or it counts by a rule of its "
-                "own: pass weight=, a function of the Learner that returns what it divided by, or (count, 1) if that is max(count, 1).")
-    return (f"{name} is not a mean over items{when}, so its micro-batches do not add up to the batch: their gradients are {error:.2%} off "
-            f"when weighted by {rule}, the closest rule. The loss compares items with each other, chooses some of them, or adds means "
-            "over different things. If it compares or chooses items: load the whole batch, and pass micro_batch_size= with "
-            "coupled=True, which computes one loss over all micro-batches. "
-            "If you know what it averages over: pass weight=, a function that returns it.")
+        if not all(s.adds_up for s in probe.rules.last):
+            return (f"{name} is a function of a mean{when}, as the root is (RMSE), and no mean itself: {off}. Load the "
+                    "whole batch, and pass micro_batch_size= with coupled=True, which is exact.")
+        return (f"{name} is a mean whose divisor is not found in its targets{when}: {off}. If it makes class weights "
+                "inside, keep them as an attribute, a default argument or a global, where they are found; else pass "
+                "weight=, a function of the Learner that returns what it divided by, or (count, 1) if that is max(count, 1).")
+    return (f"{name} is not a mean over items{when}, as it compares or chooses items, or adds means over different things: {off}. "
+            "Load the whole batch, and pass micro_batch_size= with coupled=True, or pass weight=, a function that "
+            "returns what it averages over.")
 
 def _name(probe): return getattr(probe.info.loss_func, '__name__', type(probe.info.loss_func).__name__)
 
 def _undeclared_sum(probe, n):
-    return (f"{_name(probe)} is a sum, not a mean: its value grows with the items. The losses of micro-batches are added up, so with {n} "
-            f"loader batches in a step the gradient is {n} times as large as that of a mean. If it is meant as a mean, it divides by a "
-            "number that stays the same, such as the loader's batch size: divide by the items that the loss gets. If it is meant as a sum, "
-            "say so: "
-            "`loss_func.reduction = 'sum'`.")
+    return (f"{_name(probe)} is a sum, not a mean: with {n} loader batches in a step its gradient is {n} times as "
+            "large as that of a mean. If it is meant as a mean, divide by the items that the loss gets; if as a sum, "
+            "write `loss_func.reduction = 'sum'`.")
 
 def _once_per_batch(probe):
     return (f"{_name(probe)} is a sum, but {probe.once:.2%} of it are a term that comes once for each call, such as a decay of the "
-            "weights: with several micro-batches in a step this term counts once for each. Let the loss return a mean, in which such a "
-            "term is exact, or move it into the optimizer (wd=) or into a callback's `before_step`.")
+            "weights, and so once for each micro-batch. Let the loss return a mean, in which such a term is exact, or "
+            "move it into the optimizer (wd=) or into a callback's `before_step`.")
 
 def _changes_itself(probe):
-    return (f"{_name(probe)} changes itself at each call, and its gradients with it: by {probe.moves:.2%} from one call to the next. A big "
-            "batch calls it once in a step, accumulation once for each micro-batch. To be exact: change its state once a step, in a "
-            "callback's `after_step`, or load the whole batch, and pass micro_batch_size= with coupled=True, which calls it once.")
+    return (f"{_name(probe)} changes itself at each call, and its gradients with it, by {probe.moves:.2%}, and "
+            "accumulation calls it once for each micro-batch. Change its state once a step, in a callback's "
+            "`after_step`, or load the whole batch, and pass micro_batch_size= with coupled=True, which calls it once.")
 
 # Tensors that a loss may take for class weights
 def _held(loss_func):
@@ -639,7 +638,7 @@ class _Parts:
         value,whole = _gradients(_own_copy(info.loss_func, dtype), batch.part(0, batch.n, copy=False), dtype)
         self.batch,self.columns,self.parts,self.tol = batch,columns,[],1e-6 if whole[0].dtype == torch.float64 else 1e-4
         self.size = _check_size(math.sqrt(_dot(whole, whole)))
-        self.moves = 0.
+        self.moves,self.values = 0.,[(value, -1)]
         self.rules = _candidates(info, batch, whole) if rules is None else rules
         alive = [(g != 0).reshape(batch.n, -1).any(1) for g in whole if len(g)%batch.n == 0]
         self.all_count = not alive or bool(torch.stack(alive).any(0).all())     # has each item a gradient?
@@ -655,6 +654,7 @@ class _Parts:
                 self.moves,twice = math.sqrt(_dot(off, off)/n2),False
             if not 0 < n2 < math.inf: grads,n2 = [torch.zeros_like(g) for g in ours],0.  # no valid target in it
             ratio = _dot(ours, grads)/(n2 or 1)
+            self.values.append((v, ratio))
             rest = [o-g*ratio for o,g in zip(ours, grads)]
             self.parts.append((part, ratio, n2, _dot(rest, rest)))
             part.forget()
@@ -689,6 +689,12 @@ class _Parts:
     # Are the gradients of the parts those of the whole, up to a factor for each part? Then only the divisors are not known
     @property
     def parallel(self): return self.all_count and math.sqrt(sum(rest for *_,rest in self.parts))/self.size < self.tol
+
+    # Do these divisors add up to that of the whole, and the values by them? Not so for a function of a mean, as its root
+    @property
+    def adds_up(self):
+        off,of_values = sum(r for _,r in self.values),sum(r*v for v,r in self.values)
+        return max(abs(off), abs(of_values)/max(abs(v) for v,_ in self.values)) < self.tol
 
 # How far a rule is off in what was `seen` of a batch
 def off_in(seen, rule): return max(s.error(rule) for s in seen)

@@ -42,9 +42,8 @@ class TermWatch:
 
 # %% ../../nbs/api/core/13_terms.ipynb #c0a3d009
 other_terms = ("The model's number {name} is a part of the loss, and is not the mean of its micro-batches': it is {off:.2%} apart from "
-               "that of its halves in a micro-batch of {n} items. Each micro-batch adds a number of its own, as for the load balance of "
-               "a mixture of experts, so their sum is not that of the whole batch. For that, return what the number is computed from, "
-               "with a row for each item, compute the number in the loss function, and pass micro_batch_size= with coupled=True.")
+               "that of its halves in a micro-batch of {n} items. Return what it is computed from, with a row for each "
+               "item, compute it in the loss function, and pass micro_batch_size= with coupled=True.")
 
 # Names of the numbers that `model` keeps, or gives in `out`, and that `loss` depends on
 def terms_in(model, out, loss):

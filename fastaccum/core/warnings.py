@@ -17,9 +17,12 @@ class FastaccumWarning(UserWarning):
 
 # %% ../../nbs/api/core/18_warnings.ipynb #a7c20008
 _libraries = {'fastaccum', 'fastai', 'fastcore', 'torch', *sys.stdlib_module_names}
+_site = 'https://fastaccum.github.io/fastaccum'
 
-# Warn at the user's line: the innermost call that is in no library. Where there is none, as in a thread of PyTorch's, at the caller's
-def warn(message):
+# Warn at the user's line: the innermost call that is in no library. Where there is none, as in a thread of PyTorch's, at the caller's.
+# `page`: where the site says more, 'troubleshooting.html#the-loss-is-off'
+def warn(message, page=None):
     frame,level = sys._getframe(1),2
     while frame is not None and frame.f_globals.get('__name__', '').partition('.')[0] in _libraries: frame,level = frame.f_back,level+1
-    warnings.warn(message, FastaccumWarning, stacklevel=2 if frame is None else level)
+    text = message if page is None else f'{message} {_site}/{page}'
+    warnings.warn(text, FastaccumWarning, stacklevel=2 if frame is None else level)

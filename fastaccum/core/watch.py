@@ -72,12 +72,12 @@ class CoupledWatch:
 other_numbers = ("coupled: the model returns a number (a tensor without dimensions) that is not the same for all micro-batches, "
                  "such as a mean over its items. These numbers do not determine its value for the whole batch: return a value for "
                  "each item, or leave the number out of the output.")
-other_outputs = ("coupled calls the model twice for each micro-batch, and its second forward pass gives other outputs than its first: they "
-                 "are {:.2%} apart, so the gradients are not those of the loss. Perhaps the model draws from a random generator that "
-                 "fastaccum does not find: use PyTorch's, or make it an attribute of a module. Or it counts its calls, or keeps other "
-                 "values from call to call: keep them in buffers (`register_buffer`), or change them in a callback.")
-kept_activations = ("coupled: the loss reads activations that the model keeps{}. They are those of the last micro-batch only, {} of {} "
-                    "items. Return them with the model's output, with a row for each item: then the loss gets those of all items.")
+other_outputs = ("coupled calls the model twice for each micro-batch, and the outputs of its second forward pass are {:.2%} "
+                 "apart from those of its first, so the gradients are not those of the loss. Draw random numbers from "
+                 "PyTorch's generators, or from one that is an attribute of a module, and keep what changes from call to "
+                 "call in buffers (`register_buffer`).")
+kept_activations = ("coupled: the loss reads activations that the model keeps{}, which are those of the last micro-batch only, {} of {} "
+                    "items. Return them with the model's output, with a row for each item.")
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d010
 # What the first forward pass of a loader batch leaves, to be compared with the second

@@ -328,11 +328,12 @@ class LoopCallback(Callback):
     def loop(self): return self.learn.one_batch
 
     def warn_once(self,
-        msg:str,        # Warning
-        about:str=None  # What it is about, if its figures may differ; default: its words
+        msg:str,        # Warning: one sentence of what, one of what to write
+        page:str|None=None, # Of the site, where it says more: 'troubleshooting.html#the-loss-is-off'
+        about:str|None=None # What it is about, if its figures may differ; default: its words
     ):
         "Give this warning, unless this callback has given it before"
-        if (key := about or msg) not in self._warned: warn(msg)
+        if (key := about or msg) not in self._warned: warn(msg, page)
         self._warned = {*self._warned, key}
 
     def learner_methods(self) -> dict: # Name -> function
@@ -401,8 +402,8 @@ def how_changed(made, now):
 def warn_of_fastais(learn):
     for cls in (type(cb) for cb in learn.cbs if type(cb).__module__ in ('fastai.callback.training', 'fastai.callback.fp16')):
         if cls.__name__ in ('GradientAccumulation', 'MixedPrecision'):
-            warn(f"fastai's {cls.__name__} is attached to a Learner with fastaccum's callbacks. If you want fastaccum's: write "
-                 "`from fastaccum.all import *` after fastai's imports, which define a callback of the same name.")
+            warn(f"fastai's {cls.__name__} is attached to a Learner with fastaccum's callbacks. For fastaccum's, write "
+                 "`from fastaccum.all import *` after fastai's imports.", 'troubleshooting.html#the-wrong-gradientaccumulation')
 
 # Raise an error if there are several of one kind among the callbacks `found`; `kind` names it, and `how` says what to do
 def check_single(found, kind, how='remove the others with `learn.remove_cb`'):

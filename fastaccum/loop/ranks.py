@@ -15,6 +15,7 @@ __all__ = []
 class OneRank:
     rank,world = 0,1
     one_target = False   # must all ranks call the model equally often, and with one target for their weights?
+    joint_gradients = True # does a step add up the gradients of all?
     refuses = {}         # name of a callback -> why it does not work with these ranks
     reduce = None        # `reduce(loss, weight, n_items, target)`: the same over all ranks; leaves the mean gradient
     gather = None        # `gather(outputs)`: outputs of all ranks, place of this rank's first item, factor for their gradients

@@ -86,8 +86,9 @@ class Compile(LoopCallback):
         "A context in which the model is compiled; keys, names, class and copies stay those of the plain model"
         model = self.learn.model
         if self.kwargs.get('backend') == 'eager' and any(isinstance(cb, ActivationCheckpointing) for cb in self.learn.cbs):
-            warn("Compile(backend='eager'), PyTorch's backend for debugging, recomputes blocks with different random numbers for dropout: "
-                 "if the model has dropout, its gradients are wrong.")
+            warn("Compile(backend='eager'), PyTorch's backend for debugging, recomputes blocks with different random "
+                 "numbers for dropout. If the model has dropout, use another backend, or leave out ActivationCheckpointing.",
+                 'api/memory/activations.html#fused-by-the-compiler')
         old = model.__dict__.get('_compiled_call_impl')
         model._compiled_call_impl = CompiledCall(model, self.kwargs)
         try: yield
@@ -118,7 +119,8 @@ class CompiledCall:
     def give_up(self, e):
         self.call = None
         why = ' '.join(str(e).split('\n')[:2])
-        warn(f"Compile: torch.compile failed, so the model trains uncompiled. {type(e).__name__}: {why}")
+        warn(f"Compile: torch.compile failed, so the model trains uncompiled ({type(e).__name__}: {why}). Leave out "
+             "Compile, or change what does not compile.", 'api/memory/activations.html#fused-by-the-compiler')
 
 # %% ../../nbs/api/memory/01_activations.ipynb #70c22cdf
 # The modules inside `model` for which `chosen(module)` is true, and that are not inside another such module; each once

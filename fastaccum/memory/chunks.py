@@ -91,8 +91,9 @@ class ChunkedHead(LoopCallback):
         if self.first is None: return
         if not self.first.used:
             name = name_of_head(get_model(self.learn.model), self.head)
-            warn(f"ChunkedHead does nothing: the model did not call its {name!r}, or the loss did not get what this returned. Either "
-                 "pass head=, the layer whose outputs the model returns, or leave ChunkedHead out.")
+            warn(f"ChunkedHead does nothing: the model did not call its {name!r}, or the loss did not get what this "
+                 "returned. Pass head=, the layer whose outputs the model returns, or leave ChunkedHead out.",
+                 'tutorials/token_losses.html#thousands-of-classes')
         self.first = None
     def after_cancel_batch(self): self.deferred = False
 
@@ -102,8 +103,8 @@ class ChunkedHead(LoopCallback):
         values.news = []
         for k,who in readers:
             if who is not None:
-                warn(f"{who} reads `{k}` of the loss after a batch. With ChunkedHead it is the value of the last chunk: those of all "
-                     "chunks do not make up the whole batch's. Compute it from `learn.pred` and `learn.yb`.")
+                warn(f"{who} reads `{k}` of the loss after a batch, and with ChunkedHead it is the value of the last "
+                     "chunk. Compute it from `learn.pred` and `learn.yb`.", 'tutorials/token_losses.html#thousands-of-classes')
 
     def defers(self) -> bool:
         "Is the head's input wanted now? Callbacks may call the model in between: without gradients, or in validation after its prediction"

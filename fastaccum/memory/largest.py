@@ -94,9 +94,10 @@ class LargestFirst(LoopCallback):
     def before_batch(self):
         n = elements_in((self.learn.xb, self.learn.yb))
         if n <= self.elements: return
-        self.warn_once(f"A batch of {n} numbers came, and LargestFirst tried one of {self.elements}: memory may still run out. "
-                       "LargestFirst('epoch') loads an epoch to find the largest batch, and LargestFirst(f) takes what your function f(dl) "
-                       "returns.", about='larger')
+        self.warn_once(f"A batch of {n} numbers came, and LargestFirst tried one of {self.elements}: memory may still "
+                       "run out. Write LargestFirst('epoch'), which loads an epoch to find the largest batch, or "
+                       "LargestFirst(f), which takes what your function f(dl) returns.",
+                       'api/memory/largest.html#which-batch-is-the-largest', about='larger')
 
 # %% ../../nbs/api/memory/03_largest.ipynb #1a5fe514
 # Numbers in the tensors of a batch

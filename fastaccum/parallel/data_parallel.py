@@ -9,7 +9,6 @@ from __future__ import annotations
 from fastai.basics import *
 from importlib.util import find_spec
 import torch.distributed as dist
-from ..accumulation.checks import trains_batchnorm
 from ..core.checks import is_positive
 from ..loop.batch_loop import LoopCallback, check_single
 from ..loop.events import is_a, mixes
@@ -132,9 +131,8 @@ class DataParallel(LoopCallback):
         rows = self.learn.dl.rows
         if not self.fitting:
             if not self.brings_ranks.pools: self._tell_of_single_items(rows)
-            self._tell_of_few_items(rows)
             self.brings_ranks.own_random_numbers()
-        self.fitting,self.brings_ranks.when_shared = True,self._tell_of_few_items
+        self.fitting = True
         self.brings_ranks.begin_epoch(self.learn.dl)
 
     def _tell_of_single_items(self, rows):
@@ -142,16 +140,8 @@ class DataParallel(LoopCallback):
         if n < 2 or min(rows[0]) < 2 or 1 not in rows[-1]: return
         if not any(isinstance(m, nn.BatchNorm1d) for m in self.learn.model.modules()): return
         self.warn_once(f"The last loader batch of an epoch has {n} items for {self.world} ranks, so a rank has a single one, of which "
-                       "BatchNorm cannot compute a variance: use drop_last=True, or another batch size.")
-
-    # Where BatchNorm would see enough items on one rank: else the accumulation callback tells
-    def _tell_of_few_items(self, rows):
-        if not rows or self.brings_ranks.pools: return
-        few,n,k = min(n for n in rows[0] if n),sum(rows[0]),self.brings_ranks.accumulation.micro_batch_size
-        if few >= 8 or (min(n, k) if isinstance(k, int) else n) < 8 or not trains_batchnorm(self.learn): return
-        self.warn_once(f"A rank has {few} of the {n} items of a loader batch, and the model's BatchNorm sees only them: with "
-                       "under 8 its statistics are poor. Use larger loader batches, shares= that are less unequal, or GroupNorm, or freeze "
-                       "BatchNorm (`BnFreeze`).", about='few items')
+                       "BatchNorm cannot compute a variance. Use drop_last=True, or another batch size.",
+                       'tutorials/many_devices.html#when-something-goes-wrong')
 
     def after_train(self):
         rec = getattr(self.learn, 'recorder', None)

@@ -33,7 +33,6 @@ class Ranks(OneRank):
         self.timeout,self.bucket_mb,self.overlap = timeout,bucket_mb,overlap
         self.rank,self.world = dist.get_rank(),dist.get_world_size()
         self.shares,self.dl = shares or Shares(self.world),None
-        self.when_shared = noop                    # called with the loader batch's new row, when the shares have moved
         self.asked,self.ended,self.buckets,self.hooks,self.calls,self.buffers_differ = set(),False,None,[],0,False
 
     # -- a fit
@@ -155,7 +154,6 @@ class Ranks(OneRank):
     def _share(self, first):
         self.dl.share(first)
         self.shares.pause()
-        self.when_shared([split_items(self.dl.dl.bs, self.shares.now)])
 
     # Memory ran out on this rank, which goes on with smaller micro-batches
     def out_of_memory(self):
@@ -196,7 +194,7 @@ class Ranks(OneRank):
                 if p.grad is not None: p.grad.zero_()                  # they may be NaN
         elif not self.late_weights:
             cb.warn_once("This rank could not measure what the loss averages over before the gradients were sent, so the first step is not "
-                         "exact. To be exact from the first step: pass weight=.")
+                         "exact. To be exact from the first step, pass weight=.", 'troubleshooting.html#the-loss-is-off')
 
     # In case the ranks go on accumulating: each of them holds the sum now
     def step_cancelled(self): scale_grads(self.accumulation.acc.params, 1/self.world)

@@ -65,7 +65,7 @@ class MixedPrecision(LoopCallback):
             if state: self._scaler.load_state_dict(state)
             if device == 'cpu' and self.amp_mode is AMPMode.FP16 and not has_fast_fp16():
                 warn("This processor has no instructions for fp16: training may take many times as long as in fp32. "
-                     "Use `learn.to_bf16()`, or `to_fp32()`.")
+                     "Use `learn.to_bf16()`, or `to_fp32()`.", 'troubleshooting.html#slow-on-a-cpu')
         self.learn.scaler = self._scaler         # fastai's callback sets this attribute too
         self._scaler.reset_step()
         self._trial = deepcopy(self._scaler) if self.loop.lr_finder else None

@@ -61,6 +61,7 @@ def train(make, bs, *cbs, **kwargs):
     return weights(learn.model)
 
 @pytest.mark.filterwarnings('ignore:.*spectral_norm. is deprecated')
+@pytest.mark.filterwarnings('ignore:coupled calls the model twice')     # which is so, too, and asserted in test_second_pass
 @pytest.mark.parametrize('way', ways)
 @pytest.mark.parametrize('name', changing)
 def test_told_once(name, way):

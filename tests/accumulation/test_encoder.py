@@ -6,7 +6,6 @@ from reference import *
 from fastaccum.accumulation.text import exact_sentence_encoder, left_out_message
 from fastaccum.core.microbatch import part_sizes
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of")
 bptt,lens = 7,[1, 2, 3, 6, 7, 8, 9, 13, 14, 15, 20, 22, 27, 29]
 texts = [TensorText(torch.randint(2, 40, (n,), generator=torch.Generator().manual_seed(n))) for n in lens]
 

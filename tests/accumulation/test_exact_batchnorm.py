@@ -59,7 +59,7 @@ def test_exact(k): check_runs(trained(k), trained())
 
 def test_micro_batches_alone_are_another_run():
     "What it is for, and that these tests can fail"
-    with pytest.warns(UserWarning, match="sees micro-batches of 7 .*coupled='batchnorm'"): learn = trained(7, make=GradientAccumulation)
+    with pytest.warns(UserWarning, match="see 7 items at a time.*coupled='batchnorm'"): learn = trained(7, make=GradientAccumulation)
     whole = trained()
     assert moved(learn, whole, whole.start) > .05
 
@@ -163,12 +163,13 @@ def test_fine_tune():
 def test_schedule_and_several_loader_batches():
     "BatchNorm sees the loader batch, as a warning says, and the step averages over the accumulated batch"
     sched = lambda k, **kw: [GradientAccumulationSchedule(10, 20, finish=1., micro_batch_size=k, **kw)]
-    told = partial(pytest.warns, UserWarning, match="BatchNorm sees a loader batch of 10 items, but a step has 20")
+    told = partial(pytest.warns, UserWarning, match="see 10 items at a time, and a step has 20")
     with told(): a = trained(None, *sched(4, coupled='batchnorm'), bs=10)
     check_runs(a, trained(None, *sched(10), bs=10))
     with told(): a = trained(4, bs=10, acc=dict(accum_bs=20))
     check_runs(a, trained(10, bs=10, acc=dict(accum_bs=20), make=GradientAccumulation))
 
+@pytest.mark.filterwarnings('default:BatchNorm.:fastaccum.core.warnings.FastaccumWarning')
 def test_whole_batches_are_not_told(recwarn):
     trained(4, bs=20)
     trained(4, bs=20, acc=dict(accum_bs=20))

@@ -16,7 +16,6 @@ from fastaccum.core.microbatch import part_sizes, split_items
 import fastaccum.precision.callback
 
 Acc = GradientAccumulation
-pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of")   # test_batchnorm_warning asserts it
 
 @pytest.fixture(scope='module', autouse=True)
 def quick_gc():
@@ -263,13 +262,8 @@ def test_state_between_calls(k):
         with pytest.raises(ValueError, match='ModelResetter'): learn.fit(1)
         assert no_gradients(learn)
 
-@pytest.mark.parametrize('k,n', [(4, 4), (8, None), (100, None), ('auto', None), (None, None)])
-def test_batchnorm_warning(k, n, recwarn):
-    learn = learner(data, 16, Acc(32, micro_batch_size=k), model=nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), loss_func=ce)
-    learn.fit(2)
-    assert [f'micro-batches of {n} items' in str(w.message) for w in recwarn if 'BatchNorm' in str(w.message)]==[True]*(n is not None)
-
 @pytest.mark.parametrize('frozen,cb,warns', [(False, [], 1), (True, [], 1), (False, [BnFreeze()], 1), (True, [BnFreeze()], 0)])
+@pytest.mark.filterwarnings('default:BatchNorm.:fastaccum.core.warnings.FastaccumWarning')
 def test_frozen_batchnorm_gives_no_warning(frozen, cb, warns, recwarn):
     "Its statistics are not those of the micro-batch, so the step is exact. `BnFreeze` alone, or weights alone, do not freeze it"
     def trained(*cbs):

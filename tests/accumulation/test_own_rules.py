@@ -1,6 +1,7 @@
 "Losses with a divisor of their own, each exact or told: hard examples, N pairs, Dice where there is foreground, class weights made inside"
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from test_check import items, off
+from fastaccum.all import GradientAccumulation
+from test_check import fit, items, off
 from test_detection import Heatmap, exact, heatmaps, items as anchors, off as off_detection, retina
 
 def told_once(d, told, *words):
@@ -60,13 +61,27 @@ def test_class_weights_made_inside():
     "They are told for what they are; outside the function they are found"
     x,y = items()
     d,told,_ = off(lambda: lambda p, t: F.cross_entropy(p, t, weight=torch.linspace(.5, 2, 3)), x, y)
-    told_once(d, told, 'class weights inside', 'does not compare', 'weight=')
+    told_once(d, told, 'class weights inside', 'weight=')
     def outside(p, t, w=torch.linspace(.5, 2, 3)): return F.cross_entropy(p, t, weight=w)
     def attribute(p, t): return F.cross_entropy(p, t, weight=attribute.weight)
     attribute.weight = torch.linspace(.5, 2, 3)
     for loss in (outside, attribute):
         d,told,_ = off(lambda: loss, x, y)
         assert d < 1e-5 and not told
+
+@pytest.mark.parametrize('root', [lambda v: v.sqrt(), lambda v: (v+1e-8)**.5, lambda v: v.log(), lambda v: v**2],
+                         ids=['RMSE', 'RMSE of others', 'log', 'square'])
+def test_function_of_a_mean(root):
+    "It does not compare items, but no divisor makes it exact: `coupled=True` does, as it says"
+    x,y = items()
+    def loss(p, t): return root(F.mse_loss(p, F.one_hot(t, 3).float()))
+    d,told,_ = off(lambda: loss, x, y)
+    told_once(d, told, 'is a function of a mean', 'RMSE', 'Load the whole batch, and pass micro_batch_size= with coupled=True')
+    assert 'weight=' not in told[0]
+    before,whole,_ = fit(loss, x, y, 32)
+    _,ours,_ = fit(loss, x, y, 32, GradientAccumulation(micro_batch_size=8, coupled=True))
+    norm = lambda a, b: sum((p-q).double().pow(2).sum() for p,q in zip(a, b)).sqrt()
+    assert norm(ours, whole) < 1e-5*norm(whole, before)
 
 def assigned(pred, boxes, y):
     "Which anchors are positive is decided inside"
@@ -79,7 +94,7 @@ def test_own_count():
     "Told, and exact with what the message says"
     data = anchors(.1)
     d,_,told,_ = off_detection(assigned, data, bs=8)
-    told_once(d, told, 'counts by a rule of its own', '(count, 1)')
+    told_once(d, told, 'divisor is not found in its targets', '(count, 1)')
     counted = lambda learn: (assigned.n, 1)
     exact(assigned, data, bs=2, acc=dict(accum_bs=32, weight=counted))
     exact(assigned, data, bs=32, acc=dict(micro_batch_size=2, weight=counted))

@@ -288,7 +288,6 @@ def test_double():
         for l in others: assert rel_err(l.spy.steps[0].grad, whole.spy.steps[0].grad) < 2e-15
 
 # --- 11: even micro-batches
-@pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of 7 items")
 def test_even():
     sizes = []
     learn = learner(Data(data.x[:50], data.y[0][:50]), 50, GradientAccumulation(micro_batch_size=7),

@@ -566,7 +566,6 @@ def test_term_of_a_callback_is_told():
     run(micro_batch_tokens=10000).fit(1, .1)                             # nothing is trimmed
     assert rel_err(weights(rows.model), weights(whole.model)) < 1e-12
 
-@pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of")
 @pytest.mark.parametrize('exact', [False, True])
 def test_text_classifiers_are_refused(exact):
     "Before training: fastai's encoder reads chunks. Batches in tokens are those of rows"
@@ -595,7 +594,8 @@ def test_batchnorm_is_told():
         learn.model = (set_seed(0), Normed().double())[1]
         learn.model.norm.requires_grad_(not frozen)
         return learn
-    check_told_once(run(micro_batch_tokens=48), run(micro_batch_size=16), "BatchNorm sees micro-batches of texts of like lengths", .01)
+    told = r"BatchNorm: 1 layer sees \d+ items at a time, .*micro_batch_size=\d+, coupled='batchnorm'"
+    check_told_once(run(micro_batch_tokens=48), run(micro_batch_size=16), told, .01)
     whole,ours = run(BnFreeze, frozen=True, micro_batch_size=16),run(BnFreeze, frozen=True, micro_batch_tokens=48)
     for learn in (whole, ours): learn.fit(2, .1)
     close(weights(ours.model), weights(whole.model), 1e-10)

@@ -64,7 +64,6 @@ class OwnDL(DataLoader):
     "An order of its own"
     def get_idxs(self): return list(np.random.permutation(self.n))
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of")
 def net(): return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 4))
 class Branches(nn.Module):
     "Each batch uses one of two heads: the other's parameters have no gradient at first"

@@ -9,7 +9,6 @@ from test_checkpoint import Interrupt, new_process, one_process, weights
 from test_transforms import of_texts
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of")
 small = dict(emb_sz=4, n_hid=5, n_layers=2)
 
 def made(learner, *args, cbs, **kwargs):

@@ -333,7 +333,7 @@ def test_reason_in_words():
     def reason(loss_func):
         probe = LossProbe(loss_func)
         while probe.open: probe.look(torch.randn(n, 3), (torch.ones(n),), n)
-        return re.search(r'could not be measured \((.*?)\)\.', probe.message)[1]
+        return re.search(r'could not be measured \((.*?)\), and', probe.message)[1]
     def fails(p, y): raise KeyError('mine')
     assert reason(lambda p, y: (p*0).sum())=='its gradients are zero'
     assert reason(fails)=="KeyError: 'mine'"

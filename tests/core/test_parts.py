@@ -106,18 +106,18 @@ def test_lists_stay():
     last = tensors(3, 7)
     assert looks(lists, (last,))==(7, [False]) and lists.knows(last) and not lists.knows(tensors(3, 7))
 
-clear = " To be clear: return columns in a dict or as inputs of their own; " \
+clear = ". Return columns in a dict or as inputs of their own; " \
         "if the list has one object for each item, load other than {n} at a time."
 @pytest.mark.parametrize('make,n,form', [(list, 3, 'one object for each item'), (tuple, 4, 'columns with all items each')])
 def test_lists_not_clear(make, n, form):
     lists,b = Lists(),make(tensors(n, n))
-    start = f'A batch of {n} items has a list of {n} tensors with {n} rows each. It was taken for {form}, and '
+    start = f'A batch of {n} items has a list of {n} tensors with {n} rows each, which was taken for {form}, and '
     lists.look((b,), ()); assert lists.message is None                                          # nothing is split yet
-    assert lists.holds_objects(b) is (make is list) and lists.message==start + 'no batch tells if this is right.' + clear.format(n=n)
+    assert lists.holds_objects(b) is (make is list) and lists.message==start + 'no batch tells if this is right' + clear.format(n=n)
     lists.look((tensors(n, n+1),), (torch.ones(n if make is list else n+1),)); assert lists.message is None       # it was right
     lists = Lists()
     lists.look((b,), ()), lists.holds_objects(b), lists.look((tensors(n, n+1),), (torch.ones(n+1 if make is list else n),))
-    assert lists.message==start + 'later batches show that this was wrong.' + clear.format(n=n)
+    assert lists.message==start + 'later batches show that this was wrong' + clear.format(n=n)
     lists = Lists()
     lists.look((b,), ()), lists.look((tensors(n, n+1),), (torch.ones(n+1 if make is list else n),))
     assert lists.message is None                                                                # wrong, but it was not split by that

@@ -1,7 +1,8 @@
-"Warnings: their class, and the line to which they point"
-import subprocess, sys, warnings
+"Warnings: their class, the line to which they point, and the page"
+import ast, re, subprocess, sys, warnings
 from contextlib import ExitStack
 import pytest
+from fastcore.nbio import read_nb
 from reference import *
 from fastaccum.all import *
 from fastaccum.core.warnings import warn
@@ -15,10 +16,10 @@ def get_learner(accum_bs, *cbs, **kwargs):
 # Each warns, and returns the line to which the warning points: the innermost that is not a library's
 def line(): return sys._getframe(1).f_lineno
 
-def called(): warn('off'); return line()
+def called(): warn('off', 'index.html'); return line()
 
 def from_pythons_library():
-    with ExitStack() as stack: stack.callback(warn, 'off'); here = line()
+    with ExitStack() as stack: stack.callback(warn, 'off', 'index.html'); here = line()
     return here
 
 def before_a_fit(): learn = get_learner(4); learn.fit(1, .1); return line()
@@ -57,3 +58,43 @@ def test_without_a_users_line():
            't = threading.Thread(target=warn, args=["off"]); t.start(); t.join()'
     res = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert 'threading.py' in res.stderr and 'FastaccumWarning: off' in res.stderr
+
+# --- the page
+
+root = Path(__file__).resolve().parents[2]
+
+def syntax():
+    "All nodes of the package"
+    files = [f for f in (root/'fastaccum').rglob('*.py') if f.name != '_modidx.py']
+    return [n for f in files for n in ast.walk(ast.parse(f.read_text(encoding='utf-8')))]
+
+def calls():
+    "The calls of `warn` and `warn_once` in the package"
+    return [n for n in syntax() if isinstance(n, ast.Call) and getattr(n.func, 'id', getattr(n.func, 'attr', None)) in ('warn','warn_once')]
+
+def pages_of(call): return [o.value for n in call.args[1:2] for o in ast.walk(n) if isinstance(o, ast.Constant)]
+
+def slug(heading): return re.sub(r'[-\s]+', '-', re.sub(r'[^\w\s-]', '', heading.lower()).strip())
+
+def headings(page):
+    "The anchors of a page; None if there is no such page"
+    folder,_,name = page.removesuffix('.html').rpartition('/')
+    found = [f for f in (root/'nbs'/folder).glob('*.ipynb') if re.sub(r'^\d+_', '', f.stem) == name]
+    if not found: return None
+    return {slug(h) for c in read_nb(found[0]).cells if c.cell_type == 'markdown' for h in re.findall(r'(?m)^#+ (.*)', c.source)}
+
+def test_pages_of_warnings():
+    "Each warning has a link, to a page and a heading that exist"
+    found = calls()
+    assert len(found) > 30
+    assert [ast.unparse(n) for n in found if len(n.args) < 2] == []
+    values = [n.value for n in syntax() if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    pages = {v for v in values if re.fullmatch(r'[\w/]+\.html(#\S*)?', v)}
+    assert {p for n in found for p in pages_of(n)} <= pages
+    def exists(page, anchor): return (found := headings(page)) is not None and (not anchor or anchor in found)
+    assert [p for p in pages if not exists(*p.partition('#')[::2])] == []
+
+def test_has_the_link():
+    with pytest.warns(FastaccumWarning) as seen: get_learner(4).fit(1, .1)
+    link = 'https://fastaccum.github.io/fastaccum/troubleshooting.html#the-remainder-steps-with-fewer-items-or-more'
+    assert str(seen[0].message).endswith(link)

@@ -325,7 +325,6 @@ def quiet(learn):
     return learn
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items")
 @pytest.mark.parametrize('name', applications)
 def test_application(name):
     "Training, validation, predictions and pictures of fastai's applications"
@@ -361,14 +360,6 @@ def test_typed_targets(block, y, loss_func, k):
     assert rel_err(weights(acc.model), weights(whole.model)) < 2e-5 and len(acc.recorder.losses)==3
     assert rel_err(tensor(acc.recorder.losses), tensor(whole.recorder.losses)) < 2e-6
 
-def test_warns_of_batchnorm():
-    "Once, and it goes on"
-    learn = quiet(tabular_learner(tabular(4), layers=[8], cbs=GradientAccumulation(16)))
-    with pytest.warns(UserWarning, match='BatchNorm sees micro-batches of 4 items') as w:
-        for _ in range(2): learn.fit(1)
-    assert sum('BatchNorm' in str(o.message) for o in w)==1 and len(learn.recorder.losses)==2
-
-@pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items")
 def test_tensorboard_with_all_it_has(tmp_path):
     learn = quiet(
         applications['vision'](cbs=[GradientAccumulation(16),

@@ -5,7 +5,6 @@ from reference import *
 from fastaccum.precision.callback import MixedPrecision
 from simulated import limit, memory, move, raw, trace, waits
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items")
 
 sim = simulated.device
 def there(*shape): return torch.randn(*shape).to(sim)

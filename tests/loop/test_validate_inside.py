@@ -6,7 +6,6 @@ from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.precision.callback import MixedPrecision
 from quick import quickly
 
-pytestmark = pytest.mark.filterwarnings(r"ignore:[\s\S]*The model's BatchNorm sees micro-batches of")
 torch.manual_seed(0)
 items = [(x, x.sum()[None].tanh()) for x in torch.randn(48, 4)]
 

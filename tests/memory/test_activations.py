@@ -14,8 +14,7 @@ from fastaccum.memory.activations import Recompute, find_blocks
 from fastaccum.core.memory import PeakMemory
 from fastaccum.precision.callback import MixedPrecision
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items",
-                                        'ignore:Compile.backend=.eager.., PyTorch.s backend for debugging')
+pytestmark = pytest.mark.filterwarnings('ignore:Compile.backend=.eager.., PyTorch.s backend for debugging')
 
 class Net(nn.Module):
     "Attention, dropout and BatchNorm, in blocks; `draw` is one more source of random numbers"

@@ -9,7 +9,6 @@ from bench.toolbox import TOOLS, callbacks, pairs
 from fastaccum.memory.activations import Compile
 from fastaccum.precision.callback import MixedPrecision
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model's BatchNorm sees micro-batches of [34] items")
 
 class Net(nn.Module):
     "Attention, dropout and BatchNorm, in blocks"

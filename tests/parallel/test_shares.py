@@ -233,27 +233,18 @@ def fit_error(call=lambda l: l.fit(1), **kwargs):
     try:
         with quiet(learn): call(learn)
     except Exception as e: return f'{type(e).__name__}: {e}',began.at
-def told_of_few_items():
+def told_of_batchnorm():
     x,y = data(96)
-    res = {}
-    for bs,s in ((16, [7, 1]), (16, [1, 1]), (8, None), (4, None), (32, [3, 1]), (16, [1, 50])):
-        with warnings.catch_warnings(record=True) as w:
+    def notices(n_epoch=1, **kwargs):
+        learn = learner(x, y, ce, mlp(norm=True), **{**dict(accum=16), **kwargs})
+        if kwargs.get('cbs'): learn.model[1].requires_grad_(False)
+        with warnings.catch_warnings(record=True) as w, quiet(learn):
             warnings.simplefilter('always')
-            learn = learner(x, y, ce, mlp(norm=True), bs=bs, shares=s)
-            with quiet(learn): learn.fit(2)
-        res[bs, str(s)] = [str(o.message) for o in w if 'BatchNorm' in str(o.message)]
-    with warnings.catch_warnings(record=True) as w:
-        warnings.simplefilter('always')
-        learn = learner(x, y, ce, mlp(norm=True), accum=16, shares='auto', work=Work(1., 9.))
-        with quiet(learn): learn.fit(8)
-    res[16, 'auto'] = [str(o.message) for o in w if 'BatchNorm' in str(o.message)]
-    with warnings.catch_warnings(record=True) as w:
-        warnings.simplefilter('always')
-        learn = learner(x, y, ce, mlp(norm=True), shares=[7, 1], cbs=[BnFreeze()])
-        learn.model[1].requires_grad_(False)
-        with quiet(learn): learn.fit(2)
-    res[16, 'frozen'] = [str(o.message) for o in w if 'BatchNorm' in str(o.message)]
-    return res
+            learn.fit(n_epoch)
+        return [str(o.message) for o in w if str(o.message).startswith('BatchNorm')]
+    return dict(shares=notices(shares=[7, 1]), twice=notices(2, accum=32), frozen=notices(cbs=[BnFreeze()]),
+                exact=notices(micro_batch_size=4, coupled='batchnorm'),
+                local=notices(dp=LocalSGD), local_accumulates=notices(dp=LocalSGD, accum=32), sharded=notices(dp=FullyShard))
 def lists_differ(): return fit_error(shares=([3, 1], [1, 3])[rank()])
 def kinds_differ(): return fit_error(shares=('auto', None)[rank()])
 def differ_in_validation(): return fit_error(lambda l: l.validate(), shares=([3, 1], [1, 3])[rank()])
@@ -266,7 +257,7 @@ def all_equal():
                 **(dict(memory=memory(), without_items=without_items(), norms=norms(), **other_ways()) if world() < 3
                    else {}))
 def one_and_two(): return {1: [all_equal()], 2: launch(all_equal, 2)}
-def all_two(): return dict(cost=cost(), checkpoints=checkpoints(), refused=refused(), few=told_of_few_items())
+def all_two(): return dict(cost=cost(), checkpoints=checkpoints(), refused=refused(), norms=told_of_batchnorm())
 def apart(): return dict(two=launch(all_two, 2), differ={f.__name__: launch(f, 2) for f in differ})
 
 def start(f, n, folder): return started(f, n, folder, __file__)
@@ -389,14 +380,15 @@ def test_refused(two):
     for r in two:
         for k,text in says.items(): assert text in str(r['refused'][k]), k
 
-def test_told_of_few_items_for_batchnorm(two):
-    "Once, also where a loader batch has few of them, and where measured shares come to that"
-    for r in two:
-        assert {k: len(msgs)
-                for k,msgs in r['few'].items()} == {(16, '[7, 1]'): 1, (16, '[1, 1]'): 0, (8, 'None'): 1,
-                                                    (4, 'None'): 1, (32, '[3, 1]'): 0, (16, '[1, 50]'): 0,
-                                                    (16, 'auto'): 1, (16, 'frozen'): 0}
-        assert 'A rank has 2 of the 16 items' in r['few'][16, '[7, 1]'][0] and 'micro-batches of 4 items' in r['few'][4, 'None'][0]
+def test_told_of_batchnorm(two):
+    "It sees the items of a rank. Rank 0 says so, unless they are all that its step has; where no line is exact, it names none"
+    for r,res in enumerate(o['norms'] for o in two):
+        assert {k: len(msgs) for k,msgs in res.items()} == {k: int(not r and k not in ('exact', 'frozen', 'local')) for k in res}
+    res = {k: msgs[0] for k,msgs in two[0]['norms'].items() if msgs}
+    assert 'sees 14 items at a time, and a step has 16' in res['shares']
+    assert "write GradientAccumulation(micro_batch_size=14, coupled='batchnorm')" in res['shares']
+    assert 'sees 8 items at a time, and a step has 32' in res['twice'] and 'load 32 items at a time' in res['twice']
+    assert all('freeze BatchNorm' in res[k] for k in ('local_accumulates', 'sharded'))
 
 @pytest.mark.parametrize('f', [f.__name__ for f in differ])
 def test_shares_that_differ_are_an_error_before_anything_is_trained(others, f):
