@@ -91,7 +91,7 @@ class LearnerState:
         if name in self.ours: return
         if isinstance(cb, CSVLogger): return dict(csv=_text_of(cb))
         before = list(vs.wrong)
-        attrs = vs.attrs(cb, name, {'learn', *self.given.unchanged(cb, vs)})
+        attrs = vs.attrs(cb, name, {'learn','_given', *self.given.unchanged(cb, vs)})
         # fastai's callbacks do not need what cannot be saved
         if type(cb).__module__.startswith('fastai.'): vs.wrong = {k: vs.wrong[k] for k in before}
         return dict(attrs=attrs) if attrs else None
@@ -247,7 +247,7 @@ class LearnerState:
     # Where random number generators may be, besides the loaders
     def _generator_places(self):
 
-        cbs = {name: {**{k: v for k,v in vars(cb).items() if k != 'learn'}, 'methods': users_methods(type(cb))}
+        cbs = {name: {**{k: v for k,v in vars(cb).items() if k not in ('learn','_given')}, 'methods': users_methods(type(cb))}
                for name,cb in self.cbs if _has_part(cb) and 'brings_ranks' not in vars(cb)}
         return {'loss_func': self.loss, **cbs, 'model': self.model}
 

@@ -6,8 +6,12 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/functions.html.md"""
 
 # %% ../../nbs/api/core/09_functions.ipynb #179606d8
 from __future__ import annotations
-import dis, types
-from functools import lru_cache
+import dis, inspect, reprlib, types
+from enum import Enum
+from functools import lru_cache, partial
+from numbers import Number
+from pathlib import PurePath
+import torch
 
 # %% auto #0
 __all__ = []
@@ -52,3 +56,30 @@ def _writes(code):
     # `self.n = 1` loads `self` first, alone or with another variable; `self.n += 1` has it from before
     def is_mine(op): return op.opname in ('SWAP','ROT_TWO') or (op.argval[-1:] if isinstance(op.argval, tuple) else (op.argval,)) == me
     return {op.argval for before,op in zip(ops, ops[1:]) if op.opname == 'STORE_ATTR' and is_mine(before)}
+
+# %% ../../nbs/api/core/09_functions.ipynb #a51c70e2
+class _Short(reprlib.Repr):
+    def __init__(self):
+        super().__init__()
+        self.maxstring = self.maxother = 60
+
+    def repr_instance(self, o, level):
+        if isinstance(o, partial): return f'partial({self.repr1(o.func, level)})'
+        name = getattr(o, '__name__', type(o).__name__)
+        if hasattr(type(o), 'shape'): return f'{name}{tuple(o.shape)}'       # its values would be read from the device
+        if o is None or isinstance(o, (Number,Enum,PurePath,torch.dtype,torch.device)): return str(o) if isinstance(o, Enum) else repr(o)
+        return name if hasattr(o, '__name__') else f'{name}(...)'
+
+_short = _Short().repr
+
+# Is it this default? Neither True nor 1. is 1
+def _same(a, b): return a is b or type(a) is type(b) and isinstance(a, (str,Number,tuple)) and a == b
+
+# The call that made `o` with these arguments, without those that are defaults
+def shown_call(o, args, kwargs):
+    inits = [vars(c)['__init__'] for c in type(o).__mro__[:-1] if '__init__' in vars(c)]
+    params = [p for f in inits for p in [*inspect.signature(f).parameters.values()][1:]]
+    while args and len(args) <= len(params) and _same(args[-1], params[len(args)-1].default): args = args[:-1]
+    defaults = {p.name: p.default for p in reversed(params)}
+    given = [f'{k}={_short(v)}' for k,v in kwargs.items() if not (k in defaults and _same(v, defaults[k]))]
+    return f"{type(o).__name__}({', '.join([*map(_short, args), *given])})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import Any
 from fastai.basics import *
+from ..core.functions import shown_call
 from ..core.memory import device_of, is_out_of_memory, step_too_big
 from ..core.random import RandomState
 from ..core.warnings import warn
@@ -298,8 +299,11 @@ class LoopCallback(Callback):
 
     def __new__(cls, *args:Any, **kwargs:Any) -> Any:
         self = super().__new__(cls)
-        self.__dict__['learn'] = None
+        self.__dict__.update(learn=None, _given=(args, kwargs))
         return self
+
+    def __repr__(self): return shown_call(self, *self.__dict__['_given'])
+    def __str__(self): return type(self).__name__        # in tables of fastai and W&B
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

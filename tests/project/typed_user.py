@@ -17,8 +17,10 @@ from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, 
                            GradientNoiseScale,
                            ScaleLR,
                            batch_ramp,
-                           critical_batch, exact_sentence_encoder)
+                           critical_batch, exact_sentence_encoder, FastaccumWarning)
 from fastaccum.wandb import WandbCallback
+
+silenced:type[UserWarning] = FastaccumWarning
 
 def own_loop(model:nn.Module, opt:torch.optim.Optimizer, batches:Iterable[tuple[Tensor,Tensor]]) -> None:
     loss_func = nn.CrossEntropyLoss()
