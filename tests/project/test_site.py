@@ -112,7 +112,7 @@ def test_symbols(site, name):
             assert any(re.search(rf'\b{n.rpartition(".")[2]}\b', c.source) for c in cells), f'{n}: no example'
 
 # What fastai leaves open, and methods that only callbacks call
-untold = {'LoopCallback', 'BatchLoop.forward', 'GradientAccumulation.predict', 'WandbCallback',
+untold = {'FastaccumWarning', 'LoopCallback', 'BatchLoop.forward', 'GradientAccumulation.predict', 'WandbCallback',
           'AdaptiveGradientAccumulation', 'AdaptiveGradientAccumulation.plan',
           'AMPMode', 'NoiseEstimate', 'Result', 'CallbackResult'}
 # Shown only through what uses it
