@@ -191,6 +191,7 @@ class BatchPass:
         if self.cb.replaced is not None: self.cb.replaced.renew()
         late = rule.measure(learn.pred, learn.yb, self.sizes[self.i], before, learn.loss_grad, self.loop.now.losses, self._shown,
                             f'epoch {epoch}, batch {i}')
+        if rule.probe.stuck: self.cb.loss_values.leave(rule.probe.stuck)
         if before == 0: acc.open(normalize=self.cb.normalize and not rule.is_sum, floor=rule.info.floor)
         elif late is not None:
             off = acc.correct(late, rule.info.floor)

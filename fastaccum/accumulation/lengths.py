@@ -11,7 +11,8 @@ from typing import NamedTuple
 from fastai.basics import *
 from ..core.memory import is_out_of_memory
 from ..core.microbatch import map_tensors, tensors_in
-from ..core.watch import generators_of, no_trace
+from ..core.untouched import Moved
+from ..core.watch import model_moved, no_trace
 from .batch import FittingSize
 
 # %% auto #0
@@ -169,26 +170,30 @@ class FittingTokens(FittingSize):
 # not trimmed; and whether predictions, and so targets, are of the tokens
 def padding_message(call, model, xb, cut, tol, unsure=()):
     if not cut.trims: return None
+    with no_trace(model) as trace: message = _compare_padded(call, model, xb, cut, tol, unsure)
+    moved = model_moved.format(what='whether it masks padding', why=Moved(trace.moved)) if trace.moved else None
+    return ' '.join(filter(None, (message, moved))) or None
+
+def _compare_padded(call, model, xb, cut, tol, unsure):
     p,W,off,error = cut.parts[-1],cut.width,None,None
     p = Part(p.rows[-max(1, len(p.rows)*(p.end-p.start)//W):], p.start, p.end)
     tried = [p, *filter(None, (row_that_loses_most(tensors_in(xb)[i], cut) for i in unsure))]
     def outputs(part, features):
         return [t.float() for t in tensors_in(call(model, *cut.inputs(xb, part, features))) if t.is_floating_point() and t.dim()]
-    with no_trace(model, generators_of(model)):
-        for m in model.modules(): m.training = False
-        padded = [outputs(Part(p.rows, 0, W), ()) for p in tried]
-        for features in ((), *[(i,) for i in unsure], unsure):
-            try: trimmed = [outputs(p, features) for p in tried]
-            except Exception as e:                           # features are fewer than the model expects
-                if not unsure or is_out_of_memory(e): raise
-                error = ifnone(error, e)
-                continue
-            apart = max(map(most_apart, trimmed, padded, tried))
-            if apart <= tol:
-                as_wide = all(a.shape == b.shape for a,b in zip(trimmed[0], padded[0]))
-                cut.wide.settle(features, of_targets=not (features and as_wide))
-                return None
-            off = ifnone(off, apart)
+    for m in model.modules(): m.training = False
+    padded = [outputs(Part(p.rows, 0, W), ()) for p in tried]
+    for features in ((), *[(i,) for i in unsure], unsure):
+        try: trimmed = [outputs(p, features) for p in tried]
+        except Exception as e:                           # features are fewer than the model expects
+            if not unsure or is_out_of_memory(e): raise
+            error = ifnone(error, e)
+            continue
+        apart = max(map(most_apart, trimmed, padded, tried))
+        if apart <= tol:
+            as_wide = all(a.shape == b.shape for a,b in zip(trimmed[0], padded[0]))
+            cut.wide.settle(features, of_targets=not (features and as_wide))
+            return None
+        off = ifnone(off, apart)
     if off is None: raise of_features(tensors_in(xb)[unsure[0]], W) from error
     return _message.format(off=off, n=len(p.rows), most=p.end-p.start, W=W)
 

@@ -108,6 +108,7 @@ class LossRule:
         changed,since,self._since = probe.take_change(),self._since,where
         self._earlier = [*earlier, (yb, n)]
         if before and (moves := probe.moves_message()): self.news.append(moves)
+        if (news := probe.take_news()) is not None: self.news.append(news)
         if self.info.key == old.key: return None
         known = len(earlier) == before
         if changed is not None and (gap or before) or probe.was_sure and (gap or not known):

@@ -10,12 +10,12 @@ from contextlib import nullcontext, suppress
 from copy import copy, deepcopy
 from functools import partial, reduce
 from numbers import Number
-import inspect, math, operator, warnings
+import inspect, math, operator
 import torch, torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from .losses import LossInfo, _item_weights, _targets, _tests, _valid, at_least, is_known, n_items
-from .random import RandomState, generator_types
+from .untouched import Moved, Untouched
 
 # %% auto #0
 __all__ = []
@@ -30,10 +30,11 @@ class LossProbe:
         self.told = False                        # has another process measured `info`?
         self.by_value = False                    # are its gradients with respect to predictions zero?
         self.left_out = False                    # is the loss infinite because no target is positive? None: it was told
+        self.tried,self.stuck,self._news = False,None,None   # was it called once? why it cannot be called again, and its warning
         self._begin()
 
     def _begin(self):
-        self.open,self.kept,self.why,self.tries,self.rules,self.was_sure = not self.known,None,None,0,_Rules(),False
+        self.open,self.kept,self.why,self.tries,self.rules,self.was_sure = not (self.known or self.stuck),None,self.stuck,0,_Rules(),False
         self.no_gradient = False                 # was that why it could not be measured?
         self.moves = None                        # how far a second call of the loss is from the first, as it changes itself
         self.last = None                         # the last batch that was looked at, while several rules fit
@@ -51,16 +52,36 @@ class LossProbe:
         self.info,self.told = self.info.measure(**rule),True
         return self.rule
 
-    # Drop the rules that do not fit this micro-batch of `n` items. Raises no error and has no side effects. Joins a single item with the
-    # next one. If code outside the loss takes the mean: `loss` is this mean, and `losses` those before it. `shown`, `where`: see `LossRule`
+    # Drop the rules that do not fit this micro-batch of `n` items. Raises no error, and has no side effects but those that it says. Joins a
+    # single item with the next one. If code outside the loss takes the mean: `loss` is this mean, and `losses` those before it. `shown`,
+    # `where`: see `LossRule`
     def look(self, pred, yb, n=None, loss=None, losses=None, shown=None, where=''):
-        if self.known or not (self.open or self.fits): return
+        if self.known or self.stuck or not (self.open or self.fits): return
         self.where,self.was_sure = where,not self.open
+        trace = Untouched(self.info.loss_func)
+        self._look(trace, pred, yb, n, loss, losses, shown)
+        if trace.moved: self._stop(trace.moved)
+
+    # It would change for good what `moved` names
+    def _stop(self, moved):
+        self.stuck,self.open,self.kept,self.last = str(Moved(moved)),False,None,None
+        if self.rules.seen: self._news = _is_stuck(self)
+        else: self.why = self.stuck
+
+    # What was found out only after it had been measured, once
+    def take_news(self):
+        news,self._news = self._news,None
+        return news
+
+    def _look(self, trace, pred, yb, n, loss, losses, shown):
         try:
-            with _Untouched(self.info.loss_func) as trace:
+            with trace:
                 batch = _Batch(pred, yb, n, shown)
                 if losses is not None: self._narrow(_Reduced(self.info, batch, loss, losses))
-                else: self._measure(batch, trace)
+                else:
+                    self._try(batch, trace)
+                    self._measure(batch, trace)
+        except Moved as e: trace.moved = e.names
         except FloatingPointError as e:      # such a step will be skipped, or ends the fit
             self.kept = None
             if self.left_out is False: self.left_out = bool(self.fits) and self.rule.floor == 0 and not batch.sum(self.rule)
@@ -76,6 +97,13 @@ class LossProbe:
         if self.open: return
         self.last = None
         self.rules.end()
+
+    # One call, on two items, before all others: does it change what cannot be put back?
+    def _try(self, batch, trace):
+        if self.tried: return
+        self.tried = True
+        with suppress(Exception): _gradients(_own_copy(self.info.loss_func), batch.part(0, min(2, batch.n)).computed())
+        trace.check()
 
     def _measure(self, batch, trace):
         if self.kept is not None: batch,self.kept = self.kept.join(batch),None
@@ -298,6 +326,10 @@ def _undeclared_sum(probe, n):
             "large as that of a mean. If it is meant as a mean, divide by the items that the loss gets; if as a sum, "
             "write `loss_func.reduction = 'sum'`.")
 
+def _is_stuck(probe):
+    return (f"{_name(probe)} is no longer checked, as {probe.stuck}. Its micro-batches are weighted by {probe.rule}, as measured so far: "
+            "if it comes to average over something else, pass weight=, a function that returns what it averaged over.")
+
 def _once_per_batch(probe):
     return (f"{_name(probe)} is a sum, but {probe.once:.2%} of it are a term that comes once for each call, such as a decay of the "
             "weights, and so once for each micro-batch. Let the loss return a mean, in which such a term is exact, or "
@@ -470,59 +502,6 @@ def _gradients(loss_func, batch, dtype=None):
         if loss.numel() != 1: raise ValueError(f'it returns a tensor of shape {tuple(loss.shape)}')
         grads = torch.autograd.grad(loss.sum(), wanted, allow_unused=True)
     return float(loss),[torch.zeros_like(t) if g is None else g.as_subclass(Tensor) for t,g in zip(wanted, grads)]
-
-# %% ../../nbs/api/core/03_probe.ipynb #3781b3b3
-class _Untouched:
-    """Restores the random generators, and what `loss_func` holds: attributes, what its closures refer to, logs, counters. `drawn` tells
-    whether a generator was used. Silences warnings"""
-    def __init__(self, loss_func=None): self.loss_func = loss_func
-
-    def __enter__(self):
-        self.own = [g for g in _walk(self.loss_func) if isinstance(g, generator_types)]
-        self.states,self.quiet = self._states(),warnings.catch_warnings()
-        near = [o for o in _walk(self.loss_func, depth=2) if o is self.loss_func or not isinstance(o, nn.Module)]   # not a whole model
-        self.puts = [put for o in near for put in _kept(o)]
-        self.quiet.__enter__()
-        warnings.simplefilter('ignore')
-        return self
-
-    def __exit__(self, *exc):
-        self.quiet.__exit__(*exc)
-        for state in self.states: state.restore(self.own)
-        for put in self.puts: put()
-
-    @property
-    def drawn(self): return self.states != self._states()
-
-    def _states(self):
-        devices = [m for m in (torch.cuda, torch.xpu, torch.mps) if m.is_available() and getattr(m, 'is_initialized', lambda: True)()]
-        return [RandomState('cpu', self.own), *(RandomState(m.__name__.split('.')[-1]) for m in devices)]
-
-# Functions that put back what `o` holds now
-def _kept(o, most=1000):
-    if isinstance(o, Tensor):
-        if o.is_leaf and o.numel() <= most:
-            old,version = o.detach().clone(),o._version
-            yield lambda: None if o._version == version else o.detach().copy_(old)
-        return
-    if isinstance(o, (dict,list,set)) and len(o) <= most: yield partial(_put_back, o, copy(o))
-    if isinstance(getattr(o, '__dict__', None), dict) and len(vars(o)) <= most: yield partial(_put_back, vars(o), _with_copies(vars(o)))
-    if inspect.isfunction(o):
-        for cell in o.__closure__ or ():
-            with suppress(ValueError): yield partial(setattr, cell, 'cell_contents', _iterator(cell.cell_contents))   # an empty cell
-        numbers = {k: v for k in o.__code__.co_names if isinstance(v := o.__globals__.get(k), (Number,str))}
-        if numbers: yield partial(o.__globals__.update, numbers)
-
-def _put_back(o, old):
-    if isinstance(o, list): o[:] = old
-    else: o.clear(); o.update(old)
-
-# An iterator would be used up; a generator cannot be copied
-def _iterator(o):
-    with suppress(TypeError): return copy(o) if hasattr(o, '__next__') else o
-    return o
-
-def _with_copies(d): return {k: _iterator(v) for k,v in d.items()}
 
 # %% ../../nbs/api/core/03_probe.ipynb #e2f1a0f7
 def _ignored(y, grads):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import partial
 from torch import Tensor
 from .microbatch import map_tensors, part_sizes, split_items, tensors_in
-from .watch import generators_of, no_trace, nodes_of
+from .untouched import Moved
+from .watch import model_moved, no_trace, nodes_of
 
 # %% auto #0
 __all__ = []
@@ -32,6 +33,9 @@ class TermWatch:
             halves = [split_items(x, sizes[0], n, lists=lists) for x in xb]
             whole,parts = read_parts(model, partial(_read, model, call, names), xb, list(zip(*halves)))
             weights = weigh(sizes)
+        except Moved as e:
+            self.told = True
+            return model_moved.format(what="whether its numbers in the loss add up", why=e)
         except Exception: return None                       # it refuses halves, or computes these numbers in training only
         for name,v,*vs in zip(names, whole, *parts):
             mean = sum(vs) if weights is None else sum(w*o for w,o in zip(weights, vs))/(sum(weights) or 1)
@@ -65,9 +69,11 @@ def _read(model, call, names, xb):
 # What `read` finds in the whole and in its parts, calling the model without a trace. One that draws random numbers is compared as it is in
 # validation
 def read_parts(model, read, whole, parts):
-    with no_trace(model, generators_of(model)):
+    with no_trace(model) as trace:
         found = read(whole)
         if read(whole) != found:
             for m in model.modules(): m.training = False
             found = read(whole)
-        return found,[read(part) for part in parts]
+        others = [read(part) for part in parts]
+    if trace.moved: raise Moved(trace.moved)
+    return found,others

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .accumulator import mean_loss
 from .losses import is_known, loss_weight, mixer_of, of_outputs
-from .probe import _Batch, _Untouched, _own_copy
+from .probe import _Batch, _own_copy
+from .untouched import Moved, Untouched, name_of
 
 # %% auto #0
 __all__ = []
@@ -28,6 +29,7 @@ class LossValues:
         self.loss_func,self.holder = loss_func,None if none else holder_of(loss_func)
         self.fits,self.parts,self.news,self._before,self._looks = {},[],[],{},{}   # fits: ways in which micro-batches may make up a value
         self.given = []                                                            # what callbacks have put there for this batch
+        self.stuck,self.told = None,False                                          # why the loss cannot be called again
         self.end()
 
     # How a value is made of those of micro-batches; None: not known
@@ -77,19 +79,25 @@ class LossValues:
 
     # Compare the values of a micro-batch with those of two parts of it, on a copy of the loss
     def _measure(self, names, pred, yb, n, rule, shown):
+        seen,k,trace = None,n//2,Untouched(self.loss_func)
         try:
-            with _Untouched(self.loss_func), torch.no_grad():
-                copy = _own_copy(self.loss_func)
+            if self.stuck: raise Moved([])
+            with trace, torch.no_grad():
                 batch = _Batch(pred, yb, n, shown)
-                k = n//2
+                if not self.fits:                            # one call before all others: does it change what cannot be put back?
+                    with batch.seen(): _own_copy(self.loss_func)((o := batch.part(0, n)).pred, *o.yb)
+                    trace.check()
+                copy = _own_copy(self.loss_func)
                 cuts = [batch.part(*o) for o in ([(0, n), (0, n), (0, k), (k, n)] if k else [(0, n), (0, n)])]
-                seen = []
+                found = []
                 for part in cuts:
                     with part.seen(): copy(part.pred, *part.yb)
                     held = vars(holder_of(copy))
-                    seen.append({name: [_detached(v) for v in leaves_of(held.get(name))] for name in names})
+                    found.append({name: [_detached(v) for v in leaves_of(held.get(name))] for name in names})
                 weights,sizes = [loss_weight(rule, o.yb, o.n) for o in cuts[2:]],[o.n for o in cuts[2:]]
-        except Exception: seen = None                        # it cannot be called so
+            seen = found
+        except Exception: pass                               # it cannot be called so
+        if trace.moved: self.stuck = str(Moved(trace.moved))
         for name in names:
             vals,fits = [o[name] for o in seen or ()],self.fits.get(name, _kinds)
             if not seen or not alike(vals[0], vals[1]): fits = []                # it counts, or goes on from its last value
@@ -98,11 +106,24 @@ class LossValues:
             self.fits[name],self._looks[name] = fits,self._looks.get(name, 4)-1 if len(fits) > 1 else 0
             if not fits: self._give_up(name)
 
+    # Others have found out why the loss cannot be called again, and said so
+    def leave(self, why): self.stuck,self.told = why,True
+
+    # A warning, or None: once
+    def message(self):
+        if self.stuck is None or self.told: return None
+        self.told = True
+        return calls_change.format(name=name_of(self.loss_func), why=self.stuck)
+
     def _give_up(self, name):
         self.fits[name] = []
         self.news.append(name)
 
 _kinds = 'mean','items','sum','rows'
+
+calls_change = ("{name} was called once more to find out how its values of micro-batches add up, and {why}: this was changed once more "
+                "than by training, and what the loss keeps after a step is that of the last micro-batch. Change it in a callback's "
+                "`after_step` instead.")
 
 # %% ../../nbs/api/core/14_values.ipynb #c0a3d009
 # The object that a loss may write to, or None

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .memory import device_of
 from .microbatch import check_others, map_tensors, others_in, part_sizes, split_items, tensors_in
-from .random import RandomState, Snapshot, generator_types, put_state, state_of
+from .random import RandomState, Snapshot, generator_types
+from .untouched import Moved, Untouched
 
 # %% auto #0
 __all__ = []
@@ -26,6 +27,7 @@ __all__ = []
 class CoupledWatch:
     def __init__(self, tol=1e-4):
         self.tol,self.turns,self.told,self.device,self.views,self.read = tol,iter(range(2, 2**60)),set(),None,None,False
+        self.moved = None                     # a warning: a call of the model has left a trace
         self.differs = self.off = None        # on the device: do numbers of the output differ between parts? how far apart are two passes?
 
     # What checks a loader batch that is to be checked
@@ -41,7 +43,10 @@ class CoupledWatch:
         n = batch.sizes[0]
         unsure = any(t.dim() and (len(t) != n or t.shape[1:2] == (n,)) for t in tensors_in(out))
         unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))       # perhaps a number of items
-        self.views = views_of(batch, self.own) if unsure else {}
+        self.views = {}
+        if not unsure: return
+        try: self.views = views_of(batch)
+        except Moved as e: self.moved = model_moved.format(what='how many views its outputs hold', why=e)
 
     def note(self, differs, off=None):
         if differs is not None: self.differs = differs if self.differs is None else self.differs | differs
@@ -56,6 +61,7 @@ class CoupledWatch:
     # At the end of an epoch: an error if numbers differ, and a warning if two passes do, or None
     def check(self):
         if self.differs is not None and self.differs: raise ValueError(other_numbers)
+        if self.moved and 'moved' not in self.told: return self._tell('moved', self.moved)
         if self.off is None or 'passes' in self.told or not self.off > self.tol: return
         return self._tell('passes', other_outputs.format(float(self.off)))
 
@@ -76,6 +82,8 @@ other_outputs = ("coupled calls the model twice for each micro-batch, and the ou
                  "apart from those of its first, so the gradients are not those of the loss. Draw random numbers from "
                  "PyTorch's generators, or from one that is an attribute of a module, and keep what changes from call to "
                  "call in buffers (`register_buffer`).")
+model_moved = ("The model was called once more, to find out {what}, and {why}: it has changed once more than by training. Keep what "
+               "counts its calls in buffers (`register_buffer`) or attributes of modules, or change it in a callback.")
 kept_activations = ("coupled: the loss reads activations that the model keeps{}, which are those of the last micro-batch only, {} of {} "
                     "items. Return them with the model's output, with a row for each item.")
 
@@ -207,14 +215,15 @@ def fill(box, content):
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d013
 # Output -> how many views its rows hold, if more than 1: 2 if all items' first views come before all second ones, as in `torch.cat((a, b))`
-def views_of(batch, own):
+def views_of(batch):
     size = max(2, part_sizes(batch.n, batch.size)[0])
     part,n = [split_items(x, size, batch.n, True, batch.lists)[0] for x in batch.xb],part_sizes(batch.n, size)[0]
     half = -(-n//2)
     halves,sizes = zip(*(split_items(x, half, n, views=True) for x in part)),part_sizes(n, half)
     try:
-        with no_trace(batch.module, own): outs = [batch.model(*map_tensors(Tensor.clone, tuple(x))) for x in (part, *halves)]
+        with no_trace(batch.module) as trace: outs = [batch.model(*map_tensors(Tensor.clone, tuple(x))) for x in (part, *halves)]
     except Exception: return {}                                      # the model refuses a half: its rows are taken item after item
+    if trace.moved: raise Moved(trace.moved)
     for out in outs: check_others(others_in(out), others_in(outs[0]))
     outs = map(tensors_in, outs)
     return {k: v for k,(t,*parts) in enumerate(zip(*outs)) if t.dim() and (v := order_of_rows(t, n, parts, sizes)) > 1}
@@ -246,22 +255,22 @@ class ModuleRandom(RandomState):
 
     def restore(self): super().restore(self.generators)
 
-# Context for passes that leave no trace in `module`
+# Context for passes that leave no trace in `module`. Afterwards `moved`, of what it gives, names what they have changed for good
 @contextmanager
-def no_trace(module, own):
-    boxes,snap,states = boxes_in(module),Snapshot(module, ()),[state_of(g) for g in own]
-    before = {k: copy_of(b) for k,b in boxes.items()}
-    others = hooks_of_others(module)
+def no_trace(module):
+    with Untouched(module) as trace, torch.no_grad(), _aside(module): yield trace
+
+# Others' hooks do not see these passes, and layers that draw random numbers, or count, are in evaluation mode
+@contextmanager
+def _aside(module):
+    snap,others = Snapshot(module, ()),hooks_of_others(module)
     hooks = [(d, dict(d)) for d,_ in others]
     for d,k in others: del d[k]
     for m in module.modules(): m.training = m.training and not type(m).__module__.startswith('torch.nn')
-    try:
-        with torch.no_grad(): yield
+    try: yield
     finally:
-        for k,b in boxes.items(): fill(b, before[k])
         for d,all_hooks in hooks: d.clear(); d.update(all_hooks)
         snap.restore()
-        for g,state in zip(own, states): put_state(g, state)
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d018
 # The layers of PyTorch's BatchNorm in a model, but those in its module `but`

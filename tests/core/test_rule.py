@@ -221,6 +221,7 @@ class Script:
     def take_change(self): return self.change
     def left_out_message(self, n): return f'{n} left out'
     def moves_message(self): return self.moves
+    def take_news(self): pass
     def changed_message(self, *args): return args
 
 info = LossInfo(own)
