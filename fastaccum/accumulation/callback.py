@@ -289,7 +289,7 @@ class GradientAccumulation(LoopCallback):
             message = value_message.format(who=who, name=name, n=batch.sizes[-1], all=max(batch.n, self.accum_bs))
             self.warn_once(message, 'tutorials/callbacks.html#what-fastaccum-warns-about')
         self.loss_values.news = []
-        self.tell(self.loss_values.message())
+        self.tell(self.loss_values.message(), 'troubleshooting.html#the-loss-is-off')
 
     def keeps(self,
         name:str # Of an attribute

@@ -89,11 +89,11 @@ class ChunkedLoss:
             rule.measure(x, yb, n_items(yb), where=self.where or f'look {self.looks}')
             for message in rule.news: warn(message, 'troubleshooting.html#the-loss-is-off')
             rule.news = []
-        if rule.message:
-            raise ValueError(f"{name} in chunks does not add up to the loss of all outputs, so it needs them all. It averages over {rule}.")
         if rule.probed and (why := rule.probe.failed):
             raise ValueError(f"What {name} averages over could not be measured ({why}), so the losses of chunks might not add up. "
                              "Compute it without chunks, or, if it is a mean over items, with check_loss=False.")
+        if rule.message:
+            raise ValueError(f"{name} in chunks does not add up to the loss of all outputs, so it needs them all. It averages over {rule}.")
         if rule.probed and (message := rule.probe.moves_message() or rule.probe.once_message()):
             raise ValueError(f"A loss in chunks is called once for each chunk. {message}")
         if rule.info.inexact and (rule.info.class_weight is not None or bool((yb[0] == rule.info.ignore_index).any())):

@@ -101,7 +101,7 @@ class ChunkedHead(LoopCallback):
     def _tell_of_values(self, values):
         readers = [(k, reader_of(self.learn, k)) for k in values.news]
         values.news = []
-        if (message := values.message()) is not None: warn(message)
+        if (message := values.message()) is not None: warn(message, 'troubleshooting.html#the-loss-is-off')
         for k,who in readers:
             if who is not None:
                 warn(f"{who} reads `{k}` of the loss after a batch, and with ChunkedHead it is the value of the last "

@@ -193,6 +193,13 @@ def test_refused():
     for n in (0, 1.5, True):
         with pytest.raises(ValueError, match='n_chunks'): ChunkedLoss(nn.CrossEntropyLoss(), head, n)
 
+def test_a_loss_that_cannot_be_called_again():
+    "It is called once, on two items, and the error says what that has changed for good"
+    it = (n for n in iter(int, 1))
+    def loss(pred, y): next(it); return F.cross_entropy(pred, y)
+    with pytest.raises(ValueError, match='could not be measured .each call changes it, which cannot be put back.*check_loss=False'):
+        ChunkedLoss(loss, nn.Linear(width, n_cls), 3)(flat_x, flat_y)
+
 def test_never_all_outputs():
     "The largest tensor of outputs has the positions of one chunk"
     seen = []
@@ -205,7 +212,7 @@ def test_never_all_outputs():
     for f in (nn.CrossEntropyLoss(), masked):
         seen.clear()
         ChunkedLoss(f, head, 4)(torch.randn(4096, width).requires_grad_(), torch.randint(n_cls, (4096,))).backward()
-        assert max(seen[-4:]) == 1024*n_cls and len(seen) == (4 if f is not masked else 6)
+        assert max(seen[-4:]) == 1024*n_cls and len(seen) == (4 if f is not masked else 7)
 
 class Uncertain(nn.Module):
     "A loss that learns its own weight"
