@@ -43,6 +43,8 @@ def start_group(
     if dist.is_initialized(): return _remember()
     if int(os.environ.get('WORLD_SIZE', 1)) == 1: return False
     if _group.get('left'): raise RuntimeError(has_left)
+    # imported later, it would keep the group, and its connections would not close when this rank leaves it
+    import torch.distributed.fsdp
     if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', 0)))
     wait = timedelta(seconds=timeout)
     store,rank,world = next(dist.rendezvous('env://', timeout=wait))
