@@ -54,7 +54,7 @@ class BatchPass:
         self.size,self.cut = size if cut is None else max(cut.sizes),cut
         self.first,values = len(self.acc.losses),self.cb.loss_values
         # what belongs to the items, too: MixUp keeps targets and shares of its own, and a loss may have been given weights
-        kept = [(vars(o), k) for o in table['mixers'] if o.run and 'yb1' in vars(o) for k in ('yb1','lam')]
+        kept = [(vars(o), k) for o in table['mixers'] if o.run and {'yb1','lam'} <= vars(o).keys() for k in ('yb1','lam')]
         if values.holder is not None: kept += [(vars(values.holder), k) for k in values.look(self.n)]
         beside = [o[k] for o,k in kept]
         if cut is not None:

@@ -12,7 +12,6 @@ import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
 from ..core.memory import backend, device_of
 from ..loop.batch_loop import LoopCallback
-from ..loop.events import is_a
 from ..loop.optimizers import params_of
 
 # %% auto #0
@@ -309,10 +308,10 @@ def grad_norm(params) -> Tensor:
     return torch.stack([n.to(grads[0].device) for n in torch._foreach_norm(grads, 2, dtype=torch.float32)]).norm()
 
 # %% ../../nbs/api/logs/01_steps.ipynb #20ed03bd
-# Give a row from `step_row` to the Learner's `TensorBoardCallback`, on its own axis of loader batches; it already has `train_loss` and
-# the hyperparameters. Reads the device only if there is such a callback
+# Give a row from `step_row` to callbacks that have a `writer` of TensorBoard, on its own axis of loader batches; fastai's already has
+# `train_loss` and the hyperparameters. Reads the device only if there is such a callback
 def to_tensorboard(learn, row):
     for cb in learn.cbs:
-        if not (is_a(type(cb), 'TensorBoardCallback') and cb.run): continue
+        if not (hasattr(vars(cb).get('writer'), 'add_scalar') and cb.run): continue
         for k,v in to_host(row).items():
             if k != 'lr': cb.writer.add_scalar(k, v, learn.train_iter)

@@ -8,6 +8,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/loop/events.html.md"""
 from __future__ import annotations
 from functools import lru_cache
 from fastai.basics import *
+from fastai.callback.rnn import ModelResetter
+from fastai.callback.schedule import LRFinder
 
 # %% auto #0
 __all__ = []
@@ -18,19 +20,17 @@ _batch_events = L.split('before_batch after_pred after_loss before_backward afte
 cancels = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException,
             CancelTrainException, CancelValidException)
 
-_of_gans = 'GANTrainer','FixedGANSwitcher','AdaptiveGANSwitcher','GANDiscriminativeLR'
-
-# What the callbacks of fastai and of other libraries are, by their class names: W&B or TensorBoard may not be installed. A callback of your
-# own, or of fastaccum, declares the same as a class attribute
+# What fastai's callbacks are, by the modules that define them, which need not be installed. A callback of your own, or of fastaccum,
+# declares the same as a class attribute
+_loggers = tuple(f'fastai.callback.{k}' for k in ('wandb','tensorboard','comet','neptune','azureml'))
 _known = dict(
-    takes_rows=('ParamScheduler', 'WandbCallback', 'TensorBoardCallback', *_of_gans),  # logs or schedules: one `after_batch` per step
-    opens_rows=('ParamScheduler', 'WandbCallback', 'GANDiscriminativeLR'),             # and one `before_batch`
-    rows_of_steps_only=_of_gans,                                                       # whatever `log_accum_batch` is
-    repeats_rows=('TensorBoardCallback',),                                             # in validation it would repeat the last row
-    finds_lr=('LRFinder',), resets_model=('ModelResetter',))
+    takes_rows=('fastai.callback.schedule', 'fastai.vision.gan', *_loggers),   # logs or schedules: one `after_batch` per step
+    opens_rows=('fastai.callback.schedule', 'fastai.vision.gan', *_loggers),   # and one `before_batch`
+    rows_of_steps_only=('fastai.vision.gan',),                                 # whatever `log_accum_batch` is
+    repeats_rows=_loggers)                                                     # in validation it would repeat the last row
 # Those whose `after_batch` does not read `learn.pred`
-_never_read_pred = ('TrainEvalCallback', 'Recorder', 'ParamScheduler', 'LRFinder', 'ProgressCallback', 'CSVLogger', 'ShortEpochCallback',
-                    'TerminateOnNaNCallback', 'WandbCallback', 'TensorBoardCallback', 'ActivationStats')
+_never_read_pred = ('fastai.learner', 'fastai.callback.schedule', *_loggers,
+                    *(f'fastai.callback.{k}' for k in ('progress','training','tracker','hook')))
 
 # Does the class of a callback or one of its bases have one of these names?
 @lru_cache(None)
@@ -39,19 +39,21 @@ def is_a(cls, *names): return any(c.__name__ in names for c in cls.__mro__)
 # Does a callback declare that it is `what`, or is it known to be?
 def declares(cb, what):
     own = getattr(type(cb), what, None)
-    return is_a(type(cb), *_known[what]) if own is None else own
+    return is_known(type(cb), what) if own is None else own
 
-# Does a callback mix items, as fastai's MixUp and CutMix and tsai's do? They keep the targets of the other items and their shares: a method
-# of its class sets `yb1` and `lam`
 @lru_cache(None)
-def mixes(cls):
-    codes = [f.__code__ for c in cls.__mro__ for f in vars(c).values() if hasattr(f, '__code__')]
-    return all(any(name in code.co_names for code in codes) for name in ('yb1','lam'))
+def is_known(cls, what):
+    # of those that take rows it alone changes the batch, in `before_batch`
+    if what == 'opens_rows' and is_a(cls, 'GANTrainer'): return False
+    return any(c.__module__ in _known[what] for c in cls.__mro__)
+
+# Does a callback mix items, as fastai's MixUp and CutMix and tsai's do? The loss is then a method of it
+def mixes(cb): return hasattr(type(cb), 'lf')
 
 # Does a model keep state from one batch to the next? (fastai's text classifiers have a `ModelResetter`, too, but their `SentenceEncoder`
 # resets itself at each call)
 def keeps_state(model, cbs):
-    return any(declares(cb, 'resets_model') for cb in cbs) and not any(is_a(type(m), 'SentenceEncoder') for m in model.modules())
+    return any(isinstance(cb, ModelResetter) for cb in cbs) and not any(is_a(type(m), 'SentenceEncoder') for m in model.modules())
 
 # %% ../../nbs/api/loop/02_events.ipynb #3058487c
 # The exception as `Callback.__call__` changes it: its message says where it comes from
@@ -65,7 +67,7 @@ def _may_read_pred(cb):
     for c in type(cb).__mro__:
         if 'reads_pred' in vars(c): return c.reads_pred
         if '__call__' in vars(c) and c is not Callback: return True       # it decides for itself
-        if 'after_batch' in vars(c): return c.__name__ not in _never_read_pred
+        if 'after_batch' in vars(c): return not (c.__module__ in _never_read_pred or c is TrainEvalCallback)
     return False
 
 _between_steps = [ev for ev in _batch_events if not ev.endswith('_step')]
@@ -85,9 +87,10 @@ class EventTable:
     def renew(self):
         table,self.cbs = self.table,list(self.learn.cbs)
         table.update({s: first(cb for cb in self.cbs if getattr(type(cb), 'slot', None) == s) for s in ('accumulation','precision')})
-        table['LRFinder'] = first(cb for cb in self.cbs if declares(cb, 'finds_lr'))
+        table['LRFinder'] = first(cb for cb in self.cbs if isinstance(cb, LRFinder))
         table['recorded'] = any(getattr(type(cb), 'after_batch', None) is Recorder.after_batch for cb in self.cbs)
-        table['mixers'] = [cb for cb in self.cbs if mixes(type(cb))]
+        # what they keep for the items of a batch, such as the targets of the items that they mix in, is looked at when the batch is there
+        table['mixers'] = [cb for cb in self.cbs if mixes(cb) or hears(cb, ['before_batch'])]
         table['mute_in_validation'] = [cb for cb in self.cbs if declares(cb, 'repeats_rows')]
         table['outsiders'] = [cb for cb in self.cbs if hears(cb)]
         table.update({ev: [] for ev in _batch_events})       # new lists: another event may be iterating over the old one

@@ -260,7 +260,7 @@ def _check_coupled(cb, acc):
     if not cb.brings_ranks.joint_gradients: why = f"{type(cb).__name__} does not gather the ranks' outputs: use DataParallel"
     elif acc.coupled not in (True, 'batchnorm'): why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
     elif cb.overlap: why = "overlap=True sends gradients in the last backward pass, and there is one for each micro-batch: leave it out"
-    elif any(mixes(type(o)) for o in cb.learn.cbs): why = "MixUp and CutMix mix the items of each rank: leave them out"
+    elif any(map(mixes, cb.learn.cbs)): why = "MixUp and CutMix mix the items of each rank: leave them out"
     elif acc.micro_batch_size == 'auto':
         why = ("a rank that runs out of memory would have to start again after the others have received its outputs: pass a number as "
                "micro_batch_size")

@@ -6,7 +6,7 @@ from fastai.basics import Callback, CancelBackwardException, CancelBatchExceptio
 from fastai.callback.mixup import MixHandler
 from fastai.callback.schedule import LRFinder
 from fastaccum.loop.batch_loop import BatchLoop
-from fastaccum.loop.events import EventTable, _may_read_pred, is_a, with_context
+from fastaccum.loop.events import EventTable, _may_read_pred, declares, is_a, with_context
 
 class Hears(Callback):
     "Writes down which of its methods were called"
@@ -41,6 +41,17 @@ def loop_of(learn, condition=None):
 def test_is_a():
     class Mine(Recorder): pass
     assert is_a(Mine, 'Other', 'Recorder') and not is_a(Mine, 'Other') and not is_a(Callback, 'Recorder')
+
+@pytest.mark.parametrize('module', ['wandb', 'tensorboard', 'comet', 'neptune', 'azureml'])
+def test_loggers_of_fastai(module):
+    """One row for each step, and none for a validation; it does not read the prediction. A subclass of one is one, a class
+    of its name is not"""
+    def after_batch(self): pass
+    theirs = type('Logger', (Callback,), dict(__module__=f'fastai.callback.{module}', after_batch=after_batch))
+    for cls,expected in ((theirs, True), (type('Mine', (theirs,), {}), True), (type('TensorBoardCallback', (Callback,), {}), False)):
+        assert [declares(cls(), what) for what in ('takes_rows', 'opens_rows', 'repeats_rows')] == [expected]*3
+        assert not declares(cls(), 'rows_of_steps_only')
+    assert not _may_read_pred(theirs())
 
 def test_with_context():
     e = with_context(ValueError('bad', 'more'), Hears(), 'after_step')
@@ -103,7 +114,7 @@ def test_slots():
         def before_batch(self): return self.lam
     mixes = Mixes()
     learn.cbs = L(mix, Reads(), mixes, a, p)
-    assert table.table['mixers']==[mix, mixes]
+    assert [cb for cb in table.table['mixers'] if cb in (mix, mixes)]==[mix, mixes]    # with `Reads`: it may mix, too
     a.run = False
     assert table.accumulation is table.every_batch and table.precision is p
     a.run,a.running = True,False                 # added in mid-batch: it starts with the next one
@@ -165,7 +176,7 @@ def test_errors(cls):
 def test_fire():
     "In training through the table, in validation as fastai does; TensorBoard does not write the last row again"
     log = []
-    cbs = Hears(log),type('TensorBoardCallback', (Hears,), dict(after_batch=lambda self: self.hear('after_batch')))(log, 'board')
+    cbs = Hears(log),type('Board', (Hears,), dict(repeats_rows=True, after_batch=lambda self: self.hear('after_batch')))(log, 'board')
     events = loop_of(learn := Learn(*cbs))
     events.fire('before_step')
     assert log==['before_step', 'board before_step'] and not learn.sent
