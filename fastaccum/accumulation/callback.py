@@ -213,6 +213,11 @@ class GradientAccumulation(LoopCallback):
             if self.grad_device is not None: self.on_host = stack.enter_context(HostGradients(self.params, self.learn.opt))
             self.epoch_counts.in_fit = True
             try: yield
+            except CancelFitException: raise             # `after_fit` is to come
+            except BaseException:                        # an error, Ctrl-C: no part of a gradient is left
+                self.clear()
+                self.running = False
+                raise
             finally: self.on_host,self.epoch_counts.in_fit = None,False
 
     def before_fit(self):
@@ -260,14 +265,14 @@ class GradientAccumulation(LoopCallback):
     def after_fit(self):
         self.running,self.last_rule = False,self.loss_rule
         self.rule.end()
-        self.warn_of_loss()
-        if not self.n_items: return
-        print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} {self.unit} accumulated; their gradients are "
-              "cleared.")
+        if self.n_items:
+            print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} {self.unit} accumulated; their gradients "
+                  "are cleared.")
         self.clear()
+        self.warn_of_loss()
 
     def detach(self):
-        if self.running: self.clear()                    # an exception ended the fit
+        if self.running: self.clear()                    # removed in the middle of a fit
 
     def tidy(self): self.watch.drop()
 
