@@ -8,17 +8,9 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/batch.html.md"""
 from __future__ import annotations
 from contextlib import contextmanager
 from fastai.basics import *
-from torch.utils._pytree import tree_leaves
-from ..core.accumulator import as_weight, check_scalar, scalar, weighted
-from ..core.coupled import CoupledBatch, find_head, up_to
-from ..core.lockstep import LockstepBatch
-from ..core.losses import ignore_empty
-from ..core.memory import device_of, free_memory, is_out_of_memory
-from ..core.microbatch import join_items, map_tensors, part_sizes, split_batch
-from ..core.random import Snapshot
-from ..core.watch import buffers_of, changed_buffers
+from ..core.microbatch import map_tensors
 from ..loop.events import cancels
-from .replaced import ReplacedLoss
+from .ways import way_of
 
 # %% auto #0
 __all__ = []
@@ -26,405 +18,184 @@ __all__ = []
 # %% ../../nbs/api/accumulation/02_batch.ipynb #8929de1a
 # One loader batch on its way through the model. It ends or continues an accumulated batch, whose record the accumulator writes
 class BatchPass:
-    # `n`: this rank's items; `last`: is it the last loader batch of the epoch? `counted`: what they count, if `accum_bs` does not count
-    # items. `cb`, a `GradientAccumulation`, is only read
     def __init__(self, cb, n, last, counted=None):
-        self.cb,self.learn,self.acc,self.rule,self.n,self.last = cb,cb.learn,cb.acc,cb.rule,n,last
         total = cb.ranks.total
-        self.n_items,self.counted = n if total is None else total,counted         # items on all ranks
-        self.n_more,self.before = self.n_items if counted is None else counted.total,cb.acc.n_items # counted in it, and before it
-        self.opens,self.closes = self.before == 0,self.ends(self.before + self.n_more)
-        self.items = 0 if self.opens else cb.batch.items                 # of the accumulated batch before this loader batch
-        learn = cb.learn
-        self.place,self.done = (learn.__dict__.get('epoch'), learn.__dict__.get('iter')),False    # outside a fit there may be none
-        self.tensors = learn.xb,learn.yb                                 # whose items `n` counts
-        self.joint = bool(cb.coupled) and cb.ranks.world > 1          # one loss over the items of all ranks
-        self.coupled = self.yb = self.loop = self.cut = None
-        self.sizes,self.counts,self.values,self.i,self.alone = [],[],None,0,False
+        self.cb = cb                     # a `GradientAccumulation`, which is only read
+        self.learn = cb.learn
+        self.acc = cb.acc
+        self.n = n                       # this rank's items
+        self.last = last                 # is it the last loader batch of the epoch?
+        self.counted = counted           # what its items count, if `accum_bs` does not count items
+        self.n_items = n if total is None else total                           # on all ranks
+        self.n_more = self.n_items if counted is None else counted.total       # counted in it
+        self.before = cb.acc.n_items                                           # and before it
+        self.opens = self.before == 0
+        self.closes = self.ends(self.before + self.n_more)
+        self.items = 0 if self.opens else cb.batch.items                       # of the accumulated batch before this loader batch
+        self.place = _place_of(cb.learn)
+        self.tensors = cb.learn.xb,cb.learn.yb                                 # whose items `n` counts
+        self.done = False
+        self.way = None                  # how it goes through the model, once it does
+        self.shown = None                # what the Learner shows of it
+        self.micros = []
+        self.is_alone = False            # is it one micro-batch, and that a step?
+        self.looks = []                  # the witnesses that look at it
+        self.first = len(cb.acc.losses)  # its first micro-batch, among those of the accumulated batch
+        self.values = None               # what the loss keeps
+        self.keeps_values = False        # are values that the loss keeps put together for its micro-batches?
 
     # Does the accumulated batch end with `n` items?
     def ends(self, n): return n >= self.acc.accum_bs or (self.last and self.cb.remainder == 'step' and n > 0)
 
-    # In micro-batches of at most `size` items, or of at most `tokens` tokens as padded: 1 weigh, 2 forward, 3 backward, 4 count, 5 join
-    def run(self, size, tokens=None):
-        learn,coupled,whole,preds = self.learn,self.cb.coupled,(self.learn.xb, self.learn.yb),[]
-        loop = self.loop = learn.one_batch                               # a callback may remove it on the way
-        table,cut = loop.events.table,None if tokens is None else self.cb.cut(self.counted.spans, tokens)
-        split = cut is not None or self.n > size and not coupled         # a coupled loss is one: only the model is called in parts
-        self.size,self.cut = size if cut is None else max(cut.sizes),cut
-        self.first,values = len(self.acc.losses),self.cb.loss_values
-        # what belongs to the items, too: MixUp keeps targets and shares of its own, and a loss may have been given weights
-        kept = [(vars(o), k) for o in table['mixers'] if o.run and {'yb1','lam'} <= vars(o).keys() for k in ('yb1','lam')]
-        if values.holder is not None: kept += [(vars(values.holder), k) for k in values.look(self.n)]
-        beside = [o[k] for o,k in kept]
-        if cut is not None:
-            cut.check_mixed([o[k] for o,k in kept if k == 'yb1'])
-            parts,self.sizes = cut.split(*whole, beside),cut.sizes
-        elif split: parts,self.sizes = split_batch(*whole, self.n, size, beside, lists=self.cb.batch_lists),part_sizes(self.n, size)
-        else: parts,self.sizes = [(*whole, beside)],[self.n]
-        self.counts = self.sizes if self.counted is None else self.counted.in_parts(self.sizes, cut and cut.order)
-        keep = split and (table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False))
-        watch,probed = table['after_pred'] or table['after_loss'] or table['before_backward'],self.rule.probed
-        look_at = self._late_pass(len(self.sizes)) if self.cb.buffers_due else None
-        # is its only micro-batch all that one rank's step averages over? Then every weight is right, and there is nothing to look at
-        whole_step = self.opens and (self.closes or self.last and self.cb.remainder == 'drop')
-        alone = self.alone = whole_step and len(self.sizes) == 1 and cut is None and self.cb.ranks.world == 1
-        self._weigh()
-        if values.holder is not None and (split or not (self.opens and self.closes)):
-            self.values = values
-            values.begin(self.first)
+    # Callbacks have had it: this is its way
+    def by(self, way):
+        self.way = way
+        return self
+
+    # The same loader batch, to be sent once more
+    def again(self): return BatchPass(self.cb, self.n, self.last, self.counted).by(way_of(self.cb))
+
+    # -- through the model: 1 cut, 2 weigh, 3 forward, 4 backward, 5 count, 6 join
+    def run(self):
+        cb,learn,way = self.cb,self.learn,self.way
+        loop = self.loop = learn.one_batch                                     # a callback may remove it on the way
+        weights,self.values = cb.weights,cb.facts.values
+        shown = self.shown = Shown(learn, self._beside())
+        self.micros = way.cut(self, shown)
+        self.is_alone = self._is_alone()
+        keeps_pred,preds,micro = self._keeps_pred(),[],None
+        weights.begin(self)
+        looks = self.looks = cb.witnesses.looks(self)
+        self._begin_values()
         try:
-            try:
-                for self.i,part in enumerate(parts):
-                    learn.xb,learn.yb,others = part
-                    for (o,k),o[k] in zip(kept, others): pass
-                    if watch: self.yb,self.version = learn.yb,getattr(first(learn.yb), '_version', None)
-                    if look_at == self.i: buffers = buffers_of(learn.model)
-                    loop.forward(self._predict_coupled if coupled else None)
-                    if look_at == self.i: self._check_buffers(buffers)
-                    if alone:
-                        if probed: self.rule.pass_over(learn.yb, self.n)
-                        if loop.now.changed == 'replaced': self._weigh_alone()
-                    else:
-                        if loop.now.changed == 'replaced' and self.cb.replaced is None: probed = self._replace() or probed
-                        look = (probed or loop.now.changed) and self.rule.due()
-                        if look and probed: self._measure()
-                        if loop.now.changed == 'added': self._check_added(look)
-                    if table['backward']: loop.around(self._backward, 'backward', CancelBackwardException)
-                    else: self._backward()
-                    if keep: preds.append(map_tensors(Tensor.detach, learn.pred))
-            finally:
-                if split: learn.xb,learn.yb = whole
-                for (o,k),o[k] in zip(kept, beside): pass
-                self.coupled = self.yb = self.loop = None                # after an error they would hold its activations
-        except cancels: self._join(whole[1], preds); raise
-        except Exception as e:
-            if split: tell_part(e, self.i, self.sizes, cut)
+            with shown:
+                for micro in self.micros:
+                    shown.show(micro)
+                    for w in looks: w.before_pred(micro)
+                    loop.forward(way.predict)
+                    weights.after_loss(micro)
+                    for w in looks: w.after_loss(micro)
+                    loop.around(partial(self._backward, micro), 'backward', CancelBackwardException)
+                    if keeps_pred: preds.append(map_tensors(Tensor.detach, learn.pred))
+        except cancels:
+            self._join(preds)
             raise
-        self._join(whole[1], preds)
+        except Exception as e:
+            way.explain(e, micro)
+            raise
+        finally: way.end()
+        self._join(preds)
 
-    def _backward(self):
-        learn,i = self.learn,self.i
-        if self.cb.watch.sums is not None: self.cb.watch.look()
-        if learn.loss_grad.dim():
-            check_scalar(learn.loss_grad)
-            learn.loss_grad,learn.loss = learn.loss_grad.view(()),learn.loss.view(())
-        # a callback may have changed the targets since the weights were computed
-        if self.yb is not None and (learn.yb is not self.yb or getattr(first(self.yb), '_version', None) != self.version):
-            self.weights = self.stacked = None
-        if self.weights is None: weight,share = self._late_weight()
-        else:
-            weight,share = self.weights[i],self.shares[i]
-            if self.may_be_empty: ignore_empty(learn.pred, self.acc.counted(learn.loss_grad, weight))
-        coupled = self.coupled
-        if self.cb.terms.due: self._check_terms()
-        if coupled is not None and coupled.passes is not None:
-            self._tell_of_passes(self.cb.coupled_watch.check_loss(coupled, learn.loss_grad))
-        if self.loop.stock_backward:                                     # the share as the initial gradient saves a multiplication
-            loss = learn.loss_grad
-            loss.backward(share if isinstance(share, Tensor) else scalar(share, loss.dtype, loss.device))
-        else:                                                            # Accelerate's, for example
-            learn.loss_grad = weighted(learn.loss_grad, share)
-            learn._backward()
-        if coupled is not None:
-            coupled.backward()
-            if coupled.passes is not None: self._tell_of_passes(self.cb.coupled_watch.check_first())
-        loss = learn.loss
-        self.acc.count(loss.detach() if loss.requires_grad else loss, weight, self.counts[i])
-        values = self.values
-        if values is not None:
-            rows = None if self.cut is None else self.cut.parts[i].rows
-            values.add(len(self.acc.losses)-1, self.sizes[i], learn.pred, learn.yb, self.rule.info, self._shown, rows)
+    def _backward(self, micro):
+        learn,way,acc = self.learn,self.way,self.acc
+        weight,share = self.cb.weights.of(micro)
+        for w in self.looks: w.before_backward(micro)
+        way.backward(self.loop, share)
+        for w in self.looks: w.after_backward(micro)
+        acc.count(learn.loss.detach(), weight.adds, micro.counts, weight.divided_by, weight.n_sharing)
+        if self.keeps_values: self._add_values(micro)
 
-    def _tell_of_passes(self, message): self.cb.tell(message, 'tutorials/contrastive.html#what-splitting-makes-of-it')
-
-    # -- weights: known before the first micro-batch, or only after each prediction
-    def _weigh(self):
-        acc,cb,self.weights,self.stacked = self.acc,self.cb,None,None
-        if cb.weight is not None or not acc.normalize or self.joint: return
-        if self.rule.measuring: return self._weigh_alone() if self.alone else None
-        yb = self.learn.yb if self.cut is None else self.cut.ordered(self.learn.yb)
-        weights,nominal = self.rule.weights(yb, self.sizes, acc.dtype)
-        shares = acc.shares(weights, sum(self.counts), nominal, complete=self.opens and self.closes and not cb.ranks.one_target)
-        # can a weight be 0, so that the loss's gradient would be NaN?
-        if isinstance(weights, Tensor): self.stacked,weights,shares = weights,weights.unbind(),shares.unbind()
-        self.may_be_empty = self.rule.may_be_nan if isinstance(weights[0], Tensor) else not all(weights)
-        self.weights,self.shares = weights,shares
-
-    # By the number of its items, whatever the loss averages over
-    def _weigh_alone(self):
-        if self.cb.weight is not None or not self.acc.normalize: return
-        self.weights,self.stacked,self.may_be_empty = [self.n],None,False
-        self.shares = self.acc.shares(self.weights, sum(self.counts), complete=True)
-
-    # Weight and share of a micro-batch after its prediction
-    def _late_weight(self):
-        learn,acc,cb = self.learn,self.acc,self.cb
-        if not acc.normalize:
-            if self.joint: raise ValueError("coupled with several ranks: the loss must be a mean, as each computes it over all items.")
-            return 1,1
-        n = self.n_items if self.joint else self.sizes[self.i]
-        weight = ifnone(self.rule.weight(learn.yb, n, acc.dtype), n) if cb.weight is None else cb.weight(learn)
-        if type(weight) is tuple:                                        # what the loss counted, and the least it divides by
-            weight,floor = weight
-            acc.open(floor=floor)
-        weight = as_weight(weight, learn.loss_grad.device)
-        if self.joint:                                                   # a count divided by an int would be float32
-            if acc.dtype is torch.float64 and isinstance(weight, Tensor): weight = weight.double()
-            weight = weight/cb.ranks.n_active
-        share, = acc.shares([weight], n if self.counted is None else self.counts[self.i])
-        if isinstance(weight, Tensor) or not weight: ignore_empty(learn.pred, acc.counted(learn.loss_grad, weight))
-        return weight,share
-
-    # A callback has put another loss in the place of loss_func's: what that averages over is measured from here on
-    def _replace(self):
-        cb = self.cb
-        if cb.weight is not None or not (cb.check_loss and cb.normalize) or cb.coupled or self.loop.now.losses is not None: return False
-        cb.replaced,self.weights,self.stacked = ReplacedLoss(self.loop),None,None
-        self.rule.look_up(cb.replaced)
-        return True
-
-    # Look at the loss of this micro-batch. If its rule changes, the weights of the micro-batches before it are corrected
-    def _measure(self):
-        learn,rule,acc,before = self.learn,self.rule,self.acc,len(self.acc.losses)
-        old,(epoch,i) = rule.info,self.place
-        if self.cb.replaced is not None: self.cb.replaced.renew()
-        late = rule.measure(learn.pred, learn.yb, self.sizes[self.i], before, learn.loss_grad, self.loop.now.losses, self._shown,
-                            f'epoch {epoch}, batch {i}')
-        if rule.probe.stuck: self.cb.loss_values.leave(rule.probe.stuck)
-        if before == 0: acc.open(normalize=self.cb.normalize and not rule.is_sum, floor=rule.info.floor)
-        elif late is not None:
-            off = acc.correct(late, rule.info.floor)
-            self.cb.watch.skip()
-            if off > 1e-5: rule.news.append(rule.probe.late_message(off))
-        if rule.info is not old: self.weights = self.stacked = None      # of the micro-batches that follow, too
-        self.cb.warn_of_loss()
-
-    # Context in which the Learner's batch is the items `a` to `z` of the micro-batch: a loss may read them there
-    @contextmanager
-    def _shown(self, a, z):
-        learn,n = self.learn,self.sizes[self.i]
-        def part(t): return t[a:z] if t.dim() and len(t) == n else t
-        with _replacing(learn, 'xb', map_tensors(part, learn.xb)), _replacing(learn, 'yb', map_tensors(part, learn.yb)): yield
-
-    # A callback has added something to the loss: is the rule of the loss function right for it?
-    def _check_added(self, look):
-        rule,cb = self.rule,self.cb
-        if cb.weight is not None or not (cb.check_loss and cb.normalize) or cb.coupled or self.loop.now.losses is not None: return
-        def notice(more, about):
-            who = ' or '.join(dict.fromkeys(type(o).__name__ for o,*_ in self.loop.events.table['after_loss']))
-            page = 'tutorials/callbacks.html#what-fastaccum-warns-about'
-            cb.warn_once(f"A callback ({who}) has changed the loss after loss_func{more}", page, about=about)
-        if self.cut is not None:
-            notice(", and with micro_batch_tokens its term sees texts sorted by length and trimmed: a mean over padded "
-                   "places, as RNNRegularizer's, is another one there. Use micro_batch_size, or pass weight=, a "
-                   "function that returns what the loss averages over.", 'trimmed term')
-        if rule.is_sum: why = "beside its sum, a mean would count 100% for each micro-batch"
-        else:
-            off = rule.uneven(self.learn.yb, self.sizes[self.i]) if look and rule.info.over not in ('items','elements') else 0.
-            if off < 1e-5: return
-            why = f"micro-batches are weighted by {rule.info}, by which the items of the new term differ by {off:.2%}"
-        notice(f": {why}. Put the term into the loss function, which is then measured, or pass weight=, a function "
-               "that returns what the loss averages over.", 'changed loss')
-
-    # The number of the first of `n` parts that is not the first forward pass of its step, or None. A coupled part has all passes
-    def _late_pass(self, n):
-        several = not self.opens or (self.n > self.size if self.cb.coupled else n > 1)
-        if self.cb.coupled == 'batchnorm' or not several: return None                    # it looks itself
-        return 1 if self.opens and not self.cb.coupled else 0
-
-    # How many items a layer sees at a time, if the step has more; else None
-    def part_of_step(self):
-        ranks,coupled = self.cb.ranks,self.cb.coupled
-        n = self.size if self.cut is not None else max(part_sizes(self.n, self.size))
-        if coupled == 'batchnorm': n = self.n_items
-        whole = self.n_items if ranks.joint_gradients or ranks.one_target else self.n
-        return None if self.opens and self.closes and n == whole else n
-
-    # Has a forward pass that comes only with micro-batches changed buffers?
-    def _check_buffers(self, before):
-        cb,names = self.cb,changed_buffers(self.learn.model, before)
-        cb.buffers_due = False
-        if names:
-            cb.warn_once(f"The model changes its buffers {names} in each forward pass, and so once for each micro-batch, where the big "
-                "batch changes them once. Load the whole batch, or, if they may stay the same within a step, small "
-                "loader batches, and write `module.train(self.learn.gradient_accumulation.opens)` in a callback's `before_batch`.",
-                'troubleshooting.html#batchnorm-sees-less-than-the-effective-batch')
-
-    # Does the loss contain a number of the model's that is not the mean of its micro-batches'?
-    def _check_terms(self):
-        learn,cb,acc,n = self.learn,self.cb,self.acc,self.sizes[self.i]
-        if self.alone: return                                            # the number is the whole batch's
-        call = partial(self.loop.precision.predict, learn.model)
-        def weigh(sizes): return [float(w) for w in self.rule.weights(learn.yb, sizes)[0]] if acc.normalize else None
-        message = cb.terms.check(learn.model, call, learn.xb, n, learn.pred, learn.loss_grad, weigh, cb.batch_lists)
-        cb.tell(message, 'troubleshooting.html#the-loss-is-off')
-
-    # -- one loss over all micro-batches
-    # Predict in micro-batches whose outputs share one loss; with several ranks, the outputs are those of all ranks
-    def _predict_coupled(self, call, model, *xb):
-        cb = self.cb
-        if self.n <= self.size and not self.joint: return call(model, *xb)
-        part,rest = cut_at_head(call, model, cb.coupled)
-        make = self._lockstep() if cb.coupled == 'batchnorm' else CoupledBatch
-        self.coupled = make(part, xb, self.n, self.size, model, cb.ranks.gather, cb.coupled_watch, cb.batch_lists)
-        outs = self.coupled.outputs()
-        if cb.coupled == 'batchnorm': cb.tell(self.coupled.message, 'tutorials/batchnorm.html#every-batchnorm-sees-all-items')
-        return rest(outs)
-
-    def _lockstep(self):
-        cb = self.cb
-        return partial(LockstepBatch, keeps=cb.of_modules, activations=cb.activations, others=cb.ranks.norms)
-
-    # This rank has no items, and the others may need it at each BatchNorm
-    def take_part(self):
-        learn,ranks = self.learn,self.cb.ranks
-        if self.cb.coupled != 'batchnorm': return ranks.gather()
-        call = partial(learn.one_batch.precision.predict, learn.model)
-        self._lockstep()(call, learn.xb, 1, 1, learn.model, ranks.gather).take_part()
-
-    # Prediction and targets of this rank alone, for metrics, after the loss over the items of all ranks
-    def _own_items(self, yb):
-        learn,total,start = self.learn,self.n_items,self.cb.ranks.first_item
-        def own(t):
-            rows = len(t)//total if t.dim() and len(t)%total == 0 else 0
-            return t.detach()[start*rows:(start+self.n)*rows] if rows else t.detach()
-        learn.yb,learn.pred = yb,map_tensors(own, learn.pred)
-
-    # -- afterwards `learn` is as if the loader batch had gone through the model in one piece
-    def _join(self, yb, preds):
+    # Afterwards `learn` is as if the loader batch had gone through the model in one piece
+    def _join(self, preds):
         learn,acc = self.learn,self.acc
-        if self.joint: self._own_items(yb)
-        if len(self.sizes) > 1:
-            join = join_items if self.cut is None else self.cut.join
-            learn.pred = join(preds) if len(preds) == len(self.sizes) else None
+        self.way.join(learn, preds)
         if self.cb.learn is not learn: raise removed_in_batch(self.cb)
         done = len(acc.losses) - self.first
-        if done > 0: learn.loss = acc.mean(self.first, self.stacked if done == len(self.sizes) else None)[0]
-        if self.values is not None:
-            if len(self.sizes) > 1: self.values.join(self.first, acc.so_far.weights, acc.normalize)
-            if self.values.news: self.cb.warn_of_values(self)
+        if done: learn.loss = acc.mean(self.first, self.cb.weights.stacked if done == len(self.micros) else None)[0]
+        if self.keeps_values and len(self.micros) > 1: self.values.join(self.first, acc.so_far.weights, acc.normalize)
+        for w in self.looks: w.after_batch(self)
 
     # The items of all ranks count, whether or not this rank has counted its own. Returns the accumulated loss if this was the end
     def close(self):
-        self.done,self.tensors = True,None
+        cb,acc = self.cb,self.acc
+        self.done = True
+        self.tensors,self.micros,self.shown,self.looks = None,[],None,[]       # nothing of it is kept until the next one comes
         self.items += self.n_items
-        if self.cb.ranks.world > 1: self.acc.count_for_all(self.before + self.n_more)
-        self.closes = self.ends(self.acc.n_items)                        # False if a micro-batch was cancelled
+        if cb.ranks.world > 1: acc.count_for_all(self.before + self.n_more)
+        self.closes = self.ends(acc.n_items)                                   # False if a micro-batch was cancelled
         if not self.closes: return None
-        if self.cb.watch.on: self.cb.watch.end(self.cb)
-        loss = self.acc.finish()
-        if self.values is not None and self.first: self.values.join(0, self.acc.closed.weights, self.acc.normalize)
-        if self.cb.params.kept: self.cb.params.end()
+        cb.witnesses.call('before_step')
+        loss = acc.finish()
+        if self.keeps_values and self.first: self.values.join(0, acc.closed.weights, acc.normalize)
+        cb.params.end()
         return loss
 
-# Epoch and number of the present loader batch
+    # Is its only micro-batch all that the step of one rank averages over? Then every weight is right, and there is nothing to look at
+    def _is_alone(self):
+        is_step = self.opens and (self.closes or self.last and self.cb.remainder == 'drop')
+        return is_step and len(self.micros) == 1 and self.micros[0].rows is None and self.cb.ranks.world == 1
+
+    # Is `learn.pred` of the whole loader batch wanted, by a metric of the training or by a callback?
+    def _keeps_pred(self):
+        recorder = getattr(self.learn, 'recorder', None)
+        reads = self.loop.events.table['reads_pred'] or getattr(recorder, 'train_metrics', False)
+        return reads and self.shown.is_cut(self.micros)
+
+    # -- values that the loss keeps
+    # What belongs to the items, too, as (dict, key): MixUp keeps targets and shares of its own, and a loss may have been given weights
+    def _beside(self):
+        mixers = [vars(o) for o in self.loop.events.table['mixers'] if o.run and {'yb1','lam'} <= vars(o).keys()]
+        kept = [(d, k) for d in mixers for k in ('yb1','lam')]
+        holder = self.values.holder
+        return kept if holder is None else kept + [(vars(holder), k) for k in self.values.look(self.n)]
+
+    def _begin_values(self):
+        self.keeps_values = self.values.holder is not None and (self.shown.is_cut(self.micros) or not (self.opens and self.closes))
+        if self.keeps_values: self.values.begin(self.first)
+
+    def _add_values(self, micro):
+        learn,shown = self.learn,partial(self.shown.items, micro.n)
+        self.values.add(len(self.acc.losses)-1, micro.n, learn.pred, learn.yb, self.cb.rule.info, shown, micro.rows)
+
+# Epoch and number of the present loader batch. Outside a fit there may be none
 def _place_of(learn): return learn.__dict__.get('epoch'),learn.__dict__.get('iter')
-
-_replacing = contextmanager(replacing_yield)
-
-# Say in the message of an error in which micro-batch it happened: a loss may need all items of the loader batch
-def tell_part(e, i, sizes, cut=None):
-    if is_out_of_memory(e) or isinstance(e, KeyError) or not e.args or not isinstance(e.args[0], str): return
-    more = f"(In micro-batch {i+1} of {len(sizes)}, with {sizes[i]} of the loader batch's {sum(sizes)} items"
-    if cut is None: more += ". A loss that compares items needs coupled=True.)"
-    else: more += f", in {cut.parts[i].end-cut.parts[i].start} of {cut.width} places, as micro_batch_tokens trims texts.)"
-    if 'In micro-batch' not in e.args[0]: modify_exception(e, more)
 
 # The error for a loader batch that loses its accumulation callback halfway: only some of its gradients are weighted
 def removed_in_batch(acc):
     return RuntimeError(f"{type(acc).__name__} was removed while a loader batch went through the model, so its step would be wrong: "
                         "remove the callback between batches, at `before_batch` or `after_batch`.")
 
-# %% ../../nbs/api/accumulation/02_batch.ipynb #5696e21c
-# What sees a part of the items, and what makes the prediction of its outputs. With `coupled` the name of a head these are the model without
-# it, and the head. `call(f, *args)` calls a module
-def cut_at_head(call, model, coupled):
-    if coupled in (True, False, 'batchnorm'): return partial(call, model),noop
-    head = find_head(get_model(model), coupled)
-    def rest(out): return call(partial(head, **out[1]), *out[0])
-    return partial(up_to, head, call, model),rest
+# %% ../../nbs/api/accumulation/02_batch.ipynb #e4db024f
+class Shown:
+    def __init__(self, learn, places):
+        self.learn = learn
+        self.xb,self.yb = learn.xb,learn.yb
+        self.places = places                                    # (dict, key) of what callbacks keep beside the batch
+        self.beside = [d[k] for d,k in places]
+        table = learn.one_batch.events.table
+        self.may_change = bool(table['after_pred'] or table['after_loss'] or table['before_backward'])
 
-# Call the model in micro-batches of at most `size` items, and join the outputs. If an output has no row for each item, in one piece.
-# `call(*xb)` calls the model with `n` items
-def predict_in_parts(call, xb, n, size, views=False, lists=None):
-    if n <= size: return call(*xb)
-    preds = []
-    for (part,_,_),k in zip(split_batch(xb, (), n, size, views=views, lists=lists), part_sizes(n, size)):
-        preds.append(call(*part))
-        if not all(isinstance(t, Tensor) and t.dim() and len(t) == k for t in tree_leaves(preds[-1])): return call(*xb)
-    return join_items(preds)
+    # What is kept beside the batch under this key
+    def named(self, name): return [v for (_,k),v in zip(self.places, self.beside) if k == name]
 
-# %% ../../nbs/api/accumulation/02_batch.ipynb #8334e501
-# Shapes of an item, and types: 'auto' keeps a micro-batch size for each such combination
-def shapes_of(xb): return tuple((o.shape[1:], o.dtype) for o in tree_leaves(xb) if isinstance(o, Tensor))
+    def is_cut(self, micros): return micros[0].xb is not self.xb or micros[0].yb is not self.yb
 
-# Elements of an item
-def elements_of(shapes): return sum(s.numel() for s,_ in shapes) or 1
+    def __enter__(self): self.cut = False
 
-# micro_batch_size='auto': the largest micro-batches that fit memory
-class FittingSize:
-    what = 'items'
-    def __init__(self): self.sizes,self.room,self.now = {},None,'auto'   # room: elements of a micro-batch, if the largest batch was split
+    def show(self, micro):
+        learn = self.learn
+        self.cut = micro.xb is not self.xb or micro.yb is not self.yb
+        learn.xb,learn.yb = micro.xb,micro.yb
+        self._put(micro.beside)
+        if self.may_change: self.version = getattr(first(micro.yb), '_version', None)
 
-    # The size for inputs like `xb`, at most `n`. Shapes that have not come yet start with the elements that fitted
-    def of(self, xb, n):
-        shapes = shapes_of(xb)
-        size = self.sizes.get(shapes)
-        if size is None: size = n if self.room is None else max(1, self.room//elements_of(shapes))
-        return min(size, n)
+    # Has a callback changed the targets since they were shown?
+    def targets_changed(self, micro):
+        yb = self.learn.yb
+        return self.may_change and (yb is not micro.yb or getattr(first(yb), '_version', None) != self.version)
 
-    # `n` items like `xb` are the largest batch, and came through the model
-    def settle(self, xb, n):
-        size,shapes = self.of(xb, n),shapes_of(xb)
-        self.room = size*elements_of(shapes) if size < n else None
+    # Context in which the Learner's batch is the items `a` to `z` of a micro-batch of `n`: a loss may read them there
+    @contextmanager
+    def items(self, n, a, z):
+        learn = self.learn
+        def part(t): return t[a:z] if t.dim() and len(t) == n else t
+        with _replacing(learn, 'xb', map_tensors(part, learn.xb)), _replacing(learn, 'yb', map_tensors(part, learn.yb)): yield
 
-    # Send the loader batch through the model, with smaller micro-batches whenever memory runs out. Returns the pass that came through
-    def run(self, batch):
-        cb,learn,acc,before = batch.cb,batch.learn,batch.acc,batch.acc.so_far
-        tensors = [o for o in tree_leaves((learn.xb, learn.yb)) if isinstance(o, Tensor)]
-        key,versions = shapes_of(learn.xb),[o._version for o in tensors]
-        self.now,snap = self.of(learn.xb, batch.n),Snapshot(learn.model, acc.params, gradients=not batch.opens)
-        while True:
-            try: self.send(batch); return batch
-            except Exception as e:
-                if not is_out_of_memory(e): raise
-                why,most = str(e),max(batch.sizes)
-            # outside `except`, because the traceback keeps the activations alive
-            learn.pred = learn.loss_grad = learn.loss = None
-            again,batch = (batch.n, batch.last, batch.counted),None
-            free_memory(device_of(learn.model))
-            if min(most, self.now) == 1: raise too_big(why)
-            if versions != [o._version for o in tensors]:
-                raise RuntimeError("Memory ran out, and the loader batch cannot restart with smaller micro-batches, because the model or a "
-                                   f"callback has changed it in place. Make new tensors there, or pass a number instead of 'auto'. ({why})")
-            snap.restore()
-            acc.rollback(before)
-            cb.watch.skip()
-            cb.ranks.out_of_memory()
-            self.halve(key)
-            print(f"GradientAccumulation: out of memory, going on with micro-batches of {self.now} {self.what}.")
-            batch = BatchPass(cb, *again)
+    def __exit__(self, *_):
+        if self.cut: self.learn.xb,self.learn.yb = self.xb,self.yb
+        self._put(self.beside)
 
-    def send(self, batch): batch.run(self.now)
-    def halve(self, key): self.now = self.sizes[key] = -(-self.now//2)
+    def _put(self, values):
+        for (d,k),v in zip(self.places, values): d[k] = v
 
-    # There may be more memory in the next fit
-    def forget(self): self.sizes,self.room = {},None
-
-    def state_dict(self):
-        fits = [([(list(s), str(d).split('.')[-1]) for s,d in key], size) for key,size in self.sizes.items()]
-        return dict(micro_bs=self.now, fits=fits, room=self.room)
-
-    def load_state_dict(self, state):
-        self.now = state['micro_bs']
-        self.sizes = {tuple((torch.Size(s), getattr(torch, d)) for s,d in key): size for key,size in state['fits']
-                      if type(size) is int and size > 0}
-        room = state.get('room')
-        self.room = room if type(room) is int and room > 0 else None
-
-# The error for a single item that does not fit in memory
-def too_big(why):
-    peak = f' ({torch.cuda.max_memory_allocated()/2**30:.1f} GiB were in use at most)' if torch.cuda.is_available() else ''
-    return torch.OutOfMemoryError(f"Not even one item fits memory{peak}. Try mixed precision (`learn.to_bf16()` or `to_fp16()`), "
-                                  f"activation checkpointing, smaller items, or a smaller model. ({why})")
+_replacing = contextmanager(replacing_yield)

@@ -17,28 +17,23 @@ from torch.utils._pytree import tree_leaves
 from ..core.accumulator import GradientAccumulator, check_accum_bs
 from ..core.grads import summed_for
 from ..core.host import HostGradients
-from ..core.lockstep import Keeps
-from ..core.losses import LossRule, count_items
-from ..core.memory import available_bytes, device_of, free_memory, is_out_of_memory
-from ..core.microbatch import Lists
-from ..core.probe import LossProbe
-from ..core.terms import TermWatch
-from ..core.values import LossValues
-from ..core.warnings import warn
-from ..core.watch import CoupledWatch, hooks_of_others
+from ..core.losses import count_items
+from ..core.memory import available_bytes, device_of
 from ..loop.batch_loop import LoopCallback
 from ..loop.events import keeps_state
 from ..loop.optimizers import AccumulatedParams
 from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
-from .batch import BatchPass, FittingSize, _place_of, predict_in_parts
-from .checks import check_args, check_learner, check_trained, refuse_others, uses_batch
-from .lengths import FittingTokens, Wide, padding_message
-from .norms import batchnorm_message
+from .batch import BatchPass, _place_of
+from .checks import check_args, check_learner, check_trained, refuse_others
+from .facts import FitFacts
+from .fitting import FittingSize
+from .lengths import FittingTokens
 from .plan import EpochCounts, accum_batches, epoch_plan, epochs_for
-from .text import left_out_message, lossy_encoder
 from .tokens import BatchCounter
-from .watch import Watch, reader_of, value_message
+from .ways import way_of
+from .weigh import Weights
+from .witnesses import Witnesses, witnesses_of
 
 # %% auto #0
 __all__ = ['GradientAccumulation', 'GradientAccumulationSchedule']
@@ -77,16 +72,24 @@ class GradientAccumulation(LoopCallback):
         self.per_loader_batch = accum_bs is None and n_acc is None and self.splits
         self.acc,self.ranks = GradientAccumulator([], 1, normalize),OneRank()
         self.fitting = FittingSize() if micro_batch_tokens is None else FittingTokens()
-        self.rule,self.coupled_watch,self.batch_lists,self.batch,self.running = LossRule(),CoupledWatch(),Lists(),None,False
-        self.of_modules = Keeps()                        # what the modules keep from one layer to another
-        self.watch,self.terms,self.n_opened,self.params,self.on_host,self.loss_values = Watch(),TermWatch(),0,None,None,LossValues()
+        self.facts,self.weights,self.witnesses = FitFacts(),None,Witnesses(self)
+        self.batch,self.running,self.params,self.on_host = None,False,None,None
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
         self.epoch_counts = EpochCounts()
-        self.buffers_due,self.norms_due,self.norms_told = True,False,False
-        self.n_before,self.last_rule = 0,str(self.rule)  # accumulated batches of the fit before this epoch; what the last fit found
+        self.last_rule = str(self.rule)                  # what the last fit found
         self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
     # -- what other callbacks may read
+    @property
+    def rule(self):
+        "What the loss averages over"
+        return self.facts.rule
+
+    @property
+    def constant(self) -> bool:
+        "Has each accumulated batch the same target size?"
+        return type(self).size_at is GradientAccumulation.size_at
+
     @property
     def accum_bs(self) -> int:
         "Target size of the current accumulated batch, in items or in `unit`"
@@ -128,7 +131,7 @@ class GradientAccumulation(LoopCallback):
     def cancelled(self) -> bool:
         "Was the last loader batch an accumulated batch of its own, and was it cancelled before anything was counted?"
         batch = self.batch
-        return batch is not None and batch.opens and batch.closes and not batch.done and len(batch.sizes) == 1 and not self.acc.n_items
+        return batch is not None and batch.opens and batch.closes and not batch.done and len(batch.micros) == 1 and not self.acc.n_items
 
     @property
     def micro_bs(self) -> int|str|None:
@@ -159,11 +162,6 @@ class GradientAccumulation(LoopCallback):
         res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
         if self.unit != 'items': res[self.unit] = self.acc.closed.n_items
         return {**res, 'micro_bs' if self.micro_batch_tokens is None else 'micro_tokens': self.micro_bs} if self.splits else res
-
-    @property
-    def constant(self) -> bool:
-        "Has each accumulated batch the same target size?"
-        return type(self).size_at is GradientAccumulation.size_at
 
     def size_at(self,
         done:int,   # Number of loader batches done in this fit
@@ -230,7 +228,6 @@ class GradientAccumulation(LoopCallback):
         self.running = True
         if available_bytes(device_of(learn.model)) is not None: self.fitting.forget()
         if self.loop.lr_finder: learn.n_epoch = epochs_for(self, self.loop.lr_finder.num_it)
-        self.norms_told = False
 
     # Start with zero gradients, however the last fit ended, and know nothing of the loss
     def _begin(self):
@@ -238,19 +235,17 @@ class GradientAccumulation(LoopCallback):
         self.params.look_up()
         self.acc = GradientAccumulator(self.params, self._accum_bs, self.normalize, self.ranks.reduce)
         self.clear()
-        self.rule,self.batch,self.n_opened = LossRule(LossProbe, self.check_loss == 'always'),None,0
-        self.batch_lists,self.loss_values,self.replaced,self.wide,self.padding_tried = Lists(),LossValues(),None,Wide(),False
-        self.buffers_due = True                          # are they still to be looked at?
-        self.of_modules = Keeps()                        # what the modules keep from one layer to another
-        self.lossy_encoder = lossy_encoder(self.learn.model)
-        rounding = 1e-4 if self.loop.precision is self.loop.as_it_is else 1e-2
-        self.coupled_watch,self.terms = CoupledWatch(rounding),TermWatch(5*rounding)
+        self.batch = None
+        self.facts = FitFacts.of_fit(self)
+        self.weights = Weights(self)
+        self.witnesses = witnesses_of(self)
 
     @contextmanager
     def apart(self):
         "Context in which the largest batch tells the size that fits memory. Its caller puts the attributes back"
-        self.ranks,self.watch = OneRank(),Watch()
+        self.ranks = OneRank()
         self._begin()
+        self.witnesses = Witnesses(self)
         try:
             yield
             if self.auto: self.fitting.settle(self.learn.xb, self.batch.n)
@@ -258,7 +253,7 @@ class GradientAccumulation(LoopCallback):
             self.clear()
 
     def clear(self):
-        self.watch.drop()
+        self.witnesses.call('drop')
         if self.params is not None: self.params.give_up()
         self.acc.reset(self.learn.opt)
 
@@ -274,40 +269,20 @@ class GradientAccumulation(LoopCallback):
     def detach(self):
         if self.running: self.clear()                    # removed in the middle of a fit
 
-    def tidy(self): self.watch.drop()
+    def tidy(self): self.witnesses.call('drop')
 
     def warn_of_loss(self):
         "Say once that no rule fits the loss, or that another one does"
-        several = "With coupled, this step has several loader batches, each with a loss of its own: " if self.coupled else ''
+        several = "With coupled, this step has several loader batches, each with a loss of its own: "
         for message in (*self.rule.news, self.rule.message):
-            if message: self.warn_once(several + message, 'troubleshooting.html#the-loss-is-off')
+            if message: self.warn_once(several*way_of(self).is_coupled + message, 'troubleshooting.html#the-loss-is-off')
         self.rule.news = []
-
-    def warn_of_sum(self, batch):
-        message = self.rule.sum_message(round(self.accum_bs/max(1, batch.n_items)) if batch.before else 1, len(self.acc.losses))
-        if message: self.warn_once(message, 'troubleshooting.html#the-loss-is-off', about='sum')
-
-    def warn_of_values(self, batch):
-        for name in self.loss_values.news:
-            who = reader_of(self.learn, name)
-            if who is None: continue
-            message = value_message.format(who=who, name=name, n=batch.sizes[-1], all=max(batch.n, self.accum_bs))
-            self.warn_once(message, 'tutorials/callbacks.html#what-fastaccum-warns-about')
-        self.loss_values.news = []
-        self.tell(self.loss_values.message(), 'troubleshooting.html#the-loss-is-off')
 
     def keeps(self,
         name:str # Of an attribute
     ) -> bool:
         "Does the loss object have the value of the whole accumulated batch there, when this ends?"
-        return bool(self.loss_values.kinds.get(name))
-
-    def tell(self,
-        message:str|None, # A warning, or none
-        page:str          # Of the site, where it says more
-    ):
-        "Say it once"
-        if message: self.warn_once(message, page)
+        return bool(self.facts.values.kinds.get(name))
 
     # -- a loader batch
     def before_batch(self):
@@ -328,80 +303,40 @@ class GradientAccumulation(LoopCallback):
     def _count_items(self):
         learn = self.learn
         if self._n_items is not None: return self._n_items(learn)
-        n,agree = count_items(learn.xb, learn.yb, bool(self.coupled), self.batch_lists, partial(loader_bs, learn.__dict__.get('dl')))
-        if not agree: self._warn_of_items(n)
+        n,agree = count_items(learn.xb, learn.yb, way_of(self).is_coupled, self.facts.lists, partial(loader_bs, learn.__dict__.get('dl')))
+        if not agree: self.witnesses.call('items_differ', n)
         return n
-
-    def _warn_of_items(self, n):
-        x,y = (' and '.join(str(tuple(t.shape)) for t in tree_leaves(b) if isinstance(t, Tensor)) for b in (self.learn.xb, self.learn.yb))
-        self.warn_once(f"Inputs of shape {x} and targets of shape {y} do not have the same number of items: fastaccum counts the {n} items "
-                       "of the inputs. If this is wrong, pass n_items=, a function of the Learner that returns the number of items in its "
-                       "batch.", 'glossary.html#items-and-batches')
 
     def train_batch(self) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
         "Forward and backward passes of the loader batch"
-        learn,rule,batch,acc = self.learn,self.rule,self.batch,self.acc
-        xb,yb = batch.tensors
-        if learn.xb is not xb or learn.yb is not yb or not type(xb) is tuple is type(yb):   # changed since `before_batch`? A list may be
-            n = self._count_items()
-            counted = batch.counted and self.counter.again(learn, n, batch.counted, batch.tensors)
-            if n != batch.n or counted is not None: batch = self.__dict__['batch'] = BatchPass(self, n, batch.last, counted)
-        with_items = self.ranks.begin(batch)
-        if batch.opens:
-            if self.params.opt is not learn.opt: self.params.look_up()
-            if self.params.others: self.params.begin()
-            if not self.per_loader_batch: self.params.note_trained()
-            n = self.__dict__['n_opened'] = self.n_opened + 1
-            twice = n <= 3 or n%50 == 0
-            if n%50 == 0: self.watch.check(learn)
-            if twice or learn.one_batch.events.table['outsiders']: self.watch.begin(self, twice)
+        batch = self._recounted().by(way_of(self))
+        has_items = self.ranks.begin(batch)
+        if batch.opens: self._open(batch)
         else: check_trained(self)
-        measured = not self.coupled or rule.probe is not None or not (batch.opens and batch.closes or self.ranks.world > 1)
-        if learn.loss_func is not self.loss_values.loss_func: self.look_at_loss()
-        rule.look_up(ifnone(self.replaced, learn.loss_func), self.check_loss and self.normalize and self.weight is None and measured)
-        mean = self.normalize and (self.weight is not None or rule.info.reduction != 'sum')
-        floor = rule.info.floor if self.weight is None else acc.floor
-        if batch.opens and (mean != acc.normalize or floor != acc.floor): acc.open(normalize=mean, floor=floor)
-        if with_items:
-            if 'auto' in (self.micro_batch_size, self.micro_batch_tokens): batch = self.__dict__['batch'] = self.fitting.run(batch)
-            else: batch.run(self.micro_batch_size or batch.n, self.micro_batch_tokens)      # `micro_batch_size` may be more than that
-        if with_items and self.norms_due: self._check_norms(batch)
-        if rule.info.inexact and self.weight is None: rule.note(self.learn.yb)
-        if rule.probed: self.warn_of_sum(batch)
-        if with_items and self.lossy_encoder is not None: self._check_texts(batch)
+        self.facts.look_at_loss(self.learn.loss_func)
+        self.weights.look_up(batch)
+        if has_items and self.auto: batch = self.__dict__['batch'] = self.fitting.send(batch)
+        elif has_items: batch.run()
         loss = batch.close()
-        if self.loss_values.holder is not None: self.loss_values.end()
+        self.facts.values.end()
         return loss
 
-    # Has a BatchNorm in training seen less than its step has? Once a fit, when a step first has several micro-batches
-    def _check_norms(self, batch):
-        n = batch.part_of_step()
-        if n is None: return
-        self.norms_due,message = False,batchnorm_message(self, batch, n)
-        if message is None: return
-        self.norms_told = True
-        if not self.ranks.rank: warn(message, 'troubleshooting.html#batchnorm-sees-less-than-the-effective-batch')
+    # The loader batch, counted again if a callback has put another one there since `before_batch`
+    def _recounted(self):
+        learn,batch = self.learn,self.batch
+        xb,yb = batch.tensors
+        if learn.xb is xb and learn.yb is yb and type(xb) is tuple is type(yb): return batch    # a list may have changed
+        n = self._count_items()
+        counted = batch.counted and self.counter.again(learn, n, batch.counted, batch.tensors)
+        if n != batch.n or counted is not None: self.__dict__['batch'] = BatchPass(self, n, batch.last, counted)
+        return self.batch
 
-    # What the loss keeps is known from the first batch of an epoch on
-    def look_at_loss(self):
-        if self.learn.loss_func != self.loss_values.loss_func: self.loss_values = LossValues(self.learn.loss_func)
-
-    def _check_texts(self, batch):
-        if batch.opens and batch.closes and batch.n <= batch.size and self.ranks.world == 1: return
-        message = left_out_message(self.lossy_encoder, self.learn.xb[0], batch.size)
-        if message: self.warn_once(message, 'api/accumulation/text.html'); self.lossy_encoder = None
-
-    # The micro-batches of at most `most` tokens of a loader batch whose rows are `spans`; None if it is small enough. The first one of an
-    # epoch is tried: is padding masked?
-    def cut(self, spans, most):
-        learn = self.learn
-        unsure = self.wide.look(learn.xb, spans.width, self.counter.text(learn.xb, len(spans.starts)), spans.of_targets)
-        cut = spans.cut(most, self.wide)
-        if cut is not None and not self.padding_tried:
-            self.padding_tried = cut.trims
-            message = padding_message(self.loop.precision.predict, learn.model, learn.xb, cut, self.terms.tol, unsure)
-            if message: self.warn_once(message, 'tutorials/token_losses.html#texts-of-different-lengths', about='padding')
-        return cut
+    def _open(self, batch):
+        params = self.params
+        if params.opt is not self.learn.opt: params.look_up()
+        if params.others: params.begin()
+        if not self.per_loader_batch: params.note_trained()
+        self.witnesses.call('opens', batch)
 
     def give_up_batch(self) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
         "With several ranks: this rank's part of the loader batch was cancelled, and its items count, as the other ranks count them"
@@ -414,36 +349,15 @@ class GradientAccumulation(LoopCallback):
 
     def predict(self, call, model, *xb):
         "Forward pass of validation"
-        learn,call,cut = self.learn,partial(call, model),None
         # all ranks must call the model equally often
-        if self.ranks.one_target or not self.splits or keeps_state(learn.model, learn.cbs): return call(*xb)
-        if self.coupled == 'batchnorm' and uses_batch(learn.model):
-            if self.ranks.world > 1:
-                self.warn_once("The model has BatchNorm without running statistics, which sees the items of one rank "
-                               "in a validation, so losses and metrics are not those of one process. Validate in one process.",
-                               'tutorials/many_devices.html#when-something-goes-wrong')
-            return call(*xb)
-        n = self._count_items()
-        size = self.fitting.of(xb, n) if self.auto else self.micro_bs
-        if self.micro_batch_tokens is not None:
-            cut = self.cut(self.counter.spans(learn, n), size)
-            size = n if cut is None else max(cut.sizes)
-        if n > size and hooks_of_others(learn.model):
-            try: return call(*xb)
-            except Exception as e:
-                if not is_out_of_memory(e): raise
-            free_memory(device_of(learn.model))          # outside `except`: the traceback would keep the activations alive
-            self.warn_once(f"Memory ran out with a validation batch of {n} items, which now goes through the model, "
-                           f"and its forward hooks, in micro-batches of {size}. For hooks that see all items at once, "
-                           "make the validation loader's batches smaller (val_bs).", 'troubleshooting.html#out-of-memory')
-        if cut is not None: return cut.predict(call, xb)
-        return predict_in_parts(call, xb, n, size, bool(self.coupled), self.batch_lists)
+        if self.ranks.one_target or keeps_state(model, self.learn.cbs): return call(model, *xb)
+        return way_of(self).validate(partial(call, model), xb)
 
     # Step on what is left at the end of this epoch, whatever `remainder` is: the fit ends there
     def end_with_step(self): self.remainder = 'step'
 
     def close(self):
-        if self.watch.on: self.watch.end(self)
+        self.witnesses.call('before_step')
         loss = self.acc.finish()
         self.params.end()
         return loss
@@ -457,34 +371,17 @@ class GradientAccumulation(LoopCallback):
 
     # -- an epoch, even one that is cut short
     def before_train(self):
-        self.n_before = self.n_opened - bool(self.n_items)           # one that goes on from the last epoch is of this one, too
-        self.rule.begin_epoch()
-        self.look_at_loss()
-        self.padding_tried,self.norms_due = False,not self.norms_told
-        # several losses in a step: do terms of the model in them add up? With `weight` it is not known what halves would weigh
-        self.terms.begin_epoch(self.check_loss and self.weight is None and not self.coupled)
+        self.facts.begin_epoch()
+        self.facts.look_at_loss(self.learn.loss_func)
+        self.witnesses.call('before_epoch')
         if self.params is not None: self.params.look_up()
         if self.on_host is not None: self.on_host.follow()
 
     def after_train(self):
-        left,seen = self.n_items,len(self.acc.losses)
+        left = self.n_items
         self._end_epoch()
         if self.batch is None or not self.batch.last: return                    # the epoch was cut short
-        n,n_iter,steps = self.acc.closed.n_items,self.learn.n_iter,self.n_opened - self.n_before
-        resumed = seen < n_iter and not self.n_before                           # in the middle of this epoch
-        if not resumed and self.remainder == 'drop' and steps == 1 and 0 < left < self.accum_bs:
-            self.warn_once(f"remainder='drop' with accum_bs={self.accum_bs} never steps: an epoch has {left} {self.unit}, and all of them "
-                           "are dropped. Use 'step' or 'carry', or a smaller accum_bs.",
-                           'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more', about='never')
-        if self.unit != 'items' and 1 < steps == n_iter and self.constant:
-            if not self.per_loader_batch and not self.loop.lr_finder:
-                self.warn_once(f"accum_bs={self.accum_bs} {self.unit} is less than a loader batch has: nothing accumulates, every loader "
-                               "batch is a step. Write a larger accum_bs, or load smaller batches.",
-                               'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more')
-        if self.remainder == 'step' and steps == 1 and 0 < n < self.accum_bs:
-            self.warn_once(f"accum_bs={self.accum_bs} is more than the {n} {self.unit} of an epoch: each epoch is one "
-                           "step. For more steps, write a smaller accum_bs.",
-                           'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more')
+        self.witnesses.call('after_train', left)
 
     def after_cancel_epoch(self): self._end_epoch()
     def after_epoch(self): fit_graph(self.learn)
@@ -492,11 +389,8 @@ class GradientAccumulation(LoopCallback):
     def _end_epoch(self):
         loop = self.loop
         loop.rows.measure_kept()
-        self.watch.check(self.learn)
-        self.tell(self.coupled_watch.check(), 'tutorials/contrastive.html#what-splitting-makes-of-it')
-        self.tell(self.batch_lists.message, 'api/core/microbatch.html#lists')
-        if self.rule.inexact:
-            self.warn_once(self.rule.inexact_message, 'tutorials/token_losses.html#label-smoothing-with-class-weights-the-fastai-way')
+        self.facts.numbers.check()
+        self.witnesses.after_epoch()
         if loop.now.row_due: loop.rows.give()            # a callback ended the epoch between the step and its row
         if not self.n_items or self.remainder == 'carry': return
         if self.remainder == 'step' or self.acc.ready: return loop.extra_step()   # ready: a cancelled step was taken back

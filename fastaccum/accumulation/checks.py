@@ -14,7 +14,7 @@ from ..core.watch import batchnorms
 from ..loop.batch_loop import check_own_loop, check_single, takes_loop
 from ..loop.events import is_a, keeps_state
 from ..loop.sizes import batch_sizes
-from .watch import _name_of
+from .names import name_of
 
 # %% auto #0
 __all__ = []
@@ -191,7 +191,7 @@ def is_compiled(model): return any(hasattr(m, 'dynamo_ctx') or m._compiled_call_
 def check_trained(acc):
     frozen = acc.params.frozen()
     if frozen is None: return
-    message = (f"The parameter {_name_of(acc.learn.model, frozen)} was trained in the first micro-batches of this step, and is frozen in "
+    message = (f"The parameter {name_of(acc.learn.model, frozen)} was trained in the first micro-batches of this step, and is frozen in "
                "the next one, as by a GAN that switches between generator and critic: then the step is not that of all its items. Switch "
                "or freeze between steps: in `before_batch` where `self.learn.gradient_accumulation.opens`, or in the `after_batch` of a "
                "callback whose class has `rows_of_steps_only = True`, which comes once a step. Or load whole batches, and write "
@@ -217,7 +217,3 @@ def check_steps(acc, sizes):
         acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
                       "every loader batch is a step. Write a larger accum_bs, or load smaller batches.",
                       'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more')
-
-# Does the model have a BatchNorm that computes statistics of the batch in validation, too?
-def uses_batch(model): return any(m.running_mean is None for m in batchnorms(model))
-

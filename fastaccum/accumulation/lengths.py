@@ -13,7 +13,7 @@ from ..core.memory import is_out_of_memory
 from ..core.microbatch import map_tensors, tensors_in
 from ..core.untouched import Moved
 from ..core.watch import model_moved, no_trace
-from .batch import FittingSize
+from .fitting import FittingSize
 
 # %% auto #0
 __all__ = []
@@ -137,7 +137,18 @@ def of_features(t, width):
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b016
 # Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`; and are its targets, or are they of another text?
 class Wide:
-    def __init__(self): self.features,self.tokens,self.widths,self.of_targets = set(),set(),{},True
+    def __init__(self):
+        self.features,self.tokens,self.widths = set(),set(),{}
+        self.of_targets = True
+        self.tried = False                       # in this epoch: is padding masked?
+
+    def begin_epoch(self): self.tried = False
+
+    # Is padding to be tried with this `Cut`? It is with the first one of an epoch that trims anything
+    def tries(self, cut):
+        if self.tried: return False
+        self.tried = cut.trims
+        return self.tried
 
     # A batch whose tokens, `text`, are `width` wide; of_targets: are its targets? Returns the places of inputs that may still be either
     def look(self, xb, width, text, of_targets=True):
@@ -161,8 +172,7 @@ class FittingTokens(FittingSize):
         return n*width if self.room is None else min(self.room, n*width)
 
     def settle(self, xb, n): pass
-    def send(self, batch): batch.run(batch.n, self.now)
-    def halve(self, key): self.now = self.room = -(-self.now//2)
+    def halve(self, xb): self.now = self.room = -(-self.now//2)
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b013
 # Does padding change what the model says of the shortest rows? A warning, or None. `call(model, *xb)` predicts; tol: what is rounding;

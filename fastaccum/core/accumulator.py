@@ -40,14 +40,18 @@ class GradientAccumulator:
     @property
     def so_far(self) -> Accumulated:
         "The record of the accumulated batch. Keep it to return to it with `rollback`"
-        return Accumulated(self.n_items, tuple(self.losses), tuple(self._weights), self.target, self._planned, self._computed, self._n_own)
+        return Accumulated(self.n_items, tuple(self.losses), tuple(self._weights), self.target, self._planned, self._computed, self._n_own,
+                           tuple(self._divided), tuple(self._sharing))
 
     def rollback(self,
         record:Accumulated # An earlier `so_far`
     ) -> None:
         "Return to an earlier record; the gradients stay as they are"
-        self.n_items,losses,weights,self.target,self._planned,self._computed,self._n_own = record
-        self.losses,self._weights = list(losses),list(weights)   # losses: of the micro-batches so far, detached, on their device
+        self.n_items,losses,weights,self.target,self._planned,self._computed,self._n_own,divided,sharing = record
+        self.losses = list(losses)       # of the micro-batches so far, detached, on their device
+        self._weights = list(weights)    # what each adds to the divisor of the accumulated loss
+        self._divided = list(divided)    # what each loss divided by; empty if that is always its weight
+        self._sharing = list(sharing)    # how many ranks share each loss
 
     @property
     def ready(self) -> bool: # `n_items` reached `accum_bs`
@@ -59,16 +63,14 @@ class GradientAccumulator:
         "Are the gradients complete, so that `finish` leaves them as they are? False if only the device knows"
         if self.reduce is not None: return False
         if not self.normalize or self._planned == self.n_items: return True
-        weight = self._divisor(self.mean()[1])
+        weight = self.divisor(self.mean()[1])
         return not isinstance(weight, Tensor) and weight == self.target
 
     def open(self,
         accum_bs:int|None=None,    # Size of the accumulated batch that begins; `None`: as before
-        normalize:bool|None=None,  # As for the constructor; `None`: as before
-        floor:float|None=-1        # As for the constructor; -1: as before
+        normalize:bool|None=None   # As for the constructor; `None`: as before
     ) -> None:
         "Set what may change from one accumulated batch to the next"
-        if floor != -1: self.floor = floor
         if accum_bs is not None: self.accum_bs = accum_bs
         if normalize is not None: self.normalize = normalize
 
@@ -83,41 +85,53 @@ class GradientAccumulator:
         "Count a micro-batch, and return the loss to back-propagate"
         check_scalar(loss)
         weight = as_weight(n_items if weight is None else weight, loss.device)
-        share, = self.shares([weight], n_items, nominal)
-        self.count(loss.detach(), weight, n_items)
-        if pred is not None and self.normalize: ignore_empty(pred, self.counted(loss, weight))
+        divided_by = None if self.floor is None else at_least(self.floor, weight)
+        share, = self.shares([weight], n_items, nominal, divided_by=divided_by and [divided_by])
+        self.count(loss.detach(), weight, n_items, divided_by)
+        if pred is not None and self.normalize: ignore_empty(pred, self.counted(loss, weight, divided_by))
         return weighted(loss, share)
 
     def shares(self,
         weights:list|Tensor,    # One weight per micro-batch: numbers, or tensors on the device
         n_items:int,            # Number of items in these micro-batches together
         nominal:float|None=None,# What the weights would add up to if no target were ignored; for weights on the device
-        complete:bool=False     # Are these all micro-batches of the accumulated batch? Then `finish` multiplies nothing
-    ) -> list|Tensor: # weight/target of each micro-batch
+        complete:bool=False,    # Are these all micro-batches of the accumulated batch? Then `finish` multiplies nothing
+        divided_by=None         # What each loss divides by, if that is not its weight
+    ) -> list|Tensor: # What each loss divides by, divided by the target
         "The factor for the loss of each micro-batch. The first call for an accumulated batch sets the target"
         if not self.normalize: return [1]*len(weights)
-        stacked = isinstance(weights, Tensor)
-        if self.dtype is torch.float64: weights = _double(weights) if stacked else [_double(w) for w in weights]
+        if self.dtype is torch.float64: weights,divided_by = _all_double(weights),_all_double(divided_by)
         if complete:
-            total = weights.sum() if stacked else sum(weights[1:], weights[0])
-            self.target,self._planned = nonzero(total if self.floor is None else self._divisor(total)),n_items
+            total = weights.sum() if isinstance(weights, Tensor) else sum(weights[1:], weights[0])
+            self.target,self._planned = nonzero(total if divided_by is None else larger(total, largest(divided_by))),n_items
         elif self.target is None or self._planned >= 0:
             self._planned = -1
             if self.target is None:
                 if nominal is None: nominal = n_items if any(isinstance(w, Tensor) for w in weights) else sum(weights) or n_items
                 self.target = self.accum_bs*nominal/(n_items or nominal)
-        if self.floor is not None: weights = self._divisor(weights) if stacked else [self._divisor(w) for w in weights]
-        return [w/self.target for w in weights] if isinstance(weights, list) else weights/self.target
+        divided = weights if divided_by is None else divided_by
+        return [w/self.target for w in divided] if isinstance(divided, list) else divided/self.target
 
-    def _divisor(self, weight): return weight if self.floor is None else at_least(self.floor, weight)
+    def divisor(self,
+        total:float|Tensor # Sum of the weights
+    ) -> float|Tensor:
+        "What the big batch's loss divides by. Losses that divided by more than their weight show the least divisor"
+        return larger(total, largest(self._divided)) if self._divided else total
+
+    @property
+    def least_divisor(self) -> float|Tensor:
+        "What losses divided by that divided by more than their weight; 0 if none did. Of a loss that ranks share, each has its part"
+        more = [as_tensor(d, self.losses[0].device)*(d > w)*n for d,w,n in zip(self._divided, self._weights, self._sharing)]
+        return largest(more) if more else 0.
 
     def counted(self,
-        loss:Tensor,        # Loss of a micro-batch
-        weight:float|Tensor # Its weight
+        loss:Tensor,         # Loss of a micro-batch
+        weight:float|Tensor, # Its weight
+        divided_by=None      # What the loss divided by, if that is not its weight
     ) -> Tensor: # On the device
-        "Above 0 if the micro-batch counts. Without weight it does so only if there is a `floor`, and a loss that is a number"
+        "Above 0 if the micro-batch counts. Without weight it does so only if its loss divides by something else, and is a number"
         w = as_tensor(weight, loss.device)
-        return w if self.floor is None else (w > 0) | loss.detach().isfinite()
+        return w if divided_by is None else (w > 0) | loss.detach().isfinite()
 
     def set_target(self,
         target:float # Divisor of all weights
@@ -129,11 +143,17 @@ class GradientAccumulator:
     def count(self,
         loss:Tensor,         # Loss of a back-propagated micro-batch: detached, one element
         weight:float|Tensor, # Its weight
-        n_items:int          # Number of items in it
+        n_items:int,         # Number of items in it
+        divided_by=None,     # What the loss divided by, if that is not its weight
+        n_sharing:int=1      # How many ranks share this loss: `weight` and `divided_by` are this one's part
     ) -> None:
         "Count a micro-batch. Nothing is computed before `mean` or `finish`"
+        if divided_by is not None or self._divided:
+            if not self._divided: self._divided = list(self._weights)
+            self._divided.append(weight if divided_by is None else divided_by)
         self.losses.append(loss)
         self._weights.append(weight)
+        self._sharing.append(n_sharing)
         self.n_items += n_items
         self._n_own += n_items
         self._computed = None
@@ -146,16 +166,16 @@ class GradientAccumulator:
 
     def correct(self,
         weights:list, # The right weight of each micro-batch so far; `None` for a loss that is a sum
-        floor:float|None=None # The right `floor`
+        divided_by=None # What each loss divided by, if that is not its weight
     ) -> float: # How far the right weights are from the old ones, in proportion: 0 if the accumulated batch is exact with them
         "Change the weights of the micro-batches so far, after their `backward`. The target changes too, so the gradients stay as they are"
-        shares = [float(self._divisor(w))/float(self.target) if self.normalize else 1. for w in self._weights]
-        self.floor = floor
+        shares = [float(d)/float(self.target) if self.normalize else 1. for d in self._divided or self._weights]
+        self._divided = [] if divided_by is None else list(divided_by)
         if weights[0] is None:
             factors,self.normalize,weights = [1/s if s else 1. for s in shares],False,[1]*len(shares)
             scale_grads(self.params, factors[0])
         else:
-            factors = [float(w)/s for w,s in zip(map(self._divisor, weights), shares) if s and w]
+            factors = [float(d)/s for d,s in zip(self._divided or weights, shares) if s and d]
             self.target,self.normalize = factors[0] if factors else None,True   # with weight 0 there is no gradient
         self._weights,self._planned,self._computed = list(weights),-1,None
         return max((abs(f/factors[0]-1) for f in factors), default=0.)
@@ -165,7 +185,7 @@ class GradientAccumulator:
         weights:Tensor|None=None   # The weights of these micro-batches, if they are in one tensor
     ) -> tuple: # The loss, and the sum of the weights
         "Loss of the micro-batches that were counted"
-        mean = mean_loss if self.floor is None or not self.normalize else partial(mean_from, self.floor)
+        mean = partial(mean_of_divided, self._divided[since:]) if self._divided and self.normalize else mean_loss
         if since: return mean(self.losses[since:], self._weights[since:] if weights is None else weights, self.normalize)
         if self._computed is None:
             total = self.target if self._planned == self.n_items else None
@@ -178,17 +198,18 @@ class GradientAccumulator:
         (loss,weight),n_items = self.mean(),self.n_items
         if self.reduce is not None: loss,weight,n_items = self.reduce(loss, weight, self._n_own, self.target)
         elif self.normalize and self.losses and self._planned != n_items:
-            divisor = weight if self.floor is None else self._divisor(weight)
+            divisor = self.divisor(weight)
             rescale(self.params, self.target, _double(divisor) if self.dtype is torch.float64 else divisor)
         self.closed = Accumulated(n_items, tuple(self.losses), tuple(self._weights), self.target, self._planned, (loss, weight),
-                                  self._n_own)
+                                  self._n_own, tuple(self._divided), tuple(self._sharing))
         self.rollback(Accumulated())
         return loss
 
     def reopen(self) -> None:
         "Undo the last `finish`: the accumulated batch continues, and its gradients stay. They are divided by the sum of the weights now"
         if self.closed.computed is None: return               # nothing was finished
-        weight,target = self._divisor(self.closed.computed[1]),self.closed.target
+        self.rollback(self.closed)
+        weight,target = self.divisor(self.closed.computed[1]),self.closed.target
         if isinstance(weight, Tensor) and self.normalize: target = torch.where(weight > 0, weight, target)
         else: target = weight or target
         self.rollback(self.closed._replace(target=target, planned=-1, computed=None))
@@ -225,6 +246,8 @@ class Accumulated(NamedTuple):
     planned:int=-1                 # items whose weights add up to `target`, if all weights were known at the start; else -1
     computed:tuple|None=None       # the mean loss and the sum of the weights, once computed
     n_own:int=0                    # this rank's part of `n_items`
+    divided:tuple=()               # what each loss divided by; empty if that is always its weight
+    sharing:tuple=()               # how many ranks share each loss
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #71ca502b
 # The divisor of a mean whose weights add up to `total`: 1 if that is 0
@@ -249,6 +272,18 @@ def scalar(v, dtype, device):
     return t
 
 def _double(w): return w.double() if isinstance(w, Tensor) else w  # for models in float64: int/int would be float32
+def _all_double(ws): return [_double(w) for w in ws] if isinstance(ws, list) else _double(ws)
+
+# The larger of two numbers, or of two tensors without dimensions
+def larger(a, b):
+    if isinstance(a, Tensor): return torch.maximum(a, as_tensor(b, a.device, a.dtype).to(a.dtype))
+    return larger(b, a) if isinstance(b, Tensor) else max(a, b)
+
+# The largest of several, which may be in one tensor
+def largest(ws):
+    if isinstance(ws, Tensor): return ws.max()
+    on_device = next((w for w in ws if isinstance(w, Tensor)), None)
+    return max(ws) if on_device is None else torch.stack([as_tensor(w, on_device.device) for w in ws]).max()
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #bf6a7a18
 def _or_zero(loss, w): return torch.where(w > 0, loss, scalar(0., loss.dtype, loss.device))  # NaN times 0 would be NaN
@@ -275,15 +310,16 @@ def mean_loss(losses, weights, normalize=True, total=None):
     divisor = nonzero(total := w.sum()) if total is None else total
     return _or_zero(loss*w, w).sum()/divisor,total
 
-# The same for losses that divide by `floor` at least. One without weight counts, too, unless it is no number
-def mean_from(floor, losses, weights, *_):
+# The same for losses that may have `divided` by something else than their weight. One without weight counts, too, unless it is no number
+def mean_of_divided(divided, losses, weights, *_):
     if not losses: return torch.zeros(()),0
-    loss,stacked = torch.stack(losses),isinstance(weights, Tensor)
-    w = weights.to(loss) if stacked else torch.stack([as_tensor(w, loss.device).to(loss.dtype) for w in weights])
-    on_device = stacked or any(isinstance(w, Tensor) for w in weights)
-    total = (weights.sum() if stacked else w.sum()) if on_device else sum(weights)
-    loss = torch.where((w > 0) | loss.isfinite(), loss*w.clamp(min=floor), 0.)
-    return loss.sum()/at_least(floor, total),total
+    loss = torch.stack(losses)
+    def stack(ws): return ws.to(loss) if isinstance(ws, Tensor) else torch.stack([as_tensor(w, loss.device).to(loss.dtype) for w in ws])
+    w = stack(weights)
+    on_device = isinstance(weights, Tensor) or any(isinstance(o, Tensor) for o in weights)
+    total = (weights.sum() if isinstance(weights, Tensor) else w.sum()) if on_device else sum(weights)
+    loss = torch.where((w > 0) | loss.isfinite(), loss*stack(divided), 0.)
+    return loss.sum()/larger(total, largest(divided)),total
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #81a29307
 # Multiply all gradients in place, with one foreach multiply per device. `factor`: a number, or a tensor without dimensions on any device

@@ -31,22 +31,23 @@ class CoupledBatch:
         size:int,   # Most items of a part
         module=None,# Module whose buffers the call reads and changes, default `model`
         gather=None,# `gather(outputs)`: outputs of all ranks, place of this rank's first item in them, and factor for their gradients
-        watch=None, # What checks the passes, and finds the order of rows; default: believe them
+        views=None, # `OutputViews`, which finds the order of rows in outputs; default: one row or several for each item
+        looks=(),   # Who is told of both passes of each part: `first_pass(i, last, out)`, `second_pass(i, out)`
         lists=None  # What knows if a list in the inputs holds columns, or an object for each item; default: its lengths
     ):
         self.module = model if module is None else module
         self.model,self.gather,self.xb,self.n,self.size,self.lists,self.kept = model,gather,xb,n,size,lists,None
-        self.watch = watch if n > size else None
-        turn = 0 if self.watch is None or not watch.read else next(watch.turns)         # checked are 1, 3, 7, 15, ...
-        self.passes = watch.begin(self.module) if self.watch is not None and not turn & (turn+1) else None
+        self.find_views = views if n > size else None
+        self.looks,self.differs = looks,None                      # on the device: do numbers of the output differ between parts?
         self.grads,self.first,self.factor = {},0,1
 
     def outputs(self) -> Any: # What `model` would return for the whole batch
         "Forward passes. The graph of each part is freed before the next part begins; a single part keeps its graph"
-        watch,n,self.sizes = self.watch,self.n,part_sizes(self.n, self.size)
-        joined,last,finds = Joined(self.sizes),len(self.sizes)-1,watch is not None and self.gather is None
+        views,n,self.sizes = self.find_views,self.n,part_sizes(self.n, self.size)
+        joined,last,finds = Joined(self.sizes),len(self.sizes)-1,views is not None and self.gather is None
+        if views is not None: views.know(self.module)
         self.xbs = [*zip(*(split_items(x, self.size, n, True, self.lists) for x in self.xb))] if last else [self.xb]
-        device,own = (device_of(self.module), generators_of(self.module)) if watch is None else (watch.device, watch.own)
+        device,own = (device_of(self.module), generators_of(self.module)) if views is None else (views.device, views.own)
         state = partial(ModuleRandom, device, own) if own else partial(RandomState, device)
         self.replays = [Replay(self.module, state) for _ in self.sizes]
         for i,(xb,replay) in enumerate(zip(self.xbs, self.replays)):
@@ -54,11 +55,11 @@ class CoupledBatch:
             before = [(t, t._version, t.clone()) if last and isinstance(t, Tensor) else (t, None, None) for t in leaves]
             with replay.first():
                 self.kept = self.model(*tree_unflatten(leaves, form))
-                if finds and watch.views is None: watch.find_views(self, self.kept)
-                if finds: joined.views = watch.views
+                if finds and views.found is None: views.find(self, self.kept)
+                if finds: joined.views = views.found
                 out = joined.add(i, self.kept)
             self.xbs[i] = tree_unflatten([t if version is None or t._version == version else old for t,version,old in before], form)
-            if self.passes is not None: self.passes.first(i, last, self.kept)
+            for o in self.looks: o.first_pass(i, last, self.kept)
             if last: self.kept = None
         return self._cut_outputs(joined, out)
 
@@ -67,7 +68,7 @@ class CoupledBatch:
         self.xb,self.views = None,joined.views
         # rows of an item in a view of each output
         self.each = [len(t)//self.n//self.views.get(k, 1) if t.dim() else 0 for k,t in enumerate(joined.whole)]
-        if self.watch is not None and joined.differs is not None: self.watch.note(joined.differs)
+        self.differs = joined.differs
         if self.gather is not None: out,self.first,self.factor = self.gather(out)
         places = iter(enumerate(joined.has_grad))
         cut = lambda t: self._cut(t, *next(places))
@@ -83,7 +84,7 @@ class CoupledBatch:
             if out is None:
                 with self.replays[i].second(): outs = tensors_in(out := self.model(*self.xbs[i]))
             else: outs = tensors_in(out)
-            if self.passes is not None: self.watch.note(None, self.passes.second(i, out))
+            for o in self.looks: o.second_pass(i, out)
             if grads: torch.autograd.backward([outs[k] for k,_ in grads], [g for _,g in grads])
 
     # For each part, (number of an output, its gradient). A number without dimensions is the same in all parts, and goes through the first

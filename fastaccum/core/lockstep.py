@@ -32,21 +32,22 @@ __all__ = []
 class LockstepBatch(CoupledBatch):
     # `keeps`: a `Keeps`, which knows from batch to batch what the modules keep. `activations`: 'host' or 'device', where they wait for
     # the backward pass; `others`: pools statistics with other ranks, as `JointNorms` does. The rest are those of `CoupledBatch`
-    def __init__(self, model, xb, n, size, module=None, gather=None, watch=None, lists=None, keeps=None, activations='host', others=None):
-        super().__init__(model, xb, n, size, module, gather, watch, lists)
+    def __init__(self, model, xb, n, size, module=None, gather=None, views=None, looks=(), lists=None, keeps=None, activations='host',
+                 others=None):
+        super().__init__(model, xb, n, size, module, gather, views, looks, lists)
         on_host = activations == 'host' and device_of(self.module).type != 'cpu'
         self.run = Lockstep(self.module, Mover(self.module, 2**16*size//n) if on_host else None, keeps, others)
 
     def outputs(self) -> Any:
-        watch,self.sizes = self.watch,part_sizes(self.n, self.size)
+        views,self.sizes = self.find_views,part_sizes(self.n, self.size)
         self.xbs = [*zip(*(split_items(x, self.size, self.n, True, self.lists) for x in self.xb))]
-        outs = self.run.forward([partial(self.model, *xb) for xb in self.xbs], self.passes)
+        outs = self.run.forward([partial(self.model, *xb) for xb in self.xbs], self.looks)
         self.message = self.run.message
         joined = Joined(self.sizes)
-        if watch is not None and self.gather is None:
-            watch.know(self.module)
-            if watch.views is None: watch.find_views(self, outs[0])
-            joined.views = watch.views
+        if views is not None and self.gather is None:
+            views.know(self.module)
+            if views.found is None: views.find(self, outs[0])
+            joined.views = views.found
         for i,out in enumerate(outs): whole = joined.add(i, out)
         self.xbs = None
         self.ends = [[get_gradient_edge(t) if t.requires_grad else None for t in tensors_in(out)] for out in outs]
@@ -79,14 +80,14 @@ class Lockstep:
     def names(self):
         return {id(t): k.rpartition('.')[0] for k,t in (*self.module.named_parameters(), *self.module.named_buffers())}
 
-    # What the functions return, one for each part. After an error everything is as before. `passes` is told what the modules keep
-    def forward(self, fs, passes=None):
+    # What the functions return, one for each part. After an error everything is as before. `looks` is told what the modules keep
+    def forward(self, fs, looks=()):
         for m in self.synced: m.forward = partial(nn.modules.batchnorm._BatchNorm.forward, m)    # statistics are pooled here
-        try: return self._run(fs, passes)
+        try: return self._run(fs, looks)
         finally:
             for m in self.synced: del m.forward
 
-    def _run(self, fs, passes):
+    def _run(self, fs, looks):
         before,buffers = Snapshot(self.module, ()),buffers_of(self.module) if self.keeps.watched is None else None
         try:
             outs = self._forward(fs)
@@ -97,7 +98,7 @@ class Lockstep:
                 before.restore()
                 outs = self._forward(fs)
             self._check_origins()
-            if passes is not None: passes.know([self.keeps.of(i, partial(held_by, self.module)) for i in (0, len(fs)-1)])
+            for o in looks: o.one_pass(lambda: [self.keeps.of(i, partial(held_by, self.module)) for i in (0, len(fs)-1)])
             self.keeps.end(len(fs)-1)
         except BaseException:
             self.clear()

@@ -26,9 +26,9 @@ class LossRule:
         always:bool=False # Look at each micro-batch, instead of ever more rarely?
     ):
         self.new_probe,self.always,self.info,self.probe = probe,always,None,None
-        self.probed,self.measuring,self.inexact = False,False,False     # is it looked at? are more predictions needed? any inexact weights?
-        self.news,self._earlier,self._random = [],[],random.Random(0)   # warnings to be given; micro-batches of this step so far
-        self._n,self._next,self._last,self._epoch,self._since,self._each = 0,0,0,0,'',None
+        self.probed,self.measuring = False,False     # is it looked at? are more predictions needed?
+        self.news,self._earlier = [],[]              # warnings to be given; micro-batches of this step so far
+        self.times,self._since = LookTimes(),''
 
     def look_up(self,
         loss_func,      # A loss, as for `loss_weight`, or the one by which MixUp and CutMix replace it
@@ -73,8 +73,7 @@ class LossRule:
 
     def due(self) -> bool:
         "Is this micro-batch to be looked at? The first ones are, later ones ever more rarely, at random places"
-        self._n += 1
-        return self.measuring or self.always or self._n <= 8 or self._n >= self._next
+        return self.times.due(self.measuring or self.always)
 
     def pass_over(self,
         yb,   # Targets of a micro-batch that is all of a step
@@ -85,8 +84,7 @@ class LossRule:
 
     def begin_epoch(self) -> None:
         "Look at least once in this epoch"
-        n,self._epoch = self._n - self._epoch,self._n
-        self._next = min(self._next, self._n + self._random.randint(1, max(1, n)))
+        self.times.begin_epoch()
 
     def measure(self,
         pred,                   # Prediction of a micro-batch, before `backward`
@@ -99,12 +97,12 @@ class LossRule:
         where:str=''            # For messages: 'epoch 1, batch 5'
     ) -> list|None: # The right weights of the micro-batches before this one, if they are others; `[None, ...]` if the loss is a sum
         "Look at a micro-batch: is its loss the weighted mean of its parts' losses? If not, the rule changes, and `news` may say so"
-        probe,old,gap = self.probe,self.info,self._n - self._last > 1
+        probe,old,gap = self.probe,self.info,self.times.n - self.times.last > 1
         if before == 0 or gap: self._earlier = []               # others than those of this step
         probe.look(pred, yb, n, loss=loss, losses=losses, shown=shown, where=where)
         self.info,self.measuring,earlier = probe.rule,probe.open,self._earlier
         if probe.left_out: self.news.append(probe.left_out_message(n))
-        self._last,self._next = self._n,self._n + max(1, round(self._n*self._random.uniform(.5, 1.5)))
+        self.times.looked()
         changed,since,self._since = probe.take_change(),self._since,where
         self._earlier = [*earlier, (yb, n)]
         if before and (moves := probe.moves_message()): self.news.append(moves)
@@ -129,15 +127,6 @@ class LossRule:
         "A warning about a loss that is measured to be a sum: it is not declared as one, or a part of it is none"
         return self.probe.sum_message(n_batches, n_micro) if self.probed and self.is_sum else None
 
-    def uneven(self,
-        yb,   # Targets of a micro-batch
-        n:int # Its items
-    ) -> float: # 0 if both are alike
-        "How far the weight of an element of the target is, on average, from that in the first micro-batch that was asked for"
-        each = float(self.weight(yb, n))/next((t.numel() for t in _targets(yb) if t.numel()), n)
-        if self._each is None: self._each = each
-        return abs(each/self._each - 1) if self._each else float(each > 0)
-
     def end(self) -> None:
         "Measure no more: the fit ends"
         if self.probe is not None: self.probe.open = self.measuring = False
@@ -148,6 +137,14 @@ class LossRule:
         return self.probe and self.probe.message
 
     # -- weights
+    def divided_by(self,
+        weights # Weights: a list of numbers or tensors, or one tensor
+    ): # `None` if each loss divides by its weight
+        "What losses with these weights divide by"
+        floor = self.info.floor
+        if floor is None: return None
+        return at_least(floor, weights) if isinstance(weights, Tensor) else [at_least(floor, w) for w in weights]
+
     def weight(self,
         yb,    # Targets of a micro-batch
         n:int, # Its items
@@ -177,21 +174,10 @@ class LossRule:
         on_host = type(res) is Tensor and res.device.type == 'cpu'      # not a fake tensor
         return res.detach().numpy().tolist() if on_host else res,(yb[0] if info.target is None else _targets(yb)[info.target]).numel()
 
-    # -- a loss for which no single weight is exact
-    def note(self,
-        yb # Targets of a loader batch
-    ) -> None:
-        "Remember on the device whether the loss is one for which no weight is exact: label smoothing with class weights or ignored targets"
-        info = self.info
-        if info.inexact: self.inexact = self.inexact | (info.class_weight is not None) | (yb[0] == info.ignore_index).any()
-
-    inexact_message = ("LabelSmoothingCrossEntropy with class weights or ignored targets is the sum of two means with "
-                       "different divisors, so no weight makes it exact. Use nn.CrossEntropyLoss(label_smoothing=...), "
-                       "which is exact, or pass weight=.")
-
     def __str__(self):
         if self.info is None: return 'not looked up yet: nothing was trained'
-        if self.probed and self._earlier and not self._n: return 'not looked at: each step was one micro-batch, which needs no weight'
+        if self.probed and self._earlier and not self.times.n:
+            return 'not looked at: each step was one micro-batch, which needs no weight'
         return str(self.probe or self.info)
     __repr__ = __str__
 
@@ -325,6 +311,29 @@ def is_known(loss_func):
     c = f if inspect.isfunction(f) else type(f)
     own = c.__module__ in ('torch.nn.modules.loss', 'torch.nn.functional') or listed(c)
     return own and not {'forward', '__call__'} & vars(f).keys() and LossInfo(loss_func).reduction != 'none'
+
+# %% ../../nbs/api/core/02_losses.ipynb #8c1f0a02
+# When to look: at the first micro-batches, and then ever more rarely, at random places
+class LookTimes:
+    def __init__(self):
+        self.n = 0                                 # micro-batches so far
+        self.last = 0                              # the last one that was looked at
+        self.next = 0
+        self._epoch = 0
+        self._random = random.Random(0)
+
+    def due(self, always=False):
+        self.n += 1
+        return always or self.n <= 8 or self.n >= self.next
+
+    def looked(self):
+        self.last = self.n
+        self.next = self.n + max(1, round(self.n*self._random.uniform(.5, 1.5)))
+
+    # Look at least once in this epoch
+    def begin_epoch(self):
+        n,self._epoch = self.n - self._epoch,self.n
+        self.next = min(self.next, self.n + self._random.randint(1, max(1, n)))
 
 # %% ../../nbs/api/core/02_losses.ipynb #747548d6
 def _targets(yb): return [t for t in tree_leaves(yb) if isinstance(t, Tensor) and t.dim()]

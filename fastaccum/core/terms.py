@@ -16,33 +16,22 @@ from .watch import model_moved, no_trace, nodes_of
 __all__ = []
 
 # %% ../../nbs/api/core/13_terms.ipynb #c0a3d006
-# Looks, in the first micro-batch of each epoch, at the numbers of the model's in the loss. `tol`: a relative difference that is still
-# rounding
-class TermWatch:
-    def __init__(self, tol=1e-3): self.tol,self.due,self.told = tol,False,False
-
-    def begin_epoch(self, on): self.due = on and not self.told
-
-    # A warning, or None. `call(*xb)` gave `out` for the `n` items of `xb`; `weigh(sizes)`: the weights of its parts, or None for a sum
-    def check(self, model, call, xb, n, out, loss, weigh, lists=None):
-        self.due = False
-        names = terms_in(model, out, loss) if n > 1 else ()
-        if not names: return None
-        sizes = part_sizes(n, -(-n//2))
-        try:
-            halves = [split_items(x, sizes[0], n, lists=lists) for x in xb]
-            whole,parts = read_parts(model, partial(_read, model, call, names), xb, list(zip(*halves)))
-            weights = weigh(sizes)
-        except Moved as e:
-            self.told = True
-            return model_moved.format(what="whether its numbers in the loss add up", why=e)
-        except Exception: return None                       # it refuses halves, or computes these numbers in training only
-        for name,v,*vs in zip(names, whole, *parts):
-            mean = sum(vs) if weights is None else sum(w*o for w,o in zip(weights, vs))/(sum(weights) or 1)
-            off = abs(v-mean)/max(map(abs, (v, mean, *vs, 1e-30)))
-            if off > self.tol:
-                self.told = True
-                return other_terms.format(name=name, off=off, n=n)
+# A warning, if a number of the model's in the loss is not the mean of its micro-batches', or None. `call(*xb)` gave `out` for the `n`
+# items of `xb`; `weigh(sizes)`: the weights of its parts, or None for a sum; `tol`: a relative difference that is still rounding
+def check_terms(model, call, xb, n, out, loss, weigh, lists=None, tol=1e-3):
+    names = terms_in(model, out, loss) if n > 1 else ()
+    if not names: return None
+    sizes = part_sizes(n, -(-n//2))
+    try:
+        halves = [split_items(x, sizes[0], n, lists=lists) for x in xb]
+        whole,parts = read_parts(model, partial(_read, model, call, names), xb, list(zip(*halves)))
+        weights = weigh(sizes)
+    except Moved as e: return model_moved.format(what='whether its numbers in the loss add up', why=e)
+    except Exception: return None                           # it refuses halves, or computes these numbers in training only
+    for name,v,*vs in zip(names, whole, *parts):
+        mean = sum(vs) if weights is None else sum(w*o for w,o in zip(weights, vs))/(sum(weights) or 1)
+        off = abs(v-mean)/max(map(abs, (v, mean, *vs, 1e-30)))
+        if off > tol: return other_terms.format(name=name, off=off, n=n)
 
 # %% ../../nbs/api/core/13_terms.ipynb #c0a3d009
 other_terms = ("The model's number {name} is a part of the loss, and is not the mean of its micro-batches': it is {off:.2%} apart from "

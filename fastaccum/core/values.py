@@ -119,6 +119,11 @@ class LossValues:
         self.fits[name] = []
         self.news.append(name)
 
+    # The names of values that were found to be neither means nor sums since the last call
+    def take_news(self):
+        news,self.news = self.news,[]
+        return news
+
 _kinds = 'mean','items','sum','rows'
 
 calls_change = ("{name} was called once more to find out how its values of micro-batches add up, and {why}: this was changed once more "

@@ -22,90 +22,28 @@ from .untouched import Moved, Untouched
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/api/core/12_watch.ipynb #c0a2d006
-# What is checked in a coupled fit. `tol`: relative difference of the outputs of two passes that is still rounding
-class CoupledWatch:
-    def __init__(self, tol=1e-4):
-        self.tol,self.turns,self.told,self.device,self.views,self.read = tol,iter(range(2, 2**60)),set(),None,None,False
-        self.moved = None                     # a warning: a call of the model has left a trace
-        self.differs = self.off = None        # on the device: do numbers of the output differ between parts? how far apart are two passes?
-
-    # What checks a loader batch that is to be checked
-    def begin(self, module):
-        self.know(module)
-        return Passes(module)
-
-    def know(self, module):
-        if self.device is None: self.device,self.own = device_of(module),generators_of(module)
-
-    # Find the number of views in the rows of each output of `batch`, whose first part gave `out`
-    def find_views(self, batch, out):
-        n = batch.sizes[0]
-        unsure = any(t.dim() and (len(t) != n or t.shape[1:2] == (n,)) for t in tensors_in(out))
-        unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))       # perhaps a number of items
-        self.views = {}
-        if not unsure: return
-        try: self.views = views_of(batch)
-        except Moved as e: self.moved = model_moved.format(what='how many views its outputs hold', why=e)
-
-    def note(self, differs, off=None):
-        if differs is not None: self.differs = differs if self.differs is None else self.differs | differs
-        if off is not None: self.off = off if self.off is None else torch.maximum(self.off, off)
-
-    # The same in the first loader batch only
-    def check_first(self):
-        if self.read: return
-        self.read = True
-        return self.check()
-
-    # At the end of an epoch: an error if numbers differ, and a warning if two passes do, or None
-    def check(self):
-        if self.differs is not None and self.differs: raise ValueError(other_numbers)
-        if self.moved and 'moved' not in self.told: return self._tell('moved', self.moved)
-        if self.off is None or 'passes' in self.told or not self.off > self.tol: return
-        return self._tell('passes', other_outputs.format(float(self.off)))
-
-    # A warning if `loss` depends on activations of the first pass, or None
-    def check_loss(self, batch, loss):
-        if 'kept' in self.told or not batch.passes.reach(loss) or (names := batch.passes.kept_names()) is None: return
-        return self._tell('kept', kept_activations.format(names, batch.sizes[-1], batch.n))
-
-    def _tell(self, what, message):
-        self.told.add(what)
-        return message
-
-# %% ../../nbs/api/core/12_watch.ipynb #c0a2d009
-other_numbers = ("coupled: the model returns a number (a tensor without dimensions) that is not the same for all micro-batches, "
-                 "such as a mean over its items. These numbers do not determine its value for the whole batch: return a value for "
-                 "each item, or leave the number out of the output.")
-other_outputs = ("coupled calls the model twice for each micro-batch, and the outputs of its second forward pass are {:.2%} "
-                 "apart from those of its first, so the gradients are not those of the loss. Draw random numbers from "
-                 "PyTorch's generators, or from one that is an attribute of a module, and keep what changes from call to "
-                 "call in buffers (`register_buffer`).")
-model_moved = ("The model was called once more, to find out {what}, and {why}: it has changed once more than by training. Keep what "
-               "counts its calls in buffers (`register_buffer`) or attributes of modules, or change it in a callback.")
-kept_activations = ("coupled: the loss reads activations that the model keeps{}, which are those of the last micro-batch only, {} of {} "
-                    "items. Return them with the model's output, with a row for each item.")
-
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d010
 # What the first forward pass of a loader batch leaves, to be compared with the second
 class Passes:
-    def __init__(self, module): self.module,self.begin,self.outs,self.held = module,_next_node(),[],[]
+    def __init__(self, module):
+        self.module,self.begin,self.outs,self.held = module,_next_node(),[],[]
+        self.off = None                            # on the device: how far apart are the passes?
 
     # The outputs of the part `i`, of `last`+1, in the first pass
-    def first(self, i, last, out):
+    def first_pass(self, i, last, out):
         self.outs.append([_thin(t) for t in tensors_in(out) if t.is_floating_point()])
         if i in (0, last): self.held.append(held_by(self.module))
         if i == last: self.end = _next_node()
 
-    # In place of `first`, if there is but one pass: what modules keep of the first part and of the last
-    def know(self, held): self.held,self.end = held,_next_node()
+    # In place of `first_pass`, if there is but one: `held()` is what modules keep of the first part and of the last
+    def one_pass(self, held): self.held,self.end = held(),_next_node()
 
-    # How far the outputs of the part `i` in the second pass are from these, on the device
-    def second(self, i, out):
+    # How far are the outputs of the part `i` in the second pass from these?
+    def second_pass(self, i, out):
         pairs = zip(self.outs[i], [_thin(t) for t in tensors_in(out) if t.is_floating_point()])
         apart = [_apart(a, b) for a,b in pairs]
-        return torch.stack([o.to(apart[0].device) for o in apart]).max()
+        off = torch.stack([o.to(apart[0].device) for o in apart]).max()
+        self.off = off if self.off is None else torch.maximum(self.off, off)
 
     # Does `loss` depend on what was computed in the first pass, except through the outputs?
     def reach(self, loss):
@@ -157,6 +95,29 @@ def hooks_of_others(model):
         owner = getattr(f, '__self__', f)
         return id(owner) not in own and (getattr(owner, '__module__', None) or '').split('.')[0] not in ('torch', 'wandb', 'fastaccum')
     return [(d, k) for d,k,h in hooks if is_other(h)]
+
+# %% ../../nbs/api/core/12_watch.ipynb #c0a2d006
+# How the outputs of a coupled model hold items: output -> how many views its rows hold, found with the first batch
+class OutputViews:
+    def __init__(self):
+        self.found = self.device = self.own = None
+        self.moved = None                     # a warning: a call of the model has left a trace
+
+    # The device of `module`, and the random generators that it has
+    def know(self, module):
+        if self.device is None: self.device,self.own = device_of(module),generators_of(module)
+
+    # Find them for `batch`, whose first part gave `out`
+    def find(self, batch, out):
+        n = batch.sizes[0]
+        unsure = any(t.dim() and (len(t) != n or t.shape[1:2] == (n,)) for t in tensors_in(out))
+        unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))       # perhaps a number of items
+        self.found = {}
+        if not unsure: return
+        try: self.found = views_of(batch)
+        except Moved as e: self.moved = model_moved.format(what='how many views its outputs hold', why=e)
+
+    def believe(self): self.found = {}
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d020
 # What the modules keep: name -> box, a dict (of attributes), a list or a deque
@@ -271,6 +232,28 @@ def _aside(module):
     finally:
         for d,all_hooks in hooks: d.clear(); d.update(all_hooks)
         snap.restore()
+
+model_moved = ("The model was called once more, to find out {what}, and {why}: it has changed once more than by training. Keep what "
+               "counts its calls in buffers (`register_buffer`) or attributes of modules, or change it in a callback.")
+
+# %% ../../nbs/api/core/12_watch.ipynb #c0a2d022
+# Numbers without dimensions in the outputs of a coupled model: are they the same for all parts?
+class OutputNumbers:
+    def __init__(self): self.differ,self.is_read = None,False      # differ: on the device
+
+    # A loader batch came through: do they `differ`? None: it has no such numbers. The host reads it in the first one, and at the end of
+    # epochs
+    def note(self, differ):
+        if differ is not None: self.differ = differ if self.differ is None else self.differ | differ
+        if not self.is_read: self.check()
+        self.is_read = True
+
+    def check(self):
+        if self.differ is not None and self.differ: raise ValueError(other_numbers)
+
+other_numbers = ("coupled: the model returns a number (a tensor without dimensions) that is not the same for all micro-batches, "
+                 "such as a mean over its items. These numbers do not determine its value for the whole batch: return a value for "
+                 "each item, or leave the number out of the output.")
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d018
 # The layers of PyTorch's BatchNorm in a model, but those in its module `but`

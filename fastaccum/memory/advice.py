@@ -17,7 +17,7 @@ from fastai.basics import *
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from ..accumulation.batch import cut_at_head, predict_in_parts
+from ..accumulation.ways import cut_at_head, predict_in_parts
 from ..accumulation.callback import GradientAccumulation
 from ..checkpoint.loaders import texts_in_order
 from .activations import ActivationCheckpointing, ActivationOffload, find_blocks
@@ -30,7 +30,7 @@ from ..core.memory import StorageFollower, as_bytes, device_of, is_out_of_memory
 from ..core.microbatch import _holds_items, map_tensors, part_sizes, tensors_in
 from ..core.probe import LossProbe
 from ..core.random import RandomState, Snapshot
-from ..core.watch import CoupledWatch, batchnorms, hooks_of_others
+from ..core.watch import OutputViews, Passes, batchnorms, hooks_of_others
 from ..loop.events import keeps_state
 from ..precision.callback import MixedPrecision, _in_fp32
 
@@ -435,11 +435,13 @@ class Forecast:
             loss_func = learn.loss_func
             if plan.head is not None and (train or plan.head.only_loss):
                 loss_func = stack.enter_context(plan.head.in_chunks(model, lambda: True, check_loss=False))
-            part,rest = cut_at_head(call, model, train and n > k and plan.coupled)
+            has_head = train and n > k and plan.coupled not in (True, False, 'batchnorm')
+            part,rest = cut_at_head(call, model, plan.coupled) if has_head else (partial(call, model), noop)
             if n > k: part = Sampled(part, m, costs)
             if n == k: pred = rest(part(*xb))
             elif train:
-                coupled = CoupledBatch(part, xb, n, k, model, watch=first_watch())
+                passes = Passes(model)            # as in the first loader batch of a coupled fit
+                coupled = CoupledBatch(part, xb, n, k, model, views=known_views(), looks=[passes])
                 pred = rest(coupled.outputs())
             else: pred = predict_in_parts(part, xb, n, k, bool(plan.coupled))
             costs.predicted(pred)
@@ -448,7 +450,7 @@ class Forecast:
             before = costs.flops
             if coupled is not None:
                 coupled.backward()
-                costs.checked = costs.bytes_of(coupled.passes.outs)
+                costs.checked = costs.bytes_of(passes.outs)
                 costs.flops += (m-1)*(costs.flops - before - m*part.flops)    # the backward passes of the others
             if norms is not None: norms.end()
         return costs
@@ -539,11 +541,11 @@ def zero_grads(ps, dtype):
         p.grad = torch.zeros_like(p, dtype=dtype if dtype is not None and p.dtype.itemsize < 4 else p.dtype)
     return sum(p.grad.nbytes for p in ps)
 
-# What checks the first loader batch of a coupled fit
-def first_watch():
-    watch = CoupledWatch()
-    watch.views = {}                              # of the rows of outputs: where they stand does not matter here
-    return watch
+# Where the rows of outputs stand does not matter here
+def known_views():
+    views = OutputViews()
+    views.believe()
+    return views
 
 _known = 'fastaccum','fastai.learner','fastai.callback.core','fastai.callback.rnn'
 

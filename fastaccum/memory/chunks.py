@@ -10,7 +10,7 @@ import operator
 from contextlib import ExitStack, contextmanager
 from fastai.basics import *
 from fastai.layers import ToTensorBase
-from ..accumulation.watch import reader_of
+from ..accumulation.witnesses.values import reader_of
 from ..core.checks import is_count
 from ..core.chunks import ChunkedLoss, HeadInput
 from ..core.warnings import warn
@@ -99,8 +99,7 @@ class ChunkedHead(LoopCallback):
 
     # What the loss keeps, and a callback reads, may be that of the last chunk
     def _tell_of_values(self, values):
-        readers = [(k, reader_of(self.learn, k)) for k in values.news]
-        values.news = []
+        readers = [(k, reader_of(self.learn, k)) for k in values.take_news()]
         if (message := values.message()) is not None: warn(message, 'troubleshooting.html#the-loss-is-off')
         for k,who in readers:
             if who is not None:

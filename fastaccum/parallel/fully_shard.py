@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
-from ..core.microbatch import part_sizes
+from ..accumulation.ways import way_of
 from ..loop.optimizers import params_of
 from .data_parallel import DataParallel
 from .processes import from_all, in_group, same_on_all, together
@@ -164,7 +164,7 @@ class ShardedRanks(Ranks):
         total = self.agree('step', weight=y[0].numel() if isinstance(y, Tensor) and y.dim() else 1).weight
         self.path,self.n_batches = 0,self.n_batches+1
         if batch.opens: acc.acc.set_target(acc.accum_bs*total/self.world)
-        parts = max(len(part_sizes(m, acc.micro_batch_size or m)) for m in self.row if m)
+        parts = max(batch.way.calls_for(m) for m in self.row if m)
         self.left = parts if batch.closes else inf
         if not self.n_own: self._ghost_passes(parts)
         return self.n_own > 0
@@ -206,7 +206,8 @@ def check_shards(cb):
         raise ValueError(f"With sync={cb.sync!r}, remainder={acc.remainder!r} leaves gradients that are not sharded yet: use "
                          "remainder='step', or sync='every'.")
     sizes = shard_sizes(known_sizes(as_fastai(cb.learn.dls.train)), cb.brings_ranks.shares.now)
-    uneven = first(row for row in sizes if k is not None and len({-(-n//k) for n in row if n}) > 1)
+    way = way_of(acc)
+    uneven = first(row for row in sizes if len({way.calls_for(n) for n in row if n}) > 1)
     if uneven is not None:
         raise ValueError(f"micro_batch_size={k} splits the ranks' {' and '.join(map(str, dict.fromkeys(uneven)))} items into different "
                          "numbers of micro-batches, but with FullyShard all ranks go through the model together: use a loader batch "

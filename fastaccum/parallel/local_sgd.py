@@ -71,7 +71,7 @@ class LocalRanks(Ranks):
         if self.warming_up: return super().reduce(loss, weight, n_items, target)
         if self.outer_lr is not None and self.outer is None: self._open_outer()
         acc = self.accumulation.acc
-        if acc.normalize and target is not None: rescale(acc.params, target, weight)
+        if acc.normalize and target is not None: rescale(acc.params, target, acc.divisor(weight))
         return loss,weight,acc.n_items             # planned, over all ranks, as DataParallel counts them
 
     def stepped(self):

@@ -11,9 +11,8 @@ from math import inf
 from typing import NamedTuple
 from fastai.basics import *
 import torch.distributed as dist
-from ..core.accumulator import at_least, scale_grads
+from ..core.accumulator import scale_grads
 from ..core.memory import device_of
-from ..core.microbatch import part_sizes
 from ..loop.ranks import OneRank
 from .norms import JointNorms
 from .processes import all_ended, from_all, same_on_all, together
@@ -106,11 +105,11 @@ class Ranks(OneRank):
     def sum_of_batch(self, n): return int(self.agree('count', items=n).items)
 
     def begin(self, batch):
-        if self.overlap: self._expect(batch.closes)
+        if self.overlap: self._expect(batch)
         if self.shares.measures: self.shares.batch_begins(self.n_own, self.device)
         if self.n_own: return True
         self.no_items()
-        if self.accumulation.coupled: batch.take_part()
+        batch.way.take_part(self.learn)
         return False
 
     # The batch gets its events and its row, without items of this rank
@@ -165,8 +164,9 @@ class Ranks(OneRank):
     def add_up(self, loss, weight, n_items):
         acc,others = self.accumulation.acc,[v for cb in self.summing for v in cb.rank_sums()]
         def exchange(loss, weight):
-            total = loss.double()*at_least(acc.floor, weight) if acc.normalize else loss
-            return self.agree('step', loss=total, weight=weight, items=n_items, floor=acc.floor or 0., floors=acc.floor is not None,
+            total = loss.double()*acc.divisor(weight) if acc.normalize else loss
+            floor = acc.least_divisor
+            return self.agree('step', loss=total, weight=weight, items=n_items, floor=floor, floors=floor > 0,
                               **{f'other{i}': v for i,v in enumerate(others, 1)})
         head = exchange(loss, weight)
         if head.unsure and not same_on_all(head.rule, head.rule_squared, self.world):
@@ -174,9 +174,8 @@ class Ranks(OneRank):
             head = exchange(*acc.mean())
             self._check_rule(head)
         mean = acc.normalize
-        if acc.floor is None and head.floors: acc.open(floor=head.floor/head.floors)         # this rank has had no items to tell it
         for cb in self.summing: cb.summed_over_ranks((head.other1, head.other2), head.weight, head.items)
-        total = at_least(acc.floor, head.weight) if mean else 1
+        total = max(head.weight, head.floor/(head.floors or 1)) if mean else 1
         return torch.tensor(head.loss/total if total else 0., dtype=loss.dtype, device=self.device),total,head.weight,int(head.items)
 
     # A rank that has not seen what the loss averages over, as its targets were all ignored so far, or it had a single item, takes over what
@@ -187,7 +186,7 @@ class Ranks(OneRank):
         if cb.rule.sure: return
         weights = cb.rule.adopt(first(r for r in rules if r is not None))
         if not acc.losses or len(weights) != len(acc.losses): return
-        acc.correct(weights, cb.rule.info.floor)
+        acc.correct(weights, cb.rule.divided_by(weights))
         weight = acc.mean()[1]
         if acc.normalize and not weight:
             for p in acc.params:
@@ -201,10 +200,9 @@ class Ranks(OneRank):
 
     # -- gradients that are sent while the last backward pass computes
     # A batch begins: how many backward passes come before the ranks send?
-    def _expect(self, closes):
-        if closes: self.agree('step')              # a rank that has ended the fit would not send
-        size = self.accumulation.micro_batch_size or self.n_own
-        self.left = len(part_sizes(self.n_own, size)) if closes and self.n_own else inf
+    def _expect(self, batch):
+        if batch.closes: self.agree('step')        # a rank that has ended the fit would not send
+        self.left = batch.way.calls_for(self.n_own) if batch.closes and self.n_own else inf
 
     def begin_backward(self):
         if self.overlap: self.left -= 1

@@ -1,7 +1,7 @@
 "Buffers that each forward pass changes, where the big batch changes them once: told once, with what helps"
 import pytest
 from reference import *
-from fastaccum.accumulation import batch as batch_module
+from fastaccum.accumulation.witnesses import buffers as witness_module
 
 x,y = torch.randn(32, 6, generator=torch.Generator().manual_seed(0)),torch.arange(32)%4
 spectral_norm = nn.utils.parametrizations.spectral_norm
@@ -96,7 +96,7 @@ def test_what_the_message_says_is_exact():
 
 def test_one_batch_is_looked_at(monkeypatch):
     calls = []
-    monkeypatch.setattr(batch_module, 'changed_buffers', lambda *args: calls.append(1))
+    monkeypatch.setattr(witness_module, 'changed_buffers', lambda *args: calls.append(1))
     for bs,kwargs in ways.values():
         calls.clear()
         train(first(Centred), bs, **kwargs)

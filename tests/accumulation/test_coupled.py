@@ -106,7 +106,7 @@ def test_events_and_prediction_of_the_whole_batch():
     assert learn.spy.n == whole.spy.n == dict(pred=4, loss=4, backward=4)
     for a,b in zip(learn.spy.preds[:1], whole.spy.preds[:1]): torch.testing.assert_close(host(a[0]), host(b[0]))
     torch.testing.assert_close(learn.spy.losses, whole.spy.losses, rtol=1e-5, atol=1e-6)
-    assert len(learn.spy.preds[0][0]) == 32 and learn.gradient_accumulation.batch.coupled is None
+    assert len(learn.spy.preds[0][0]) == 32 and learn.gradient_accumulation.batch.way.coupled is None
 
 def test_dropout_and_batchnorm():
     "The same masks in the second pass; statistics as those of micro-batches, counted once"
@@ -201,7 +201,7 @@ def test_auto_out_of_memory_in_the_second_pass(capsys):
     assert torch.equal(weights(learn.model), weights(same.model))
 
 def key(learn):
-    from fastaccum.accumulation.batch import shapes_of
+    from fastaccum.accumulation.fitting import shapes_of
     return shapes_of(learn.xb)
 
 # --- with other callbacks

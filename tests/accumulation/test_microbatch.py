@@ -10,7 +10,7 @@ from fastai.callback.training import BnFreeze
 from fastai.losses import *
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastaccum.loop.events import _batch_events as inner
-from fastaccum.accumulation.batch import too_big
+from fastaccum.accumulation.fitting import too_big
 from fastaccum.core.memory import PeakMemory, StorageFollower
 from fastaccum.core.microbatch import part_sizes, split_items
 import fastaccum.precision.callback

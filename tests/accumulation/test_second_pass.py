@@ -184,8 +184,8 @@ def test_outputs_in_views(by_view, k):
 
 def test_the_order_is_found_under_dropout():
     learn = trained(TwoViews(True, .5), 8, loss=Barlow())
-    assert learn.gradient_accumulation.coupled_watch.views == {0: 2}
-    assert trained(TwoViews(False, .5), 8, loss=Barlow(False)).gradient_accumulation.coupled_watch.views == {}
+    assert learn.gradient_accumulation.facts.views.found == {0: 2}
+    assert trained(TwoViews(False, .5), 8, loss=Barlow(False)).gradient_accumulation.facts.views.found == {}
 
 def test_finding_it_leaves_no_trace():
     "Neither random numbers nor calls are counted"
@@ -193,7 +193,7 @@ def test_finding_it_leaves_no_trace():
         calls = 0
         def forward(self, x): self.calls += 1; return super().forward(x)
     def fit(views_known):
-        def known(l): l.gradient_accumulation.coupled_watch.views = {0: 2}
+        def known(l): l.gradient_accumulation.facts.views.found = {0: 2}
         rng = []
         cbs = [On('after_batch', lambda l: rng.append(torch.get_rng_state())),
                *([On('before_batch', known, calls=[0])] if views_known else [])]

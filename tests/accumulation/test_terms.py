@@ -60,10 +60,10 @@ def test_random_numbers(kind, random, monkeypatch):
 
 def test_it_leaves_no_trace(monkeypatch):
     "Weights, random numbers and what the model keeps are those of a run without it"
-    from fastaccum.core.terms import TermWatch
+    from fastaccum.accumulation.witnesses.terms import ModelsTerms
     ends = []
     for on in (True, False):
-        if not on: monkeypatch.setattr(TermWatch, 'check', lambda self, *a, **k: None)
+        if not on: monkeypatch.setattr(ModelsTerms, 'before_backward', lambda self, micro: None)
         *_,learn = run('balance', True, monkeypatch, noise=1., drop=.5)
         ends.append([*learn.model.parameters(), learn.model.term, torch.rand(3)])
     assert all(torch.equal(a, b) for a,b in zip(*ends))

@@ -419,6 +419,29 @@ def test_order_of_the_loader():
         assert i == j and torch.equal(x, x2) and torch.equal(y, y2)
         close(p, p2, 1e-10)
 
+def test_trimmed_into_one_micro_batch():
+    "A loader batch that fits once its padding is trimmed: what comes after it sees predictions of all places, in the loader's order"
+    seen = []
+    def after_batch(learn): seen.append((learn.iter, learn.xb[0], learn.yb[0], learn.pred))
+    def run(**kwargs):
+        seen.clear()
+        short = [(t[:5], t[:5].roll(-1)) for t in texts[:12]]
+        dl = Batches(short, bs=4)
+        dl.create_batch = lambda b: [F.pad(t, (0, 12-t.shape[1]), value=v) for t,v in zip(padded_pair(b), (pad, -100))]
+        set_seed(0)
+        learn = Learner(DataLoaders(dl, dl, device='cpu'), Words().double(), nn_loss, SGD, metrics=accuracy_of_words,
+                        cbs=[GradientAccumulation(4, **kwargs), On('after_batch', after_batch)])
+        learn.recorder.train_metrics,learn.logger = True,noop
+        learn.remove_cb(ProgressCallback)
+        learn.fit(1, 0.)
+        return list(seen),[*learn.recorder.values[0]]
+    (whole,values),(trimmed,same) = run(),run(micro_batch_tokens=24)     # 4 texts of 12 places, of which they need 5
+    assert len(whole) == 3 and same == pytest.approx(values)
+    for (i,x,y,p),(j,x2,y2,p2) in zip(whole, trimmed):
+        assert i == j and torch.equal(x, x2) and torch.equal(y, y2) and p.shape == p2.shape
+        for a,b in zip(p, p2): close(a[:5], b[:5], 1e-10)
+def padded_pair(b): return padded([x for x,_ in b]),padded([y for _,y in b], value=-100)
+
 def padding_first(x): return x.gather(1, (x != pad).long().argsort(dim=1, stable=True))
 
 @pytest.mark.parametrize('change', [lambda x, y: (padding_first(x), y), lambda x, y: (x[:-3], y[:-3])], ids=['moved','fewer'])
@@ -478,7 +501,7 @@ def test_trial_leaves_no_trace():
     def run(tried):
         learn = masked_learner('transformer', GradientAccumulation(32, micro_batch_tokens=48))
         learn.model = (set_seed(0), Trace().double())[1]
-        if not tried: learn.add_cb(On('before_train', lambda learn: setattr(learn.gradient_accumulation, 'padding_tried', True)))
+        if not tried: learn.add_cb(On('before_train', lambda learn: setattr(learn.gradient_accumulation.facts.wide, 'tried', True)))
         learn.fit(1, .1)
         return weights(learn.model),learn.model.n
     (a,n),(b,m) = run(True),run(False)

@@ -185,14 +185,6 @@ def test_mixers():
     assert mixer_of(mix.lf) is mix and mixer_of(own) is None and mixer_of([].append) is None
     assert LossInfo(LabelSmoothingCrossEntropy()).inexact and not LossInfo(LabelSmoothingCrossEntropy()).plain_mean().inexact
 
-def test_inexact():
-    rule = rule_of(LabelSmoothingCrossEntropy())
-    rule.note((y.clamp(min=0),)); assert not rule.inexact
-    rule.note((y,)); rule.note((y.clamp(min=0),)); assert rule.inexact             # once is enough
-    rule = rule_of(LabelSmoothingCrossEntropy(weight=cw))
-    rule.note((y.clamp(min=0),)); assert rule.inexact
-    rule = rule_of(nn.CrossEntropyLoss()); rule.note((y,)); assert rule.inexact is False
-
 # --- when it looks
 
 def test_when():
@@ -205,8 +197,8 @@ def test_when():
     assert looked[:8] == list(range(1, 9)) and 10 < len(looked) < 25
     assert all(.4 < (b-a)/a < 1.6 for a,b in zip(looked[8:], looked[9:]) if a < 200)
     assert any(501 <= i <= 1000 for i in looked)
-    rule._next = 10**9
-    rule.begin_epoch(); at = rule._next - rule._n
+    rule.times.next = 10**9
+    rule.begin_epoch(); at = rule.times.next - rule.times.n
     assert 1 <= at <= 490                                                            # as many as the last epoch had
     always = rule_of(own, LossProbe, always=True)
     for i in range(30):
@@ -236,39 +228,39 @@ def randoms(rule, at):
     "The ranges that are drawn from; what is drawn is one end of them"
     ranges = []
     def draw(*ends): ranges.append(ends); return ends[at]
-    rule._random = SimpleNamespace(randint=draw, uniform=draw)
+    rule.times._random = SimpleNamespace(randint=draw, uniform=draw)
     return ranges
 
 def test_first_looks():
     "At the first 8 micro-batches, later ever more rarely"
     rule,_ = scripted(info)
-    rule._next = 11
+    rule.times.next = 11
     assert [rule.due() for _ in range(12)] == [True]*8 + [False]*2 + [True]*2
-    rule.always = True;                        rule._next = 99; assert rule.due()
+    rule.always = True;                        rule.times.next = 99; assert rule.due()
     rule.always,rule.measuring = False,True;                    assert rule.due()
     rule.measuring = False;                                     assert not rule.due()
 
 @pytest.mark.parametrize('at,n,next', [(0, 1, 2), (0, 3, 5), (1, 10, 25), (0, 100, 150), (1, 100, 250)])
 def test_next_look(at, n, next):
     rule,_ = scripted(info, info)
-    ranges,rule._n = randoms(rule, at),n
+    ranges,rule.times.n = randoms(rule, at),n
     rule.measure(None, None, 4)
-    assert ranges == [(.5, 1.5)] and rule._next == next
+    assert ranges == [(.5, 1.5)] and rule.times.next == next
 
 def test_looks_in_each_epoch():
     rule,_ = scripted(info)
-    ranges,rule._next = randoms(rule, 1),99
-    rule.begin_epoch(); assert rule._next == 1 and ranges == [(1, 1)]                # no epoch before it
-    rule._next = 99
+    ranges,rule.times.next = randoms(rule, 1),99
+    rule.begin_epoch(); assert rule.times.next == 1 and ranges == [(1, 1)]                # no epoch before it
+    rule.times.next = 99
     for _ in range(5): rule.due()
-    rule.begin_epoch(); assert rule._next == 10 and ranges[1:] == [(1, 5)]
+    rule.begin_epoch(); assert rule.times.next == 10 and ranges[1:] == [(1, 5)]
     for _ in range(3): rule.due()
-    rule.begin_epoch(); assert rule._next == 10 and ranges[2:] == [(1, 3)]           # 11 would be later
+    rule.begin_epoch(); assert rule.times.next == 10 and ranges[2:] == [(1, 3)]           # 11 would be later
     rule,_ = scripted(info)
     ranges = randoms(rule, 1)
     for _ in range(5): rule.due()
     rule.begin_epoch(); assert ranges == [(1, 5)]                                    # what went before the first epoch counts, too
-    assert LossRule()._random.random() == LossRule()._random.random()                # at the same places in each run
+    assert LossRule().times._random.random() == LossRule().times._random.random()                # at the same places in each run
 
 @pytest.mark.parametrize('change,gap,before,seen,was_sure,says', [
     (None, False, 0, 0, False, False), (None, True, 0, 0, False, False), (None, False, 1, 1, False, False),
@@ -280,8 +272,8 @@ def test_says_what_could_not_be_corrected(change, gap, before, seen, was_sure, s
     "A change is told if micro-batches that were not looked at may have been weighted wrongly; a rule that was measured, if it goes"
     rule,probe = scripted(*[info]*seen, other)
     rule.info = info
-    for i in range(seen): rule._n += 1; rule.measure(None, (torch.ones(4, 3),), 4, before=i, where='earlier')
-    rule._n += 1 + gap
+    for i in range(seen): rule.times.n += 1; rule.measure(None, (torch.ones(4, 3),), 4, before=i, where='earlier')
+    rule.times.n += 1 + gap
     probe.change,probe.was_sure = change,was_sure
     late = rule.measure(None, (torch.ones(2, 3),), 2, before=before, where='now')
     assert late == ([12] if before and seen and not gap else None) and rule.news == [(info, change, 'earlier' if seen else '', 'now')]*says
@@ -364,18 +356,6 @@ def test_says_since_when():
     rule.info = info.measure('items', reduction='sum')
     assert rule.sum_message(3, 5) == (3, 5)
     rule.probed = False; assert rule.sum_message(3, 5) is None
-
-def test_uneven():
-    rule = rule_of(own)
-    assert rule.uneven((None,), 2) == 0 and rule.uneven((None,), 3) == 0
-    rule = rule_of(nn.CrossEntropyLoss())
-    assert rule.uneven((torch.ones(2, 3).long(),), 2) == 0 and rule.uneven((torch.ones(3, 2).long(),), 3) == 0
-    assert rule.uneven((tensor([1, 1]), torch.ones(0)), 2) == 0 and rule.uneven((tensor([1, 1, -100, -100]),), 4) == .5
-    rule = rule_of(nn.CrossEntropyLoss(weight=cw))
-    assert rule.uneven((tensor([0, 0]),), 2) == 0 and rule.uneven((tensor([0, 0, 0]),), 3) == 0
-    assert rule.uneven((tensor([1, 1]),), 2) == pytest.approx(3.)
-    rule = rule_of(nn.CrossEntropyLoss())
-    assert rule.uneven((tensor([-100]),), 1) == 0 and rule.uneven((tensor([1]),), 1) == 1
 
 # --- what is known
 

@@ -3,7 +3,7 @@ import gc, pytest, warnings
 from reference import *
 from torch.utils.data import DataLoader as TorchDL
 from fastai.text.data import LMDataLoader, SortedDL
-from fastaccum.accumulation.batch import FittingSize
+from fastaccum.accumulation.fitting import FittingSize
 from fastaccum.all import AdaptiveGradientAccumulation, GradientNoiseScale, LargestFirst, StepLogger, TrainingCheckpoint
 
 Acc = partial(GradientAccumulation, micro_batch_size='auto')
