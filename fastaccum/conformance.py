@@ -345,7 +345,8 @@ def check_case(train, name, device='cpu') -> Result:
         with TemporaryDirectory() as folder: found,steps,left_out = run_fits(train, case, job, folder if case.fits is after_kill else None)
     except NotImplementedError as e: return Result(name, None, 0, expected, str(e) or 'left out')
     except ProtocolError: raise
-    except Exception as e: return Result(name, None, 0, expected, f'{type(e).__name__}: {e}', traceback.format_exc())
+    except Exception as e:                  # of the trainer that is tried: its row says what it raised
+        return Result(name, None, 0, expected, f'{type(e).__name__}: {e}', traceback.format_exc())
     if steps and found.equal(before):
         raise ProtocolError(f"{name}: the optimizer took {steps} steps, but job.model did not change. Train job.model itself, not a copy "
                             "of it.")

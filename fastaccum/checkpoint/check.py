@@ -90,7 +90,8 @@ def present(o, k, e, path):
 # Make sure that an object that checks nothing itself, such as a generator, takes a state. It has its old one afterwards
 def check_takes(put, state, now, path):
     try: put(state)
-    except Exception as e: raise WrongEntry(f'`{path}` cannot be restored ({type(e).__name__}: {str(e).splitlines()[0]})') from None
+    except Exception as e:                     # what anybody's object says of a state that does not fit
+        raise WrongEntry(f'`{path}` cannot be restored ({type(e).__name__}: {str(e).splitlines()[0]})') from None
     finally: put(now)
 
 # %% ../../nbs/api/checkpoint/11_check.ipynb #c4ec0007

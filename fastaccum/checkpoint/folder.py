@@ -58,7 +58,7 @@ class CheckpointFolder:
         for f in reversed(self.of_fit(fit)):
             try: return read_checkpoint(f, device)
             except torch.OutOfMemoryError: raise
-            except Exception as e:
+            except Exception as e:                 # a damaged file leads `torch.load` to errors of any type
                 warn(f"The checkpoint {f} is damaged ({type(e).__name__}: {str(e).splitlines()[0]}). TrainingCheckpoint uses the one "
                      "before it.", 'troubleshooting.html#a-run-does-not-resume')
             self.files.remove(f)

@@ -225,7 +225,8 @@ def why_whole(opt):
         return ps,{k: v for k,v in twin.param_groups[0].items() if k != 'params'}
 
     try: (ps,now),(qs,then) = tried((0,1)),tried((0,),(1,))
-    except Exception as e: return f"cannot be tried with two small parameters ({type(e).__name__}: {e})"
+    except Exception as e:                     # an optimizer of anybody's: what it raises is part of the answer
+        return f"cannot be tried with two small parameters ({type(e).__name__}: {e})"
     finally: random_state.restore()
     changed = [k for k in now if not same(now[k], then[k])]
     if changed: return f"counts in `{changed[0]}` how often it is called"

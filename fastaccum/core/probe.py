@@ -86,7 +86,7 @@ class LossProbe:
             self.kept = None
             if self.left_out is False: self.left_out = bool(self.fits) and self.rule.floor == 0 and not batch.sum(self.rule)
             return
-        except Exception as e:
+        except Exception as e:               # what the user's loss raises for parts of a batch: a warning says it
             self.kept = None
             if self.open:
                 self.no_gradient = isinstance(e, NoGradient)

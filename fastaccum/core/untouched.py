@@ -92,7 +92,7 @@ class Part:
 
     def _is_as_before(self):
         try: return same(self.old, self.read())
-        except Exception: return False
+        except Exception: return False         # an object of another library may fail at any question
 
 # Are the same objects in it? Numbers and strings may be made anew
 def same(a, b):
@@ -391,7 +391,7 @@ def names_in(code):
 
 def dict_of(o):
     try: d = object.__getattribute__(o, '__dict__')
-    except Exception: return None
+    except AttributeError: return None
     return d if isinstance(d, dict) else None
 
 @lru_cache(1024)

@@ -73,7 +73,7 @@ class LossValues:
             try:
                 leaves = [joined(kind, vals, [weights[i] for i,*_ in own], [n for _,n,*_ in own], normalize, order)
                           for vals in zip(*(vals for *_,vals in own))]
-            except Exception: self._give_up(k); continue         # other shapes than at first
+            except (RuntimeError,TypeError,ValueError): self._give_up(k); continue         # other shapes than at first
             last = next(vals[k] for *_,vals in reversed(parts) if k in vals)
             vars(self.holder)[k] = tree_unflatten(leaves, tree_flatten(last)[1])
 
@@ -163,7 +163,7 @@ def in_order(t, order):
 
 def _joined_leaves(kind, parts, weights, sizes):
     try: return [joined(kind, vals, weights, sizes, weights[0] is not None) for vals in zip(*parts, strict=True)]
-    except Exception: return []
+    except (RuntimeError,TypeError,ValueError): return []     # of other shapes, or no numbers
 
 def alike(a, b):
     ts = [[torch.as_tensor(v).double() for v in o] for o in (a, b)]

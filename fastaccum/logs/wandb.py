@@ -51,7 +51,8 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         if new: self._run_id,self._wandb_step,self._n_steps,self.axis,self._recent = run.id,-1,0,EpochAxis(),deque()
         if not self._ahead: self.axis.at_least(run.summary.get('epoch') or 0)  # other code may have trained in this run
         try: run.config.update(fit_config(learn), allow_val_change=True)
-        except Exception as e: print(f'WandbCallback could not log config parameters -> {e}')
+        except Exception as e:                 # W&B, or the user's objects in it: no reason to end a training
+            print(f'WandbCallback could not log config parameters -> {e}')
         if new and self.log_dataset: self._log_folder()
         if self.log_preds and self.valid_dl is None: self.valid_dl = self._sample()
         if self.log_model and not hasattr(learn, 'save_model'):  # fastai's `after_create` was too early for it
@@ -134,7 +135,7 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
             items = getattr(dls.valid_ds.items, 'iloc', dls.valid_ds.items)
             if isinstance(dls, TabularDataLoaders): return dls.test_dl(items[idxs], with_labels=True, process=False)
             return dls.test_dl([items[i] for i in idxs], with_labels=True)
-        except Exception as e:
+        except Exception as e:                 # a data set of the user's, of any kind: no reason to end a training
             self.log_preds = False
             print(f'WandbCallback was not able to prepare a DataLoader for logging prediction samples -> {e}')
 

@@ -301,7 +301,7 @@ class Forecast:
         self.no_state = self.no_loss = None       # why is the optimizer's state, or the loss, not known?
         self.measured = 0                         # bytes of a prediction, if the loss is measured on it
         try: self.optimizer()
-        except Exception as e:
+        except Exception as e:                    # an optimizer of anybody's: the advice says what it raised
             self.no_state,self.state,self.keeps = reason(e),0,True
             self.grads = self.step = sum(p.nbytes for p in self.ps)
         self.on_host = getattr(self.now.acc, 'grad_device', None) is not None and self.device.type != 'cpu'
@@ -310,7 +310,7 @@ class Forecast:
             self.step,self.grads = self.step-self.grads+most,most*(1 if side_stream(self.device, 'gradients') is None else 3)
         self.why = needs_run(learn.model)
         try: self.cost(self.now)
-        except Exception as e:
+        except Exception as e:                    # the user's model: it is run with values then, and raises again
             if self.why is not None: raise
             self.why = f'it does not run on tensors without values ({reason(e)})'
 

@@ -119,7 +119,7 @@ def missing_state(learn):
         like = learn.opt_func([ps for ps in lists if ps], lr=learn.lr)
         for p in params_of(like): p.grad = torch.zeros_like(p)
         with Costs(reads=False) as follower: like.step()
-    except Exception: return 0
+    except Exception: return 0                 # an optimizer of anybody's, which may need data
     return follower.live
 
 def reserve(n_bytes, device):

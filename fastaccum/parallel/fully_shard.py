@@ -237,7 +237,7 @@ def skeleton_of(model):
     buffers = dict(model.named_buffers())
     tensors = [*model.parameters(), *(buffers[k] for k in model.state_dict() if k in buffers)]
     try: return deepcopy(model, {id(t): _without_data(t) for t in tensors})
-    except Exception: return None
+    except Exception: return None          # whatever keeps a model of the user's from being copied: `export` says so
 
 def _without_data(t):
     res = torch.empty_like(t, device='meta')

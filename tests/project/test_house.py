@@ -141,6 +141,27 @@ def warned(trees):
             if name in ('warn','warn_explicit') and (isinstance(n.func, ast.Attribute) or not ours):
                 yield mod,f'{ast.unparse(n.func)}, line {n.lineno}'
 
+# -- Errors ------------------------------------------------------------------------------------------------------
+def takes_all(text):
+    "Lines with an `except` for errors of any type that neither raises again nor says in its line why it takes them all"
+    lines = text.splitlines()
+    for n in ast.walk(ast.parse(text)):
+        if not isinstance(n, ast.ExceptHandler) or names_of(n.type) not in (None, 'Exception', 'BaseException'): continue
+        if isinstance(n.type, ast.Tuple) or '#' in lines[n.lineno-1]: continue
+        if not any(isinstance(o, ast.Raise) for o in ast.walk(n)): yield n.lineno
+
+def test_errors_are_named():
+    "An `except` that takes whatever comes could hide an error of our own"
+    files = [f for f in sorted((root/'fastaccum').rglob('*.py')) if f.name != '_modidx.py']
+    assert [f'{f.relative_to(root)}, line {i}' for f in files for i in takes_all(f.read_text(encoding='utf-8'))] == []
+
+@pytest.mark.parametrize('line,found', [
+    ('except Exception: pass', 1), ('except: pass', 1), ('except Exception: pass   # the loss may raise anything', 0),
+    ('except ValueError: pass', 0),
+    ('except BaseException: raise', 0), ('except (TypeError,ValueError): pass', 0)])
+def test_errors_that_are_not_named_are_found(line, found):
+    assert len([*takes_all(f'try: f()\n{line}')]) == found
+
 # -- The tests ---------------------------------------------------------------------------------------------------
 checks = [imports, named_above, namespaces, patched, replaced, written, warned]
 
