@@ -213,7 +213,7 @@ class GradientAccumulation(LoopCallback):
             try: yield
             except CancelFitException: raise             # `after_fit` is to come
             except BaseException:                        # an error, Ctrl-C: no part of a gradient is left
-                self.clear()
+                if self.learn is not None: self.clear()  # else it was removed, which has cleared them
                 self.running = False
                 raise
             finally: self.on_host,self.epoch_counts.in_fit = None,False
