@@ -209,14 +209,14 @@ class GradientAccumulation(LoopCallback):
         with ExitStack() as stack:
             stack.enter_context(summed_for(self.learn.model.parameters(), self.grad_dtype, self.learn.opt))
             if self.grad_device is not None: self.on_host = stack.enter_context(HostGradients(self.params, self.learn.opt))
-            self.epoch_counts.in_fit = True
+            stack.enter_context(self.epoch_counts.during_fit())
             try: yield
             except CancelFitException: raise             # `after_fit` is to come
             except BaseException:                        # an error, Ctrl-C: no part of a gradient is left
                 if self.learn is not None: self.clear()  # else it was removed, which has cleared them
                 self.running = False
                 raise
-            finally: self.on_host,self.epoch_counts.in_fit = None,False
+            finally: self.on_host = None
 
     def before_fit(self):
         learn = self.learn
@@ -274,9 +274,8 @@ class GradientAccumulation(LoopCallback):
     def warn_of_loss(self):
         "Say once that no rule fits the loss, or that another one does"
         several = "With coupled, this step has several loader batches, each with a loss of its own: "
-        for message in (*self.rule.news, self.rule.message):
+        for message in (*self.rule.take_news(), self.rule.message):
             if message: self.warn_once(several*way_of(self).is_coupled + message, 'troubleshooting.html#the-loss-is-off')
-        self.rule.news = []
 
     def keeps(self,
         name:str # Of an attribute
@@ -407,7 +406,7 @@ class GradientAccumulation(LoopCallback):
     ):
         "Continue with the saved micro-batch sizes, and as planned or not"
         self.fitting.load_state_dict(state)
-        if self.learn is not None and not state.get('by_plan'): self.loop.plan = None
+        if self.learn is not None and not state.get('by_plan'): self.loop.forget_plan()
 
 # %% ../../nbs/api/accumulation/01_callback.ipynb #289ef924
 @patch

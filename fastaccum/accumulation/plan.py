@@ -44,6 +44,13 @@ class EpochCounts:
     def __init__(self): self.found,self.in_fit = {},False
     def __reduce__(self): return EpochCounts,()                  # a copy, also in a file, has none of these loaders
 
+    # Context in which an epoch is on its way, which another one would disturb
+    @contextmanager
+    def during_fit(self):
+        self.in_fit = True
+        try: yield
+        finally: self.in_fit = False
+
     # `acc`: a `GradientAccumulation` that is attached to a `Learner`
     def of(self, acc, dl):
         if self.in_fit:

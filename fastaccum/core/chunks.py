@@ -87,8 +87,7 @@ class ChunkedLoss:
         if rule.probed and several and (torch.is_grad_enabled() or not rule.sure) and rule.due():
             self.looks += 1
             rule.measure(x, yb, n_items(yb), where=self.where or f'look {self.looks}')
-            for message in rule.news: warn(message, 'troubleshooting.html#the-loss-is-off')
-            rule.news = []
+            for message in rule.take_news(): warn(message, 'troubleshooting.html#the-loss-is-off')
         if rule.probed and (why := rule.probe.failed):
             raise ValueError(f"What {name} averages over could not be measured ({why}), so the losses of chunks might not add up. "
                              "Compute it without chunks, or, if it is a mean over items, with check_loss=False.")

@@ -127,6 +127,11 @@ class LossRule:
         "A warning about a loss that is measured to be a sum: it is not declared as one, or a part of it is none"
         return self.probe.sum_message(n_batches, n_micro) if self.probed and self.is_sum else None
 
+    def take_news(self) -> list:
+        "Warnings since the last call"
+        news,self.news = self.news,[]
+        return news
+
     def end(self) -> None:
         "Measure no more: the fit ends"
         if self.probe is not None: self.probe.open = self.measuring = False

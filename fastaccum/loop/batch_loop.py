@@ -110,6 +110,8 @@ class BatchLoop:
         loss = self.accumulation.train_batch()
         if loss is not None: self.step(loss)
 
+    def forget_plan(self): self.plan = None
+
     def forward(self,
         predict=None # `predict(call, model, *xb)`: the prediction, where `call(model, *xb)` computes in the right precision. Default: call
     ):

@@ -148,7 +148,8 @@ def cancelled():
 def started(f, n, folder, script=__file__):
     "Starts `f` of a script in a process with `n` ranks; returns a function that waits for what it returns"
     out = folder/f'{f.__name__}_{n}.pt'
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parents[2])}
+    root = Path(__file__).parents[2]
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(map(str, (root, root/'tests')))}
     process = subprocess.Popen([sys.executable, script, f.__name__, str(n), out], env=env, cwd=folder,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     def result():

@@ -17,10 +17,13 @@ allowed = {('accumulation','parallel'): "fastai's `distrib_ctx` calls the Learne
 foreign = set('learn dl opt rec model module head p param t res'.split())
 # `learn.opt.x = ...` too; what stands behind other attributes is a callback
 learners_own = set('opt recorder dls model logger'.split())
+of_pytorch = set('ctx cls greenlet cell fake_l smooth_loss'.split())
 as_fastai_calls_them = {'GradientAccumulation','MixedPrecision','WandbCallback'}      # to know fastai's of these names
 
 # Modules that a check still complains about
 debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(),
+             written_by_methods=set(('checkpoint/state core/lockstep core/losses core/probe loop/batch_loop loop/rows memory/advice '
+                                     'memory/chunks parallel/data_parallel parallel/fully_shard parallel/ranks parallel/validation').split()),
              warned=set(), too_deep=set(), below_internals=set())
 
 @cache
@@ -141,6 +144,35 @@ def warned(trees):
             if name in ('warn','warn_explicit') and (isinstance(n.func, ast.Attribute) or not ours):
                 yield mod,f'{ast.unparse(n.func)}, line {n.lineno}'
 
+def chain(node):
+    "The names of an attribute of an attribute, from the first on: ['self', 'cb', 'acc']; None if it does not begin with a name"
+    names = []
+    while isinstance(node, ast.Attribute): names,node = [node.attr, *names],node.value
+    return [node.id, *names] if isinstance(node, ast.Name) else None
+
+def aliases(fn):
+    "Local name -> the attribute that it stands for, as of `cb,learn = self.cb,self.learn`"
+    found = {}
+    for n in ast.walk(fn):
+        for t in n.targets if isinstance(n, ast.Assign) else ():
+            both = [o.elts if isinstance(o, (ast.Tuple,ast.List)) else [o] for o in (t, n.value)]
+            for name,value in zip(*both) if len(both[0]) == len(both[1]) else ():
+                if isinstance(name, ast.Name) and len(names := chain(value) or []) > 1: found[name.id] = names
+    return found
+
+def written_by_methods(trees):
+    "Methods that write the attributes of another object of ours, also through a local name for it"
+    for mod,tree in trees.items():
+        for cls in (n for n in tree.body if isinstance(n, ast.ClassDef)):
+            for fn in (n for n in cls.body if isinstance(n, ast.FunctionDef)):
+                known,own = aliases(fn),{a.arg for a in fn.args.args}
+                for o in assigned(fn):
+                    names = chain(o.value)
+                    if names and names[0] in known and names[0] not in own: names = known[names[0]] + names[1:]
+                    if not names or names[0] not in own or names == ['self']: continue
+                    if names[-1] in foreign | learners_own | of_pytorch: continue
+                    yield mod,f'{cls.name}.{fn.name} writes {".".join(names)}.{o.attr}'
+
 # -- Errors ------------------------------------------------------------------------------------------------------
 def takes_all(text):
     "Lines with an `except` for errors of any type that neither raises again nor says in its line why it takes them all"
@@ -163,7 +195,7 @@ def test_errors_that_are_not_named_are_found(line, found):
     assert len([*takes_all(f'try: f()\n{line}')]) == found
 
 # -- The tests ---------------------------------------------------------------------------------------------------
-checks = [imports, named_above, namespaces, patched, replaced, written, warned]
+checks = [imports, named_above, namespaces, patched, replaced, written, written_by_methods, warned]
 
 # Since imports lead down only, faces too, no import of a face can run in a circle
 @pytest.mark.parametrize('check', checks, ids=lambda c: c.__name__)
@@ -251,6 +283,11 @@ def test_lines_fit():
     (replaced, 'loop/learner', '@patch\ndef fit_one_cycle(self:Learner): pass', 1), (replaced, 'memory/a', 'Learner.fit = f', 1),
     (replaced, 'memory/a', '@patch\ndef own(self:Learner): pass', 0),
     (replaced, 'precision/a', '@patch\ndef to_fp16(self:Learner): pass', 0),
+    (written_by_methods, 'loop/a', 'class A:\n    def f(self): self.cb.n = 1', 1),
+    (written_by_methods, 'loop/a', 'class A:\n    def f(self): self.n = 1', 0),
+    (written_by_methods, 'loop/a', 'class A:\n    def f(self):\n        cb,learn = self.cb,self.learn\n        cb.n = learn.pred = 1', 1),
+    (written_by_methods, 'loop/a', 'class A:\n    def f(self, cb): cb.n = 1', 1),
+    (written_by_methods, 'loop/a', 'class A:\n    def f(self): self.opt.n = 1', 0),
     (written, 'loop/a', 'def f(acc): acc.n = 1', 1), (written, 'loop/a', 'def f(cb): cb.state.n += 1', 1),
     (written, 'loop/a', 'def f(cb): setattr(cb, "n", 1)', 1),
     (written, 'loop/a', 'def f(learn): learn.xb,learn.yb = 1,2', 0), (written, 'loop/a', 'def f(learn): learn.mixed_precision.on = 1', 1),
