@@ -23,7 +23,8 @@ as_fastai_calls_them = {'GradientAccumulation','MixedPrecision','WandbCallback'}
 # Modules that a check still complains about
 debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(),
              written_by_methods=set(('checkpoint/state core/lockstep core/losses core/probe loop/batch_loop loop/rows memory/advice '
-                                     'memory/chunks parallel/data_parallel parallel/fully_shard parallel/ranks parallel/validation').split()),
+                                     'memory/chunks parallel/data_parallel parallel/fully_shard '
+                                     'parallel/ranks parallel/validation').split()),
              warned=set(), too_deep=set(), below_internals=set())
 
 @cache
@@ -285,7 +286,7 @@ def test_lines_fit():
     (replaced, 'precision/a', '@patch\ndef to_fp16(self:Learner): pass', 0),
     (written_by_methods, 'loop/a', 'class A:\n    def f(self): self.cb.n = 1', 1),
     (written_by_methods, 'loop/a', 'class A:\n    def f(self): self.n = 1', 0),
-    (written_by_methods, 'loop/a', 'class A:\n    def f(self):\n        cb,learn = self.cb,self.learn\n        cb.n = learn.pred = 1', 1),
+    (written_by_methods, 'loop/a', 'class A:\n def f(self):\n  cb,learn = self.cb,self.learn\n  cb.n = learn.pred = 1', 1),
     (written_by_methods, 'loop/a', 'class A:\n    def f(self, cb): cb.n = 1', 1),
     (written_by_methods, 'loop/a', 'class A:\n    def f(self): self.opt.n = 1', 0),
     (written, 'loop/a', 'def f(acc): acc.n = 1', 1), (written, 'loop/a', 'def f(cb): cb.state.n += 1', 1),
