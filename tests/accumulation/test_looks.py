@@ -428,6 +428,10 @@ def with_a_graph():
     def keep(pred, y): total.add_(1)
     return counting(keep, lambda: int(total))
 
+def n_of_ours(told):
+    "Of other libraries a warning may come at any time: Python warns of a file when it is collected"
+    return sum(issubclass(w.category, FastaccumWarning) for w in told)
+
 @pytest.mark.parametrize('name', for_good)
 def test_what_cannot_be_put_back(name):
     "It is noticed after one call, and warned of; the loss is weighted by what is assumed"
@@ -435,7 +439,7 @@ def test_what_cannot_be_put_back(name):
     learn = learner(loss, 8, GradientAccumulation(16))
     message = 'could not be measured .each call changes .* cannot be put back.*weight='
     with pytest.warns(FastaccumWarning, match=message) as told: ours = fit(learn)
-    assert len(told) == 1
+    assert n_of_ours(told) == 1
     assert 0 <= read() - 3*(10 + 1) <= 2
     assert 'assumed' in learn.gradient_accumulation.loss_rule and 'cannot be put back' in learn.gradient_accumulation.loss_rule
     assert torch.allclose(ours, fit(learner(mean_of, 16)), rtol=1e-5, atol=1e-6)
@@ -454,7 +458,7 @@ def test_what_is_kept_is_warned_of():
     loss,read = generator_of_class()
     learn = learner(loss, 8, GradientAccumulation(16, weight=lambda learn: len(learn.yb[0])))
     with pytest.warns(FastaccumWarning, match='called once more .* cannot be put back') as told: fit(learn)
-    assert len(told) == 1 and read() == 3*(10 + 1) + 1
+    assert n_of_ours(told) == 1 and read() == 3*(10 + 1) + 1
 
 def test_it_begins_later():
     "Then what was measured before stays, and it is looked at no more"
@@ -466,7 +470,7 @@ def test_it_begins_later():
     learn = learner(loss, 8, GradientAccumulation(16))
     message = 'is no longer checked, as each call changes out.*valid targets.*as measured so far'
     with pytest.warns(FastaccumWarning, match=message) as told: ours = fit(learn)
-    assert len(told) == 1
+    assert n_of_ours(told) == 1
     assert 0 < len(open('late').read()) - (3*(10 + 1) - 12) <= 7
     assert torch.allclose(ours, fit(learner(over_valid, 16)), rtol=1e-5, atol=1e-6)
 
