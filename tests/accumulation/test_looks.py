@@ -432,9 +432,6 @@ def n_of_ours(told):
     "Of other libraries a warning may come at any time: Python warns of a file when it is collected"
     return sum(issubclass(w.category, FastaccumWarning) for w in told)
 
-# Others come at any time, as of a file that nobody closed
-def n_of_ours(told): return sum(w.category is FastaccumWarning for w in told)
-
 @pytest.mark.parametrize('name', for_good)
 def test_what_cannot_be_put_back(name):
     "It is noticed after one call, and warned of; the loss is weighted by what is assumed"
