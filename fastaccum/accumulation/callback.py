@@ -213,8 +213,7 @@ class GradientAccumulation(LoopCallback):
             try: yield
             except CancelFitException: raise             # `after_fit` is to come
             except BaseException:                        # an error, Ctrl-C: no part of a gradient is left
-                if self.learn is not None: self.clear()  # else it was removed, which has cleared them
-                self.running = False
+                self._stop()
                 raise
             finally: self.on_host = None
 
@@ -266,8 +265,12 @@ class GradientAccumulation(LoopCallback):
         self.clear()
         self.warn_of_loss()
 
-    def detach(self):
-        if self.running: self.clear()                    # removed in the middle of a fit
+    # In the middle of a fit
+    def _stop(self):
+        if self.running: self.clear()
+        self.running = False
+
+    def detach(self): self._stop()
 
     def tidy(self): self.witnesses.call('drop')
 

@@ -112,7 +112,8 @@ def check_learner(acc):
     if theirs is not None:
         raise ValueError("fastai's MixedPrecision is attached, but it does not work with fastaccum's GradientAccumulation: it ends its "
                          "autocast at every micro-batch, and the weights would stop learning. Use fastaccum's: write `from fastaccum.all "
-                         "import *` after fastai's imports, then `learn.to_fp16()` or `learn.to_bf16()`, which replace fastai's.")
+                         "import *` after fastai's imports, and call `learn.to_fp16()` or `learn.to_bf16()`, which replace fastai's, "
+                         "once this callback is attached.")
     name = 'micro_batch_size' if acc.micro_batch_tokens is None else 'micro_batch_tokens'
     if acc.splits and keeps_state(learn.model, learn.cbs):
         raise ValueError(f"{name} splits loader batches, but this model keeps state from one batch to the next (the Learner has a "

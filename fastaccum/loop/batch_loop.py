@@ -322,6 +322,7 @@ class LoopCallback(Callback):
             raise ValueError(f"This {type(self).__name__} is attached to another Learner already: make a second one, "
                              "or remove it from the other Learner first, with `remove_cb`.")
         if self.name.startswith('removed_'): del self.__dict__['name']
+        self._hear(learn is not None)
         stays = first(cb for cb in old.cbs if cb.name == self.name and cb is not self) if old is not None else None
         if stays is not None:               # `remove_cb` would delete its attribute
             setattr(old, self.name, stays)
@@ -329,6 +330,12 @@ class LoopCallback(Callback):
         self.__dict__['learn'] = learn
         if learn is not None: (methods_of(learn) or LearnerMethods(learn)).attach(self, BatchLoop)
         if old is not None and methods_of(old) is not None: methods_of(old).leave(self)
+
+    # Events go by a list that is older than its leaving: it hears no more of them
+    def _hear(self, attached):
+        own = self.__dict__
+        if attached: own.update(run=own.pop('_run', self.run))
+        else: own.update(_run=own.get('_run', self.run), run=False)
 
     @property
     def loop(self): return self.learn.one_batch

@@ -70,6 +70,34 @@ def test_callbacks_that_go(how):
     if how == 'removed': learn.remove_cb(cb)
     assert is_clear(learn)
 
+def removed(event, order, acc, calls=(2,)):
+    "A Learner that loses its accumulation there, by a callback of this order"
+    goes = On(event, lambda l: l.remove_cb(GradientAccumulation), calls=[*calls], order=order)
+    learn = learner(data, 8, GradientAccumulation(**acc), goes, loss_func=ce())
+    learn.fit(2, .1)
+    return learn
+
+@pytest.mark.parametrize('acc', [dict(accum_bs=32), dict(accum_bs=32, micro_batch_size=3)], ids=['loader batches', 'split'])
+@pytest.mark.parametrize('event,n', [('before_batch', 2), ('after_batch', 2), ('after_batch', 3), ('after_train', 0)])
+def test_removed_by_callbacks_before_and_after_it(event, n, acc):
+    "A callback that has left hears no more of the event that is on its way, nor of later ones"
+    before,after = (removed(event, order, acc, [n]) for order in (-50,100))
+    assert torch.equal(weights(before.model), weights(after.model)) and 'one_batch' not in vars(before)
+
+@pytest.mark.parametrize('order', [-50, 100])
+@pytest.mark.parametrize('event', ['after_pred', 'before_backward', 'after_backward'])
+def test_removed_amid_a_batch(event, order):
+    with pytest.raises(Exception, match='remove the callback between batches'): removed(event, order, dict(accum_bs=32))
+
+@pytest.mark.parametrize('run', [True, False])
+def test_removed_and_added_again(run):
+    "What the user has set is as it was"
+    cb = GradientAccumulation(32)
+    learn = learner(data, 8, cb, loss_func=ce())
+    cb.run = run
+    with learn.removed_cbs([cb]): assert not cb.run
+    assert cb.run is run and cb in learn.cbs
+
 def test_gradients_of_others_stay():
     "What another optimizer's parameters had before the accumulated batch"
     model = nn.Sequential(*mlp(), nn.Linear(4, 4))

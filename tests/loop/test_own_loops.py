@@ -62,6 +62,16 @@ def test_own_one_batch_is_run(name, how, monkeypatch):
     learn.fit(1, .1)
     assert len(learn.recorder.losses) == n//2*2 == 4           # a step for each of 4 loader batches
 
+def test_half_precision_of_its_own_loop():
+    "Before our callback is attached it is fastai's, which the accumulation rejects; the error says what is exact"
+    own = type('Own', (Learner,), dict(one_batch=doubles))
+    learn,whole = make(cls=own).to_bf16(),make(GradientAccumulation(16), bs=16, cls=own).to_bf16()
+    learn.add_cb(GradientAccumulation(16))
+    with pytest.raises(ValueError, match=r'once this callback is attached'): learn.fit(1, .1)
+    learn.to_bf16()
+    for l in (learn, whole): l.fit(1, .1)
+    assert isinstance(learn.mixed_precision, MixedPrecision) and rel_err(weights(learn.model), weights(whole.model)) < 1e-2
+
 def its_own_way(self, i, b):
     self.iter = i
     self.xb,self.yb = b[:1],b[1:]
