@@ -273,6 +273,7 @@ class Verdict:
         self.once = None                                       # how much of a sum comes once for each call
         self.changed = None                                    # how far steps may have been off since the last look
         self.draws = self.lost = False                         # random numbers? were items left out?
+        self.said = {}                                         # each is said once, with its first figure
 
     # It cannot be measured
     def refuse(self, error):
@@ -281,15 +282,19 @@ class Verdict:
 
     @property
     def message(self):
+        found = self._found()
+        return found and self.said.setdefault(found[0], found[0].format(name=self.name, **found[1]))
+
+    # (words, figures) of what is worst
+    def _found(self):
         if self.elsewhere: return None                         # it is measured by its values
-        say = lambda words, **kwargs: words.format(name=self.name, **kwargs)
-        if self.moves is not None and self.moves > 1e-4 and not self.draws: return say(changes_itself, off=self.moves)
-        if self.off is not None and self.draws: return say(not_measured, why='it draws random numbers')
-        if self.off is not None: return say(no_mean, how=self.why or f'its gradients are {self.off:.2%} off')
-        if self.why is not None: return say(not_measured, why=self.why)
-        if self.lost: return say(left_out)
-        if self.once is not None: return say(once_per_call, once=self.once)
-        if self.changed is not None: return say(has_changed, off=self.changed)
+        if self.moves is not None and self.moves > 1e-4 and not self.draws: return changes_itself,dict(off=self.moves)
+        if self.off is not None and self.draws: return not_measured,dict(why='it draws random numbers')
+        if self.off is not None: return no_mean,dict(how=self.why or f'its gradients are {self.off:.2%} off')
+        if self.why is not None: return not_measured,dict(why=self.why)
+        if self.lost: return left_out,{}
+        if self.once is not None: return once_per_call,dict(once=self.once)
+        if self.changed is not None: return has_changed,dict(off=self.changed)
 
     def __str__(self):
         if self.why is not None: return f'items (assumed: {self.why})'

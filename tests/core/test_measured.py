@@ -235,7 +235,7 @@ def off_by(m, parts, plan=True, f=None):
     return max(float((a-b).norm()/b.norm()) for a,b in zip(res[0], grads))
 
 limit = {torch.float64: 1e-9, torch.float32: 1e-5}
-seeds = [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 10))]
+seeds = [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))]
 
 @pytest.fixture(params=limit, ids=str)
 def dtype(request):
