@@ -27,6 +27,7 @@ class LossRule:
     ):
         self.new_probe,self.always,self.info,self.probe = probe,always,None,None
         self.probed,self.measuring = False,False     # is it looked at? are more predictions needed?
+        self.measured = False                        # has a micro-batch been looked at?
         self.news,self._earlier = [],[]              # warnings to be given; micro-batches of this step so far
         self.times,self._since = LookTimes(),''
 
@@ -97,6 +98,7 @@ class LossRule:
         where:str=''            # For messages: 'epoch 1, batch 5'
     ) -> list|None: # The right weights of the micro-batches before this one, if they are others; `[None, ...]` if the loss is a sum
         "Look at a micro-batch: is its loss the weighted mean of its parts' losses? If not, the rule changes, and `news` may say so"
+        self.measured = True
         probe,old,gap = self.probe,self.info,self.times.n - self.times.last > 1
         if before == 0 or gap: self._earlier = []               # others than those of this step
         probe.look(pred, yb, n, loss=loss, losses=losses, shown=shown, where=where)
@@ -181,7 +183,7 @@ class LossRule:
 
     def __str__(self):
         if self.info is None: return 'not looked up yet: nothing was trained'
-        if self.probed and self._earlier and not self.times.n:
+        if self.probed and self._earlier and not self.measured:
             return 'not looked at: each step was one micro-batch, which needs no weight'
         return str(self.probe or self.info)
     __repr__ = __str__
