@@ -65,6 +65,9 @@ def host(t):
 def to_host(module):
     "A copy of `module` on the host"
     module = deepcopy(module)
+    for m in module.modules():
+        for k,v in vars(m).items():
+            if isinstance(v, Tensor): setattr(m, k, host(v))
     return simulated.move(module, 'cpu') if now.name == 'sim' else module.cpu()
 
 def use(name):

@@ -27,7 +27,10 @@ def double(o):
     if isinstance(o, (tuple,list)): return tuple(map(double, o))
     if isinstance(o, dict): return {k: double(v) for k,v in o.items()}
     if isinstance(o, partial): return partial(o.func, **double(o.keywords))
-    if not isinstance(o, nn.Module): return o        # functions; fastai's `BaseLoss` computes in float32 anyway
+    if isinstance(getattr(o, 'func', None), nn.Module):              # fastai's `BaseLoss`, which computes in float32 anyway
+        o = copy(o)
+        o.func = devices.to_host(o.func)
+    if not isinstance(o, nn.Module): return o                        # a function
     return devices.to_host(o).double()
 
 # --- the reference

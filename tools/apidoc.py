@@ -55,11 +55,11 @@ def first_line(sym): return (inspect.getdoc(sym) or '').partition('\n')[0]
 # Methods and properties of public classes that only other modules call: the source explains them, no page does
 called_by_modules = {
     'GradientAccumulation': 'so_far opens cancelled auto splits step_values size_at epoch_plan during_fit apart '
-                            'warn_of_loss keeps tell train_batch give_up_batch is_done predict constant',
+                            'warn_of_loss keeps train_batch give_up_batch is_done predict constant',
     'GradientAccumulationSchedule': 'size_at', 'AdaptiveGradientAccumulation': 'size_at plan',
     'GradientNoiseScale': 'rank_sums summed_over_ranks',
-    'GradientAccumulator': 'so_far rollback settled counted set_target count_for_all correct reopen',
-    'LossRule': 'is_sum may_be_nan key sure due begin_epoch adopt sum_message uneven end note pass_over',
+    'GradientAccumulator': 'so_far rollback settled counted set_target count_for_all correct reopen least_divisor',
+    'LossRule': 'is_sum may_be_nan key sure due begin_epoch adopt sum_message end pass_over take_news',
     'DynamicLossScaler': 'may_give_up reset_step',
     'WandbCallback': 'log_predictions', 'BatchLoop': 'begin_epoch extra_step table lr_finder fire around fit',
     'ActivationCheckpointing': 'recomputed', 'ActivationOffload': 'mover', 'Compile': 'cuda_graphs during_fit',

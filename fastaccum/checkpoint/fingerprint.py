@@ -248,7 +248,10 @@ def differences(saved, now, model=None, ours=None):
     parts = lambda *names: [{k: v for n in names for k,v in s.get(n, {}).items()} for s in (saved, now)]
     differ = lambda a, b, skip=(): [k for k in {**a, **b} if k not in skip and a.get(k) != b.get(k)]
     a,b = parts('hypers', 'schedules')
-    res = [_hyper_differs(k, a.get(k), b.get(k)) for k in differ(a, b)]
+    # in older checkpoints they are arguments of the fit, which do not tell what each group of parameters had
+    n = len(saved.get('parameter groups', ()))
+    older = [k for k,v in saved.get('hypers', {}).items() if not (isinstance(v, list) and len(v) == n)]
+    res = [_hyper_differs(k, a.get(k), b.get(k)) for k in differ(a, b, older)]
     res += [f'{k}: {saved.get(k)} in the checkpoint, {now.get(k)} now' for k in differ(saved, now, ('model','hypers','schedules'))]
     a,b = parts('model')
     changed = [f"the model's {k or 'forward'}: {a.get(k)} in the checkpoint, {b.get(k)} now" for k in differ(a, b)]

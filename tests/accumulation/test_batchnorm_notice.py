@@ -5,7 +5,7 @@ from torchvision.models import resnet18
 from fastaccum.all import *
 from reference import *
 
-images = Data(torch.randn(128, 3, 16, 16), torch.randint(0, 4, (128,)))
+images = Data(torch.randn(128, 3, 16, 16, dtype=torch.float64), torch.randint(0, 4, (128,)))
 rows = Data(torch.randn(64, 6), torch.randn(64, 4))
 
 def two_norms():
@@ -33,7 +33,7 @@ def of_a_fit(bs, *cbs, n_epoch=2, **kwargs): return told(lambda: get_learner(bs,
 @pytest.mark.parametrize('n,split', [(16, True), (32, False), (64, True)])
 def test_resnet(n, split):
     "A notice whatever the size, and the line that it names is exact"
-    net = resnet18(num_classes=4)
+    net = resnet18(num_classes=4).double()         # in fp32 rounding errors come to some thousandths of its way
     def fit(bs, *cbs):
         learn = learner(images, bs, *cbs, model=net, loss_func=CrossEntropyLossFlat())
         return told(lambda: learn.fit(1, .01)),weights(learn.model)
@@ -45,7 +45,7 @@ def test_resnet(n, split):
     line = re.search(r'GradientAccumulation\([^()]*\)', text)[0]
     assert line == f"GradientAccumulation(micro_batch_size={n}, coupled='batchnorm')"
     (silent,ours),(_,whole) = fit(128, eval(line)),fit(128)
-    assert silent == [] and rel_err(ours-weights(net), whole-weights(net)) < 1e-3 < .1 < rel_err(off-weights(net), whole-weights(net))
+    assert silent == [] and rel_err(ours-weights(net), whole-weights(net)) < 1e-9 < .1 < rel_err(off-weights(net), whole-weights(net))
 
 @pytest.mark.parametrize('bs,kwargs,seen,step,line', [
     (16, dict(accum_bs=64), 16, 64, "load 64 items at a time (bs=64) and write GradientAccumulation(micro_batch_size=16, "),

@@ -130,7 +130,7 @@ k1,k2,other_name = .5,.7,.5
 
 changed = dict(
     lr=(fits('fit', .003), fits('fit', .001), 'Fit 1: lr 0.003 in the checkpoint, 0.001 now. Undo'),
-    wd=(fits('fit', .003, wd=.1), fits('fit', .003), 'Fit 1: wd 0.1 in the checkpoint, None now. Undo'),
+    wd=(fits('fit', .003, wd=.1), fits('fit', .003), 'Fit 1: wd 0.1 in the checkpoint, 0 now. Undo'),
     peak=(fits('fit_one_cycle', .003, pct_start=.275), fits('fit_one_cycle', .001, pct_start=.275),
           'Fit 1: lr 0.003 in the checkpoint, 0.001 now. Undo'),
     moms=(fits('fit_one_cycle', .003), fits('fit_one_cycle', .003, moms=(.95, .8, .95)),

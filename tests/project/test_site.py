@@ -533,7 +533,7 @@ same_code = """return [...document.querySelectorAll('article .highlight:not(.out
     .filter(c => c.offsetParent && !c.closest('details'))
     .filter(c => c.innerText.trimEnd() != c.textContent.trimEnd()).map(c => c.innerText)"""
 wrapped_outputs = r"""return [...document.querySelectorAll('article .highlight.out .line')]
-    .filter(l => l.offsetParent && !l.textContent.trim().match(/\S\s{2,}\S/))
+    .filter(l => l.offsetParent && !l.textContent.trim().match(/\S\s{2,}\S|^https:\S+$/))     // a link alone is one word
     .filter(l => l.getBoundingClientRect().height > 1.5*parseFloat(getComputedStyle(l).lineHeight)).map(l => l.innerText)"""
 
 @pytest.mark.parametrize('p', phone_pages)
