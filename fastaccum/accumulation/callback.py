@@ -262,7 +262,7 @@ class GradientAccumulation(LoopCallback):
         if self.n_items:
             print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} {self.unit} accumulated; their gradients "
                   "are cleared.")
-        self.clear()
+        if self.n_items or self.batch is not None and not self.batch.done: self.clear()        # or one was cancelled halfway
         self.warn_of_loss()
 
     # In the middle of a fit
