@@ -4,9 +4,9 @@ from copy import deepcopy
 from pathlib import Path
 import pytest
 from reference import *
+from test_checkpoint import new_process, one_process
 from reference import GradientAccumulation    # ours
 from fastaccum.checkpoint.callback import TrainingCheckpoint
-from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.logs.steps import StepLogger
 from fastaccum.loop.learner import LearnerMethods, methods_of
 from fastaccum.memory.activations import ActivationCheckpointing
@@ -291,11 +291,3 @@ def test_checkpoint_of_a_plain_learner(given, acc):
     new_process()
     trained = run(1)                                  # a batch that nobody trains
     assert torch.equal(weights(trained.model), weights(whole.model))
-
-def new_process(): CheckpointFolder.in_use.clear()
-
-@pytest.fixture(autouse=True)
-def one_process():
-    new_process()
-    yield
-    new_process()
