@@ -44,6 +44,8 @@ class MicroBatch(NamedTuple):
 class Whole:
     is_coupled = False          # is there one loss for all outputs, although the model may be called in parts?
     checks_buffers = False      # does it look itself whether the model changes its buffers?
+    pools_norms = False         # does each BatchNorm see all items of the loader batch, of all ranks?
+    head = None                 # name of the module that is called once, with what it gets from all parts
     is_joined = False           # is the loss of this loader batch over the outputs of several calls?
 
     def __init__(self, cb):
@@ -242,7 +244,7 @@ def cut_at_head(call, model, name):
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #a06940ca
 class Lockstep(Coupled):
-    checks_buffers = True
+    checks_buffers = pools_norms = True
     message = property(lambda self: getattr(self.coupled, 'message', None))
     page = 'tutorials/batchnorm.html#every-batchnorm-sees-all-items'
 

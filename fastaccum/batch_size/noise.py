@@ -12,6 +12,7 @@ from numbers import Real
 from typing import NamedTuple
 from fastai.basics import *
 from ..accumulation.callback import GradientAccumulation
+from ..accumulation.ways import way_of
 from ..core.accumulator import check_accum_bs
 from ..core.checks import is_count
 from ..core.losses import LossInfo
@@ -60,9 +61,9 @@ class GradientNoiseScale(LoopCallback):
             raise ValueError("GradientNoiseScale needs the mean over the accumulated batch: leave out normalize=False, and use a loss "
                              "with reduction='mean'.")
         bs = loader_bs(learn.dls.train)
-        if num_distrib() > 1 or acc.micro_batch_size == 'auto' or bs is None or acc.unit != 'items': return
+        if num_distrib() > 1 or acc.auto or bs is None or acc.unit != 'items': return
         most = bs if acc.per_loader_batch else getattr(acc, 'min_accum_bs', None) or max(acc.accum_bs, getattr(acc, 'final_accum_bs', 0))
-        if most <= min(bs, acc.micro_batch_size or bs):
+        if most <= bs and way_of(acc).calls_for(most) == 1:
             raise ValueError(f"GradientNoiseScale compares the micro-batches of a step, but each step has only one: the loader batch has "
                              f"{bs} items, and accum_bs={most}. Split loader batches with micro_batch_size={max(1, bs//2)}, or raise "
                              "accum_bs.")

@@ -39,10 +39,14 @@ class ChunkedLoss:
     ):
         if not is_count(n_chunks): raise ValueError(f"n_chunks={n_chunks!r}: pass the number of chunks, an int of at least 1.")
         check_head(head)
-        self.loss_func,self.head,self.n_chunks,self.scaler = loss_func,head,n_chunks,scaler
+        self.loss_func,self.head = loss_func,head
+        self.n_chunks,self.scaler = n_chunks,scaler
         self.rule = LossRule(ChunkProbe if check_loss else None, check_loss == 'always')
-        self.model,self.where,self.looks = None,'',0                    # the head's, and the place in training, for messages
-        self.looked,self.values = False,LossValues(loss_func)           # `looked`: at the head's buffers? `values`: what the loss keeps
+        self.model = None                         # the head's, for messages
+        self.where = ''                           # the place in training, for messages
+        self.looks = 0                            # how often it was measured
+        self.looked = False                       # at the head's buffers?
+        self.values = LossValues(loss_func)       # what the loss keeps
 
     def __call__(self,
         x:Tensor, # Input of the head: (items, ..., width), or (items, channels, ...) for a convolution
@@ -60,6 +64,10 @@ class ChunkedLoss:
         res = _InChunks.apply(run, x.x, *(p for _,p in trained(x.head)))
         if before is not None: self._check_buffers(x.head, before)
         return res
+
+    # The model whose head it is, and the place in training: messages name them
+    def belongs_to(self, model): self.model = model
+    def comes_to(self, where): self.where = where
 
     # After the first training batch in chunks: an error if the head has changed buffers in each of them
     def _check_buffers(self, head, before):

@@ -399,6 +399,9 @@ class Progress:
     batch_loss = None # its own loss, if `learn.loss` is the accumulated loss
     on_host   = None  # the loss of the row that is due, the version of this tensor, and its value on the host
 
+    # It counts as one that went through: other ranks have its items
+    def without_items(self): self.predicted = True
+
 # %% ../../nbs/api/loop/01_batch_loop.ipynb #66b8cd87
 # Has `now`, the loss after callbacks, something 'added' to `made`, or is `made` 'replaced'? A look at the autograd graph
 def how_changed(made, now):

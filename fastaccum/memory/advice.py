@@ -17,7 +17,7 @@ from fastai.basics import *
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from ..accumulation.ways import cut_at_head, predict_in_parts
+from ..accumulation.ways import Whole, cut_at_head, predict_in_parts, way_of
 from ..accumulation.callback import GradientAccumulation
 from ..checkpoint.loaders import texts_in_order
 from .activations import ActivationCheckpointing, ActivationOffload, find_blocks
@@ -90,7 +90,7 @@ class MemoryAdvice:
 
     # Is recomputation still to be had?
     @property
-    def _can_recompute(self): return self.now.recompute is None and self.forecast.has_blocks and self.now.coupled != 'batchnorm'
+    def _can_recompute(self): return self.now.recompute is None and self.forecast.has_blocks and not self.now.way.pools_norms
 
     def _plans(self):
         now,few = self.now,max(2, self.now.size//8)
@@ -137,7 +137,7 @@ class MemoryAdvice:
     def _ways_out(self):
         now,on_host = self.now,getattr(self.now.acc, 'grad_device', None) is not None
         ways = [(self.state, f"an optimizer that keeps less than {as_bytes(self.state)}"),
-                (now.recompute is None and now.coupled != 'batchnorm', 'ActivationCheckpointing()'),
+                (now.recompute is None and not now.way.pools_norms, 'ActivationCheckpointing()'),
                 (now.offload is None, 'ActivationOffload() on a GPU'),
                 (not on_host, f"GradientAccumulation(..., grad_device='cpu') on a GPU: gradients take {as_bytes(self.grads)}"),
                 (True, 'FullyShard() on several GPUs'), (True, 'smaller pictures or shorter texts, or a smaller model')]
@@ -159,12 +159,11 @@ class MemoryAdvice:
             if not k and not self.call: lines += self._ways_out()
             if k and k < self.bs and not self.forecast.can_split:
                 lines += [f'This model keeps state from batch to batch, so its batches cannot be split: load {k} items at a time (bs={k}).']
-            if 'micro_batch_size' in (self.call or '') and not self.now.coupled and batchnorms(self.forecast.learn.model):
+            if 'micro_batch_size' in (self.call or '') and not self.now.way.is_coupled and batchnorms(self.forecast.learn.model):
                 lines += [f"BatchNorm sees {k} items then. With GradientAccumulation(micro_batch_size={k}, coupled='batchnorm') it "
                           'sees the loader batch, in about 1.3 times the time.']
         return '\n'.join([*lines, *(['', *self.forecast.notes] if self.forecast.notes else [])])
     __repr__ = __str__
-
 
 # %% ../../nbs/api/memory/02_advice.ipynb #a56397db
 @patch
@@ -195,8 +194,9 @@ class Plan:
     amp:Any=None        # A dtype to compute in
     head:Any=None       # A `ChunkedHead`
 
+    # The way of a loader batch through the model
     @property
-    def coupled(self): return self.acc is not None and self.acc.coupled
+    def way(self): return Whole(None) if self.acc is None else way_of(self.acc)
 
 # How `learn` would train now; bs: items of its loader batch
 def present_plan(learn, bs) -> Plan:
@@ -223,7 +223,10 @@ class Costs(StorageFollower):
         super().__init__()
         from torch.utils.flop_counter import flop_registry       # brings triton, which takes a third of a second
         self.flops_of = flop_registry
-        self.reads,self.trace,self.flops,self.checked = reads,[0],0,0
+        self.reads = reads
+        self.trace = [0]
+        self.flops = 0
+        self.checked = 0                         # bytes of the first pass's outputs, with which the second is compared
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not self.reads and func is torch.ops.aten._local_scalar_dense.default: return 1
@@ -238,6 +241,19 @@ class Costs(StorageFollower):
 
     # The prediction is made. As long as it was not, there was that of the batch before
     def predicted(self, pred): self.n_forward,self.pred = len(self.trace),self.bytes_of(pred)
+
+    # A coupled batch went through, and kept `outs` for a check
+    def checks(self, outs): self.checked = self.bytes_of(outs)
+
+    # Operations of what is not run
+    def add(self, flops): self.flops += flops
+
+    # Context in which values of tensors are not read
+    @contextmanager
+    def without_values(self):
+        before,self.reads = self.reads,False
+        try: yield
+        finally: self.reads = before
 
     # Bytes of the tensors in `tree` that were made in this mode
     def bytes_of(self, tree): return sum({s._cdata: self.sizes.get(s._cdata, 0) for s in self.storages(tree)}.values())
@@ -271,12 +287,15 @@ def gone(mover):
 # `f`, a part of a model, which gets a batch in `m` micro-batches, and perhaps a second time. It computes the first and the last of them,
 # and the first of the second time. For the others there are outputs of the same shape, which take memory but no time
 class Sampled:
-    def __init__(self, f, m, costs): self.f,self.m,self.costs,self.n_calls,self.k = f,m,costs,0,0
+    def __init__(self, f, m, costs):
+        self.f,self.m = f,m
+        self.costs = costs
+        self.n_calls = self.k = 0
 
     def __call__(self, *xb):
         k,self.n_calls = n_items(xb),self.n_calls+1
         if self.n_calls not in (1, self.m, self.m+1) and k <= self.k:
-            self.costs.flops += self.flops
+            self.costs.add(self.flops)
             shape = lambda t: (len(t)*k//self.k, *t.shape[1:]) if t.dim() else ()
             return map_tensors(lambda t: t.new_empty(shape(t), requires_grad=t.requires_grad), self.like)
         before,out = self.costs.flops,self.f(*xb)
@@ -333,7 +352,7 @@ class Forecast:
                             f'{as_bytes(self.measured)} each.'),
             (self.no_state, f"The optimizer's state is not counted: it does not step tensors without values ({self.no_state})."),
             (self.on_host, 'Gradients are on the host: those on their way there are counted as the largest.'),
-            (self.now.coupled == 'batchnorm', "With coupled='batchnorm' this is the forecast of micro-batches alone: activations wait on "
+            (self.now.way.pools_norms, "With coupled='batchnorm' this is the forecast of micro-batches alone: activations wait on "
                                               "the host. On a CPU, or with activations='device', a step takes as much as the whole batch."),
             (outside, f'What {outside} may do to batches, predictions or losses is not counted.'),
             (self.device.type != 'cpu', 'What kernels take for themselves, such as the workspace of cuDNN, is not counted.')) if why]
@@ -375,10 +394,10 @@ class Forecast:
     def compute(self, plan):
         learn,t,v,acc = self.learn,self.train,self.valid,plan.acc
         k,accum_bs = part_sizes(t.n, plan.size)[0],t.n if acc is None or acc.per_loader_batch else acc.size_at(0, len(learn.dls.train), 1)
-        keeps,n = self.keeps or accum_bs > plan.size,t.n if plan.coupled else k
+        keeps,n = self.keeps or accum_bs > plan.size,t.n if plan.way.is_coupled else k
         train = last = self.passed(plan, True, n, k, keeps)
         if v is not None:
-            splits = plan.size < t.n or getattr(acc, 'micro_batch_size', None) is not None
+            splits = plan.size < t.n or acc is not None and acc.splits
             whole = not splits or not self.can_split or hooks_of_others(learn.model)
             last = self.passed(plan, False, v.n, v.n if whole else min(plan.size, v.n), False)
         # enumerate, in fastai's `all_batches`, holds on to the first batch, the third, ... Only among these a coupled batch is checked
@@ -435,23 +454,23 @@ class Forecast:
             loss_func = learn.loss_func
             if plan.head is not None and (train or plan.head.only_loss):
                 loss_func = stack.enter_context(plan.head.in_chunks(model, lambda: True, check_loss=False))
-            has_head = train and n > k and plan.coupled not in (True, False, 'batchnorm')
-            part,rest = cut_at_head(call, model, plan.coupled) if has_head else (partial(call, model), noop)
+            has_head = train and n > k and plan.way.head is not None
+            part,rest = cut_at_head(call, model, plan.way.head) if has_head else (partial(call, model), noop)
             if n > k: part = Sampled(part, m, costs)
             if n == k: pred = rest(part(*xb))
             elif train:
                 passes = Passes(model)            # as in the first loader batch of a coupled fit
                 coupled = CoupledBatch(part, xb, n, k, model, views=known_views(), looks=[passes])
                 pred = rest(coupled.outputs())
-            else: pred = predict_in_parts(part, xb, n, k, bool(plan.coupled))
+            else: pred = predict_in_parts(part, xb, n, k, plan.way.is_coupled)
             costs.predicted(pred)
             loss = self.loss(costs, loss_func, pred, yb, train, n)
             if train: loss.backward()
             before = costs.flops
             if coupled is not None:
                 coupled.backward()
-                costs.checked = costs.bytes_of(passes.outs)
-                costs.flops += (m-1)*(costs.flops - before - m*part.flops)    # the backward passes of the others
+                costs.checks(passes.outs)
+                costs.add((m-1)*(costs.flops - before - m*part.flops))    # the backward passes of the others
             if norms is not None: norms.end()
         return costs
 
@@ -468,11 +487,10 @@ class Forecast:
             if self.why is None: raise
             self.no_loss,now.loss_grad = reason(e),sum(t.float().sum() for t in tensors_in(now.pred) if t.is_floating_point())
         fire('after_loss')
-        if train and acc is not None and acc.check_loss and acc.normalize and acc.weight is None and not acc.coupled:
-            costs.reads = self.why is not None
+        if train and acc is not None and acc.check_loss and acc.normalize and acc.weight is None and not self.now.way.is_coupled:
             probe = LossProbe(learn.loss_func)
-            probe.look(now.pred, yb, n, now.loss_grad)
-            costs.reads,self.measured = True,0 if probe.known else costs.pred
+            with nullcontext() if self.why is not None else costs.without_values(): probe.look(now.pred, yb, n, now.loss_grad)
+            self.measured = 0 if probe.known else costs.pred
         return now.loss_grad.mean()
 
 # %% ../../nbs/api/memory/02_advice.ipynb #846b3c2d

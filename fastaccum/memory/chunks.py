@@ -10,6 +10,7 @@ import operator
 from contextlib import ExitStack, contextmanager
 from fastai.basics import *
 from fastai.layers import ToTensorBase
+from ..accumulation.ways import way_of
 from ..accumulation.witnesses.values import reader_of
 from ..core.checks import is_count
 from ..core.chunks import ChunkedLoss, HeadInput
@@ -35,7 +36,9 @@ class ChunkedHead(LoopCallback):
         if not (head is None or isinstance(head, (nn.Module,str))):
             raise TypeError(f"head={head!r}: pass a module of the model or its name, or leave it out for the last linear layer or "
                             "convolution.")
-        self.n_chunks,self.head,self.deferred,self.first = n_chunks,head,False,None      # `first`: the loss, until a batch was trained
+        self.n_chunks,self.head = n_chunks,head
+        self.deferred = False
+        self.first = None          # the loss, until a batch was trained
 
     @contextmanager
     def during_fit(self):
@@ -59,7 +62,7 @@ class ChunkedHead(LoopCallback):
         "A context in which `model` may return the input of its head, of which the loss is computed with the function that it gives"
         head = get_model(model).get_submodule(name_of_head(get_model(self.learn.model), self.head))
         loss_func = HeadLoss(chunked := ChunkedLoss(self.learn.loss_func, head, self.n_chunks, **kwargs))
-        chunked.model = get_model(model)
+        chunked.belongs_to(get_model(model))
         with ExitStack() as stack:
             stack.enter_context(Later(head, defers, self.n_chunks).attached())
             for m in model.modules():
@@ -82,7 +85,7 @@ class ChunkedHead(LoopCallback):
         if self._chunked is not None: self._chunked.rule.begin_epoch()
     def before_batch(self):
         learn,self.deferred = self.learn,self.learn.training or self.only_loss
-        if self._chunked is not None: self._chunked.where = f'epoch {learn.epoch}, batch {learn.iter}'
+        if self._chunked is not None: self._chunked.comes_to(f'epoch {learn.epoch}, batch {learn.iter}')
     def after_pred(self): self.deferred = self.learn.training
     def after_batch(self):
         self.deferred = False
@@ -181,7 +184,8 @@ def name_of_head(model, head):
 
 def check_learner(learn):
     check_single([cb for cb in learn.cbs if isinstance(cb, ChunkedHead)], 'ChunkedHead')
-    if any(getattr(cb, 'coupled', False) for cb in learn.cbs):
+    acc = first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
+    if acc is not None and way_of(acc).is_coupled:
         raise ValueError("ChunkedHead computes the loss in chunks, but with coupled the loss compares items and needs all outputs: leave "
                          "out one of the two.")
     if ranks_of(learn.cbs).one_target:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from fastai.basics import *
 from importlib.util import find_spec
 import torch.distributed as dist
+from ..accumulation.ways import way_of
 from ..core.checks import is_positive
 from ..loop.batch_loop import LoopCallback, check_single
 from ..loop.events import is_a, mixes
@@ -158,7 +159,7 @@ class DataParallel(LoopCallback):
         self.validation = JointValidation(self.brings_ranks, self.learn, dl.rows)
 
     def after_cancel_validate(self):
-        if self.validation is not None: self.validation.cancelled = True
+        if self.validation is not None: self.validation.cancel()
 
     def after_validate(self):
         validation,self.validation = self.validation,None
@@ -169,13 +170,14 @@ class DataParallel(LoopCallback):
         if hasattr(learn, 'gather_preds'): self._join_gathered(learn.gather_preds, validation.rows_done())
 
     # Let `get_preds` return the items of all ranks, in order: in fastai's `GatherPredsCallback`, after the loader
-    def _join_gathered(self, cb, rows):
-        if cb.save_preds is not None or cb.save_targs is not None:
+    def _join_gathered(self, gather_preds, rows):
+        if gather_preds.save_preds is not None or gather_preds.save_targs is not None:
             raise ValueError("save_preds and save_targs write one file per batch, and each rank would write its own: leave them out, and "
                              "save what get_preds returns.")
-        names = [k for k,on in (('preds', cb.with_preds), ('targets', cb.with_targs), ('inputs', cb.with_input), ('losses', cb.with_loss))
-                 if on]
-        for k,v in zip(names, joined_predictions([getattr(cb, k) for k in names], rows, cb.concat_dim)): setattr(cb, k, v)
+        wanted = dict(preds='with_preds', targets='with_targs', inputs='with_input', losses='with_loss')
+        names = [k for k,on in wanted.items() if getattr(gather_preds, on)]
+        parts = [getattr(gather_preds, k) for k in names]
+        for k,v in zip(names, joined_predictions(parts, rows, gather_preds.concat_dim)): setattr(gather_preds, k, v)
 
     # -- a checkpoint
     def state_dict(self) -> dict: # Plain values
@@ -236,8 +238,8 @@ def check_settings(cb):
     if acc is None:
         raise ValueError(f"{name} needs an accumulation callback, and there is none: add `GradientAccumulation(accum_bs=...)`, even if "
                          "every loader batch is a step.")
-    if acc.coupled: _check_coupled(cb, acc)
-    if cb.overlap and acc.micro_batch_size == 'auto':
+    if way_of(acc).is_coupled: _check_coupled(cb, acc)
+    if cb.overlap and acc.auto:
         raise ValueError("overlap=True sends gradients during the backward pass, but micro_batch_size='auto' may have to repeat that pass. "
                          "Use one of the two.")
     if not acc.normalize:
@@ -258,10 +260,10 @@ _no_joint_gradients = ("needs gradients that all ranks add up at each step, and 
 def _check_coupled(cb, acc):
     why = None
     if not cb.brings_ranks.joint_gradients: why = f"{type(cb).__name__} does not gather the ranks' outputs: use DataParallel"
-    elif acc.coupled not in (True, 'batchnorm'): why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
+    elif way_of(acc).head is not None: why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
     elif cb.overlap: why = "overlap=True sends gradients in the last backward pass, and there is one for each micro-batch: leave it out"
     elif any(map(mixes, cb.learn.cbs)): why = "MixUp and CutMix mix the items of each rank: leave them out"
-    elif acc.micro_batch_size == 'auto':
+    elif acc.auto:
         why = ("a rank that runs out of memory would have to start again after the others have received its outputs: pass a number as "
                "micro_batch_size")
     if why: raise ValueError(f"coupled={acc.coupled!r} with several ranks: {why}.")

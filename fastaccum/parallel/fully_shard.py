@@ -55,7 +55,7 @@ class FullyShard(DataParallel):
     def _change(self, learn):
         super()._change(learn)
         if learn is None or not self.many or is_sharded(learn.model): return
-        self.brings_ranks.skeleton = skeleton_of(learn.model)
+        self.brings_ranks.before_sharding(learn.model)
         shard(learn, self.units, self.offload, self.sync)
 
     def before_fit(self):
@@ -115,6 +115,9 @@ class ShardedRanks(Ranks):
     def __init__(self, sync, **kwargs):
         super().__init__(**kwargs)
         self.sync,self.left = sync,inf
+        self.skeleton = None                       # of the whole model, from which an exported one is made
+
+    def before_sharding(self, model): self.skeleton = skeleton_of(model)
 
     # Nothing to send: the weights have been those of rank 0 since they were sharded
     def begin_steps(self):
@@ -198,8 +201,7 @@ class ShardedRanks(Ranks):
 # Raise an error for settings that do not work with a sharded model; `cb`: a `FullyShard` that is attached to a `Learner`
 def check_shards(cb):
     acc = cb.brings_ranks.accumulation
-    k = acc.micro_batch_size
-    if k == 'auto':
+    if acc.auto:
         raise ValueError("micro_batch_size='auto' lets each rank find its own size, but with FullyShard all ranks go through the model "
                          "together: pass a number.")
     if cb.sync != 'every' and acc.remainder != 'step':
@@ -209,9 +211,10 @@ def check_shards(cb):
     way = way_of(acc)
     uneven = first(row for row in sizes if len({way.calls_for(n) for n in row if n}) > 1)
     if uneven is not None:
-        raise ValueError(f"micro_batch_size={k} splits the ranks' {' and '.join(map(str, dict.fromkeys(uneven)))} items into different "
-                         "numbers of micro-batches, but with FullyShard all ranks go through the model together: use a loader batch "
-                         "size that divides evenly, another micro_batch_size, or other shares.")
+        items = ' and '.join(map(str, dict.fromkeys(uneven)))
+        raise ValueError(f"micro_batch_size={acc.micro_batch_size} splits the ranks' {items} items into different numbers of "
+                         "micro-batches, but with FullyShard all ranks go through the model together: use a loader batch size that "
+                         "divides evenly, another micro_batch_size, or other shares.")
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #cd35f7e1
 # PyTorch's FSDP and its sharded tensors take nearly a second to import: where they are used, not for everybody

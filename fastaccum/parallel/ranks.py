@@ -11,6 +11,7 @@ from math import inf
 from typing import NamedTuple
 from fastai.basics import *
 import torch.distributed as dist
+from ..accumulation.ways import way_of
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
 from ..loop.ranks import OneRank
@@ -115,7 +116,8 @@ class Ranks(OneRank):
     # The batch gets its events and its row, without items of this rank
     def no_items(self):
         learn = self.learn
-        learn.one_batch.now.predicted,learn.pred,learn.loss = True,None,torch.zeros((), device=self.device)
+        learn.one_batch.now.without_items()
+        learn.pred,learn.loss = None,torch.zeros((), device=self.device)
 
     # Outputs of all ranks' items, place of this rank's first, and the factor for its gradients; the targets of all go into `learn.yb`.
     # A rank without items has no outputs, and needs none
@@ -128,7 +130,7 @@ class Ranks(OneRank):
 
     norms      = property(lambda self: JointNorms(self))
     # Does BatchNorm see the items of all ranks?
-    pools      = property(lambda self: getattr(self.accumulation, 'coupled', None) == 'batchnorm')
+    pools      = property(lambda self: self.accumulation is not None and way_of(self.accumulation).pools_norms)
 
     # -- a step
     # Loss, weight and number of items over all ranks, from a mean loss, the sum of its weights, and the target that `backward` divided by

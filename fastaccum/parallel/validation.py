@@ -9,6 +9,7 @@ from __future__ import annotations
 from copy import copy
 from fastai.basics import *
 import torch.distributed as dist
+from ..accumulation.ways import way_of
 from ..core.losses import LossRule
 from ..core.probe import LossProbe
 from .processes import from_all, together
@@ -22,7 +23,9 @@ __all__ = []
 class JointValidation:
     def __init__(self, ranks, learn, rows):
         self.ranks,self.learn,self.rows = ranks,learn,rows
-        self.parts,self.done,self.cancelled = [],0,False
+        self.parts = []             # (number of the loader batch, its loss, weight, items, least divisor)
+        self.done = 0
+        self.cancelled = False
         rec = getattr(learn, 'recorder', None)
         unused = rec is None or hasattr(learn, 'gather_preds')          # whose losses fastai does not average
         self.losses = [] if unused else [m for m in rec._valid_mets if type(m).accumulate is AvgLoss.accumulate]
@@ -34,15 +37,18 @@ class JointValidation:
     def _needs_all(self):
         acc = self.accumulation
         self.weight = acc and acc.weight
-        if acc is not None and acc.coupled: return True
+        if acc is not None and way_of(acc).is_coupled: return True
         if self.weight is not None: return False
-        self.rule = LossRule(LossProbe) if acc is None else copy(acc.rule)     # a copy, as MixUp replaces the loss in training
-        if self.rule.new_probe is None: self.rule.new_probe = LossProbe        # nothing was trained
+        trained = acc is not None and acc.rule.new_probe is not None
+        self.rule = copy(acc.rule) if trained else LossRule(LossProbe)         # a copy, as MixUp replaces the loss in training
         self.rule.look_up(self.learn.loss_func, acc is None or bool(acc.check_loss and acc.normalize))
         if self.rule.info.inexact: return True
         if not self.rule.probed: return False
         keys = set(from_all(self.rule.key if self.rule.probe.fits else None))
         return None in keys or len(keys) > 1
+
+    # On this rank
+    def cancel(self): self.cancelled = True
 
     # This rank has computed its part of the loader batch
     def after_batch(self):

@@ -16,16 +16,14 @@ allowed = {('accumulation','parallel'): "fastai's `distrib_ctx` calls the Learne
 # Objects of others, which a function may write to: fastai's and PyTorch's
 foreign = set('learn dl opt rec model module head p param t res'.split())
 # `learn.opt.x = ...` too; what stands behind other attributes is a callback
-learners_own = set('opt recorder dls model logger'.split())
+learners_own = set('opt recorder dls model logger gather_preds loss_of_outputs'.split())
 of_pytorch = set('ctx cls greenlet cell fake_l smooth_loss'.split())
 as_fastai_calls_them = {'GradientAccumulation','MixedPrecision','WandbCallback'}      # to know fastai's of these names
 
 # Modules that a check still complains about
 debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(),
              written_by_methods=set(('checkpoint/state core/lockstep core/losses core/measured core/probe '
-                                     'loop/batch_loop loop/rows memory/advice '
-                                     'memory/chunks parallel/data_parallel parallel/fully_shard '
-                                     'parallel/ranks parallel/validation').split()),
+                                     'loop/batch_loop loop/rows').split()),
              warned=set(), too_deep=set(), below_internals=set())
 
 @cache

@@ -46,12 +46,12 @@ _silence = "warnings.filterwarnings('ignore', 'BatchNorm', FastaccumWarning)"
 # `GradientAccumulation`, is only read
 def batchnorm_message(acc, batch, n):
     model,once = get_model(acc.learn.model),batch.opens and batch.closes
-    head = None if acc.coupled in (True, False, 'batchnorm') or not once else find_head(model, acc.coupled)
+    head = find_head(model, batch.way.head) if once and batch.way.head is not None else None
     norms = [m for m in batchnorms(model, but=head) if m.training or m.running_mean is None]
     # SyncBatchNorm sees the micro-batches that all ranks have at the time
     if once and n == batch.n: norms = [m for m in norms if not isinstance(m, nn.SyncBatchNorm)]
     if not norms: return None
-    if acc.coupled != 'batchnorm' and all(isinstance(m, nn.SyncBatchNorm) for m in norms): n = n*batch.n_items//batch.n
+    if not batch.way.pools_norms and all(isinstance(m, nn.SyncBatchNorm) for m in norms): n = n*batch.n_items//batch.n
     layers = f'{len(norms)} layers see' if len(norms) > 1 else '1 layer sees'
     target,size = step_sizes(acc, batch)
     return (f"BatchNorm: {layers} {n} items at a time, and a step has {size or 'more'}, so it is not the step of the big "
