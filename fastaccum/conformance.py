@@ -429,7 +429,10 @@ _order = ('after_cancel_step after_step after_cancel_batch after_batch after_tra
 # What a callback changes at each event: sums over the calls since the last step, as several micro-batches may come before a step
 class Followed:
     def __init__(self, learn, cb):
-        self.learn,self.cb,self.step,self.done,self.start = learn,cb,0,{},flat_weights(learn.model)
+        self.learn,self.cb = learn,cb
+        self.step = 0
+        self.done = {}
+        self.start = flat_weights(learn.model)
         for ev in _order:
             f = getattr(cb, ev, None)
             if callable(f): cb.__dict__[ev] = partial(self.call, ev, f)

@@ -48,7 +48,10 @@ def flat_weights(model): return torch.cat([p.detach().flatten() for p in model.p
 # The items, mean loss and resulting weights of every optimizer step, whichever callback accumulates
 class Steps(Callback):
     order = 70
-    def __init__(self): self.items,self.losses,self.weights = [],[],[]
+    def __init__(self):
+        self.items = []
+        self.losses = []
+        self.weights = []
     def before_fit(self): self.n,self.total = 0,0.
 
     def after_loss(self):

@@ -109,7 +109,7 @@ class BatchPass:
     def close(self):
         cb,acc = self.cb,self.acc
         self.done = True
-        self.tensors,self.micros,self.shown,self.looks = None,[],None,[]       # nothing of it is kept until the next one comes
+        self._forget()
         self.items += self.n_items
         if cb.ranks.world > 1: acc.count_for_all(self.before + self.n_more)
         self.closes = self.ends(acc.n_items)                                   # False if a micro-batch was cancelled
@@ -119,6 +119,13 @@ class BatchPass:
         if self.keeps_values and self.first: self.values.join(0, acc.closed.weights, acc.normalize)
         cb.params.end()
         return loss
+
+    # Nothing of it is kept until the next one comes
+    def _forget(self):
+        self.tensors = None
+        self.micros = []
+        self.shown = None
+        self.looks = []
 
     # Is its only micro-batch all that the step of one rank averages over? Then every weight is right, and there is nothing to look at
     def _is_alone(self):

@@ -50,7 +50,9 @@ class Part(NamedTuple):
 class Cut:
     # wide_targets: are there targets as wide as the tokens?
     def __init__(self, parts, width, wide_targets, wide=None):
-        self.parts,self.width,self.wide_targets,self.wide = parts,width,wide_targets,wide or Wide()
+        self.parts,self.width = parts,width
+        self.wide_targets = wide_targets
+        self.wide = wide or Wide()
 
     sizes = property(lambda self: [len(p.rows) for p in self.parts])
     order = property(lambda self: [i for p in self.parts for i in p.rows])
@@ -138,7 +140,9 @@ def of_features(t, width):
 # Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`; and are its targets, or are they of another text?
 class Wide:
     def __init__(self):
-        self.features,self.tokens,self.widths = set(),set(),{}
+        self.features = set()
+        self.tokens = set()
+        self.widths = {}
         self.of_targets = True
         self.tried = False                       # in this epoch: is padding masked?
 

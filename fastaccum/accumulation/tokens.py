@@ -33,7 +33,10 @@ class Counted(NamedTuple):
 # Counts in loader batches what `unit` says: items, tokens, or what a function of the user's counts. lengths: find the ends of rows, too?
 class BatchCounter:
     def __init__(self, unit, count=None, pad_idx=None, lengths=False):
-        self.unit,self.count,self.pad_idx,self.lengths,self._found,self._place = unit,count,pad_idx,lengths,{},None
+        self.unit,self.count = unit,count
+        self.pad_idx,self.lengths = pad_idx,lengths
+        self._found = {}
+        self._place = None
 
     # Of the Learner's loader batch, of which this rank has `n` items
     def __call__(self, learn, n, ranks):

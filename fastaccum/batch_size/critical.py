@@ -118,7 +118,10 @@ def _copy_opt(learn, res):
 # End the fit after `n_items` items, with a step for what has accumulated by then
 class StopAfter(Callback):
     order,run_valid = 1000,False
-    def __init__(self, n_items:int): self.n_items,self.done,self.over = n_items,0,False
+    def __init__(self, n_items:int):
+        self.n_items = n_items
+        self.done = 0
+        self.over = False
     def after_batch(self):
         self.done += find_bs(self.learn.yb)
         if self.done < self.n_items: return

@@ -70,7 +70,10 @@ class GradientNoiseScale(LoopCallback):
 
     def before_train(self):
         if self._fitting: return
-        self._fitting,self._n_opened,self._n_fits,self.ratio = True,0,self._n_fits+1,RunningRatio(self.beta)
+        self._fitting = True
+        self._n_opened = 0
+        self._n_fits = self._n_fits+1
+        self.ratio = RunningRatio(self.beta)
         self._params = list(OptimizerParams(self.learn))
         self._off = self.loop.lr_finder is not None   # it undoes its steps
 
@@ -213,7 +216,11 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         check_accum_bs(max_accum_bs)
         if max_accum_bs < min_accum_bs: raise ValueError(f"max_accum_bs={max_accum_bs} is below min_accum_bs={min_accum_bs}: swap them.")
         store_attr('min_accum_bs,max_accum_bs,beta,monotone')
-        self.start_accum_bs,self._size,self._judged,self._own,self.changes = min_accum_bs,min_accum_bs,0,GradientNoiseScale(beta),[]
+        self.start_accum_bs = min_accum_bs
+        self._size = min_accum_bs
+        self._judged = 0
+        self._own = GradientNoiseScale(beta)
+        self.changes = []
 
     @property
     def kept_bytes(self): return self._own.kept_bytes
@@ -322,7 +329,10 @@ class MicroNorms:
         self.norms,self.done = [],0   # done: norms of earlier loader batches
         self.begin()
 
-    def begin(self): self.grads,self.size,self.parts = [],0,[]   # an attempt that ran out of memory may have left some
+    def begin(self):
+        self.grads = []
+        self.size = 0
+        self.parts = []                # an attempt that ran out of memory may have left some
 
     def _take(self, g):
         if g.is_sparse: g = g.coalesce().values()

@@ -33,7 +33,9 @@ class ScaleLR(LoopCallback):
         if bs is not None and not is_count(bs):
             raise ValueError(f"bs={bs!r}: pass the number of items per step that the learning rate was chosen for (an int, at least 1).")
         store_attr()
-        self.off,self._accum,self._scaled = True,None,{}
+        self.off = True
+        self._accum = None
+        self._scaled = {}
 
     def before_fit(self):
         if self.learn.opt is None: return         # a loaded Learner that only predicts

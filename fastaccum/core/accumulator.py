@@ -31,7 +31,9 @@ class GradientAccumulator:
     ):
         check_accum_bs(accum_bs)
         self.params = list(params) if iter(params) is params else params      # a generator ends
-        self.accum_bs,self.normalize,self.reduce,self.floor = int(accum_bs),normalize,reduce,floor
+        self.accum_bs = int(accum_bs)
+        self.normalize,self.reduce = normalize,reduce
+        self.floor = floor
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32  # type of the shares
         self.closed = Accumulated()
         self.rollback(self.closed)
@@ -172,12 +174,16 @@ class GradientAccumulator:
         shares = [float(d)/float(self.target) if self.normalize else 1. for d in self._divided or self._weights]
         self._divided = [] if divided_by is None else list(divided_by)
         if weights[0] is None:
-            factors,self.normalize,weights = [1/s if s else 1. for s in shares],False,[1]*len(shares)
+            factors = [1/s if s else 1. for s in shares]
+            self.normalize = False
+            weights = [1]*len(shares)
             scale_grads(self.params, factors[0])
         else:
             factors = [float(d)/s for d,s in zip(self._divided or weights, shares) if s and d]
             self.target,self.normalize = factors[0] if factors else None,True   # with weight 0 there is no gradient
-        self._weights,self._planned,self._computed = list(weights),-1,None
+        self._weights = list(weights)
+        self._planned = -1
+        self._computed = None
         return max((abs(f/factors[0]-1) for f in factors), default=0.)
 
     def mean(self,

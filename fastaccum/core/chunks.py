@@ -114,7 +114,10 @@ class ChunkedLoss:
 class HeadInput:
     def __init__(self, x, head, call=None, n_chunks=1):
         kind = x.device.type
-        self.x,self.head,self.call,self.n_chunks = without_class(x),head,head if call is None else call,n_chunks
+        self.x = without_class(x)
+        self.head = head
+        self.call = head if call is None else call
+        self.n_chunks = n_chunks
         self.amp = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def precision(self): return nullcontext() if self.amp is None else torch.autocast(self.x.device.type, dtype=self.amp)
@@ -221,7 +224,9 @@ def position_dims(x, ys, info):
 # The loss `f` of the head's outputs in `parts`, each weighted by what it averages over
 class Chunks:
     def __init__(self, f, x, parts, info, scaler=None, names=dict, values=None):
-        self.f,self.x,self.parts,self.info,self.scaler,self.names = f,x,parts,info,scaler,names
+        self.f,self.x = f,x
+        self.parts,self.info = parts,info
+        self.scaler,self.names = scaler,names
         self.values = values if values is not None and values.holder is not None and len(parts) > 1 else None
         dtype = torch.promote_types(x.x.dtype, torch.float32)
         weights = [loss_weight(info, yb, n_items(cut(x.x)), dtype) for cut,yb in parts]

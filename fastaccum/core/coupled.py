@@ -36,14 +36,20 @@ class CoupledBatch:
         lists=None  # What knows if a list in the inputs holds columns, or an object for each item; default: its lengths
     ):
         self.module = model if module is None else module
-        self.model,self.gather,self.xb,self.n,self.size,self.lists,self.kept = model,gather,xb,n,size,lists,None
+        self.model,self.gather = model,gather
+        self.xb,self.n = xb,n
+        self.size,self.lists = size,lists
+        self.kept = None
         self.find_views = views if n > size else None
         self.looks,self.differs = looks,None                      # on the device: do numbers of the output differ between parts?
-        self.grads,self.first,self.factor = {},0,1
+        self.grads = {}
+        self.first = 0
+        self.factor = 1
 
     def outputs(self) -> Any: # What `model` would return for the whole batch
         "Forward passes. The graph of each part is freed before the next part begins; a single part keeps its graph"
-        views,n,self.sizes = self.find_views,self.n,part_sizes(self.n, self.size)
+        views,n = self.find_views,self.n
+        self.sizes = part_sizes(n, self.size)
         joined,last,finds = Joined(self.sizes),len(self.sizes)-1,views is not None and self.gather is None
         if views is not None: views.know(self.module)
         self.xbs = [*zip(*(split_items(x, self.size, n, True, self.lists) for x in self.xb))] if last else [self.xb]

@@ -89,7 +89,9 @@ class HostGradient(Tensor):
     def __new__(cls, host, device, whole=None):
         return Tensor._make_wrapper_subclass(cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(),
                                              dtype=host.dtype, device=device)
-    def __init__(self, host, device, whole=None): self.host,self.whole,self.is_zero = host,whole,False
+    def __init__(self, host, device, whole=None):
+        self.host,self.whole = host,whole
+        self.is_zero = False
     def __repr__(self): return f'HostGradient({self.bring()})'
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -174,7 +176,11 @@ def stays_on_host(p): return to_host in (getattr(p, '_post_accumulate_grad_hooks
 # The way of gradients between a device and the host: a stream, gradients that it still reads, and memory of the host that is free again
 class Lane:
     def __init__(self, device):
-        self.device,self.stream,self.held,self.size,self.most = device,side_stream(device, 'gradients'),deque(),0,0
+        self.device = device
+        self.stream = side_stream(device, 'gradients')
+        self.held = deque()
+        self.size = 0
+        self.most = 0
         self.spare = defaultdict(list)     # memory of the host for the next gradient of a kind: to lock its pages takes long
 
     # f(), which reads `g`, on this stream: in `backward`, which goes on meanwhile, as long as the gradients that are held take no more than

@@ -53,7 +53,9 @@ def as_bytes(n): return f'{n/2**20:.1f} MiB' if abs(n) >= 2**20 else f'{n/2**10:
 class StorageFollower(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.live,self.peak,self.sizes = 0,0,{}
+        self.live = 0
+        self.peak = 0
+        self.sizes = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

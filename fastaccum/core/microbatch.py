@@ -58,11 +58,18 @@ def split_items(b, size, n=None, views=False, lists=None):
 # %% ../../nbs/api/core/04_microbatch.ipynb #d9b0c001
 # What the lists of a fit's batches hold: an object for each item, or columns
 class Lists:
-    def __init__(self): self.known,self.guessed,self.now,self.split,self.wrong = {},{},{},set(),None
+    def __init__(self):
+        self.known = {}
+        self.guessed = {}
+        self.now = {}
+        self.split = set()
+        self.wrong = None
 
     # Look at a batch whose loader gives `bs` items at a time. Returns how many it has, or None: it has no lists, or nothing fits
     def look(self, xb, yb, bs=None):
-        (fixed,others),nodes,self.now = ([], []),{},{}
+        fixed,others = [],[]
+        nodes = {}
+        self.now = {}
         for side,(b,rows) in enumerate(((xb, fixed), (yb, others))): _columns_of(b, (side,), rows, nodes, top=True)
         if not nodes: return
         counts = [n for n in dict.fromkeys([*(len(b) for b in nodes.values()), *(r for b in nodes.values() for r in _rows(b))])
@@ -170,7 +177,13 @@ def check_others(found, first):
 # rows of an output, by its place, if they are not 1
 class Joined:
     def __init__(self, sizes):
-        self.sizes,self.views,self.whole,self.has_grad,self.differs,self.template,self.others = sizes,{},[],[],None,None,[]
+        self.sizes = sizes
+        self.views = {}
+        self.whole = []
+        self.has_grad = []
+        self.differs = None
+        self.template = None
+        self.others = []
 
     # Copy the output of part `i` to its place. Returns the outputs for the whole batch after the last part
     def add(self, i, out):

@@ -39,7 +39,10 @@ class Mover:
 # The copy on the host of a tensor on another device. before(): the `OnHost` of the tensor saved just before, as long as it exists
 class OnHost:
     def __init__(self, t, before=lambda: None):
-        self.device,self.before,self.back,self.stream = t.device,before,None,side_stream(t.device)
+        self.device = t.device
+        self.before = before
+        self.back = None
+        self.stream = side_stream(t.device)
         if self.stream is None: self.host = t.to('cpu'); return
         mod = backend(self.device)
         self.stream.wait_stream(mod.current_stream(self.device))

@@ -46,7 +46,9 @@ class PythonRandom:
 class RandomState(PythonRandom):
     def __init__(self, device='cpu', own=()):
         super().__init__()
-        self.device,self.torch,mod = torch.device(device),torch.get_rng_state(),device_rng(device)
+        self.device = torch.device(device)
+        self.torch = torch.get_rng_state()
+        mod = device_rng(device)
         self.on_device = mod.get_rng_state(*self._place()) if mod else None
         self.own = [state_of(g) for g in own]
 

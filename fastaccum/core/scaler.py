@@ -34,7 +34,10 @@ class DynamicLossScaler(torch.amp.GradScaler):
         _check_args(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval,
                     min_scale=min_scale, max_scale=max_scale, hysteresis=hysteresis, patience=patience)
         super().__init__(device, float(init_scale), float(growth_factor), float(backoff_factor), int(growth_interval), enabled)
-        self.min_scale,self.max_scale,self.hysteresis,self.patience = float(min_scale),float(max_scale),int(hysteresis),int(patience)
+        self.min_scale = float(min_scale)
+        self.max_scale = float(max_scale)
+        self.hysteresis = int(hysteresis)
+        self.patience = int(patience)
         self._init_overflow_tracker,self._overflow_tracker = 0,None  # moves to the device with the first loss, like torch's growth tracker
         self._last_found:Tensor|None = None
         self._last_skipped:bool|None = None
@@ -180,8 +183,11 @@ _counters = 'n_steps','n_overflows','_overflows_at_min'  # in `state_dict`
 # them in a row are too many. The other arguments are counts from before the first row
 class _StepRecord:
     def __init__(self, min_scale, patience, n_steps=0, n_overflows=0, at_min=0):
-        self.min_scale,self.patience,self.n_steps,self.n_overflows,self.at_min = min_scale,patience,n_steps,n_overflows,at_min
-        self.scale,self.skipped,self._rows = array('f'),array('b'),[]  # arrays: 5 bytes a step
+        self.min_scale,self.patience = min_scale,patience
+        self.n_steps,self.n_overflows = n_steps,n_overflows
+        self.at_min = at_min
+        self.scale,self.skipped = array('f'),array('b')     # 5 bytes a step
+        self._rows = []
         self._until_read = patience-at_min
 
     # scale: the step's; found: 1 if one of its gradients was inf or NaN, else 0. Both 0-dim, on the same device

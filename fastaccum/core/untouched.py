@@ -82,7 +82,10 @@ class Moved(Exception):
 # %% ../../nbs/api/core/19_untouched.ipynb #b46a000a
 # `read()` gives its state, a list or bytes; `write(state)` puts it back, where that can be done. `name`: for messages
 class Part:
-    def __init__(self, name, read, write=None): self.name,self.read,self.write,self.old = name,read,write,read()
+    def __init__(self, name, read, write=None):
+        self.name,self.read = name,read
+        self.write = write
+        self.old = read()
 
     # Put it back. False if it cannot be
     def put_back(self):
@@ -183,7 +186,8 @@ def _set_objects(o, old):
 class TensorPart:
     write = None
     def __init__(self, name, t, copied):
-        self.name,self.t,self.kind = name,t,_kind_of(t)
+        self.name,self.t = name,t
+        self.kind = _kind_of(t)
         self.version = None if t.is_inference() else torch.autograd._unsafe_preserve_version_counter(t)
         self.number = None if t.is_inference() else t._version
         self.old = t.detach().as_subclass(Tensor).clone() if copied else None
@@ -210,8 +214,14 @@ def _kind_of(t): return t.shape,t.dtype,t.device,t.is_leaf
 # All that `roots` hold or refer to, the nearest first, and the parts of its state; `generators`: of random numbers
 class Kept:
     def __init__(self, roots, most=20_000, refs=2**20, nbytes=2**25):
-        self.parts,self.generators,self.errors,self.seen,self.refs,self.nbytes = [],[],[],{},refs,nbytes
-        self.todo,self.roots,self.kinds = deque((o, name_of(o)) for o in roots),{id(o) for o in roots},set()
+        self.parts = []
+        self.generators = []
+        self.errors = []
+        self.seen = {}
+        self.refs,self.nbytes = refs,nbytes
+        self.todo = deque((o, name_of(o)) for o in roots)
+        self.roots = {id(o) for o in roots}
+        self.kinds = set()
         self.packages = {p for o in roots for p in packages_of(o)} - {*_libraries, 'numpy'}
         while self.todo and len(self.seen) < most:
             o,name = self.todo.popleft()

@@ -27,7 +27,11 @@ class LossValues:
         loss_func = of_outputs(loss_func)
         none = loss_func is None or mixer_of(loss_func) is not None or is_known(loss_func)
         self.loss_func,self.holder = loss_func,None if none else holder_of(loss_func)
-        self.fits,self.parts,self.news,self._before,self._looks = {},[],[],{},{}   # fits: ways in which micro-batches may make up a value
+        self.fits = {}             # ways in which micro-batches may make up a value
+        self.parts = []
+        self.news = []
+        self._before = {}
+        self._looks = {}
         self.given = []                                                            # what callbacks have put there for this batch
         self.stuck,self.told = None,False                                          # why the loss cannot be called again
         self.end()

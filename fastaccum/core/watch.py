@@ -26,7 +26,10 @@ __all__ = []
 # What the first forward pass of a loader batch leaves, to be compared with the second
 class Passes:
     def __init__(self, module):
-        self.module,self.begin,self.outs,self.held = module,_next_node(),[],[]
+        self.module = module
+        self.begin = _next_node()
+        self.outs = []
+        self.held = []
         self.off = None                            # on the device: how far apart are the passes?
 
     # The outputs of the part `i`, of `last`+1, in the first pass

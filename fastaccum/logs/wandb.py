@@ -47,7 +47,9 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         "Find the position in the run, log its configuration, and prepare what the fit will log"
         run,learn = wandb.run,self.learn
         if run is None: raise ValueError('You must call wandb.init() before WandbCallback()')
-        self._fitting,self._hists,new = True,{},run.id != self._run_id
+        self._fitting = True
+        self._hists = {}
+        new = run.id != self._run_id
         if new: self._run_id,self._wandb_step,self._n_steps,self.axis,self._recent = run.id,-1,0,EpochAxis(),deque()
         if not self._ahead: self.axis.at_least(run.summary.get('epoch') or 0)  # other code may have trained in this run
         try: run.config.update(fit_config(learn), allow_val_change=True)

@@ -55,8 +55,13 @@ class MemoryAdvice:
         gib:float|None=None  # GiB that training should fit
     ):
         f = Forecast(learn)
-        self.gib,self.forecast,self.now = gib,f,f.now
-        self.params,self.grads,self.state,self.bs = f.params,f.grads,f.state,f.bs
+        self.gib = gib
+        self.forecast = f
+        self.now = f.now
+        self.params = f.params
+        self.grads = f.grads
+        self.state = f.state
+        self.bs = f.bs
         self.peak = self.peak_at(self.now.size)
         self.micro_batch_size = self._largest(self.now)
 
@@ -266,7 +271,9 @@ class Pass:
         def far(a, b): return a if i == j else a + (b-a)*(k-i)/(j-i)
         def peak(a, b): return max(map(far, a, b), default=0) if len(a) == len(b) else far(max(a), max(b))
         self.forward,self.rest = peak(a.trace[:a.n_forward], b.trace[:b.n_forward]),peak(a.trace[a.n_forward:], b.trace[b.n_forward:])
-        self.pred,self.checked,self.flops = far(a.pred, b.pred),far(a.checked, b.checked),far(a.flops, b.flops)
+        self.pred = far(a.pred, b.pred)
+        self.checked = far(a.checked, b.checked)
+        self.flops = far(a.flops, b.flops)
 
     # Peak in bytes, if the prediction of the batch before has so many
     def peak(self, before): return max(self.forward + before, self.rest)
@@ -308,9 +315,14 @@ class Sampled:
 # What a fit of `learn` takes. The model runs on fake tensors or, if `why` says that it cannot, with few real items. `learn` is not changed
 class Forecast:
     def __init__(self, learn):
-        self.learn,self.device,self.mode = learn,torch.device(learn.dls.device or 'cpu'),FakeTensorMode(allow_non_fake_inputs=True)
+        self.learn = learn
+        self.device = torch.device(learn.dls.device or 'cpu')
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.train,self.valid = (example(learn.dls, dl) for dl in (learn.dls.train, learn.dls.valid))
-        self.bs,self.ps,self.costs,self.runs = self.train.n,[p for p in learn.model.parameters() if p.requires_grad],{},{}
+        self.bs = self.train.n
+        self.ps = [p for p in learn.model.parameters() if p.requires_grad]
+        self.costs = {}
+        self.runs = {}
         self.now,self.params = present_plan(learn, self.bs),sum(p.nbytes for p in learn.model.parameters())
         self.grad_dtype = getattr(self.now.acc, 'grad_dtype', None)
         # modules may have tensors beside parameters and buffers
@@ -321,7 +333,9 @@ class Forecast:
         self.measured = 0                         # bytes of a prediction, if the loss is measured on it
         try: self.optimizer()
         except Exception as e:                    # an optimizer of anybody's: the advice says what it raised
-            self.no_state,self.state,self.keeps = reason(e),0,True
+            self.no_state = reason(e)
+            self.state = 0
+            self.keeps = True
             self.grads = self.step = sum(p.nbytes for p in self.ps)
         self.on_host = getattr(self.now.acc, 'grad_device', None) is not None and self.device.type != 'cpu'
         if self.on_host:                          # on the device are one and its sum, two more if copies have a stream of their own
@@ -530,7 +544,9 @@ def some_items(b, k, among, n):
 # %% ../../nbs/api/memory/02_advice.ipynb #278e950b
 # In place of the Learner, for callbacks of a prediction and its loss
 class StandIn:
-    def __init__(self, pred, training): self.pred,self.training,self.loss_grad = pred,training,None
+    def __init__(self, pred, training):
+        self.pred,self.training = pred,training
+        self.loss_grad = None
 
 # Why the model must run with real items, or None
 def needs_run(model):

@@ -41,7 +41,10 @@ class DataParallel(LoopCallback):
                              "one of the two.")
         store_attr()
         self.brings_ranks = self.make_ranks() if start_group(timeout) else None   # accumulation and checkpoints find it here
-        self.fitting,self.validation,self._logger,self._loaders = False,None,None,{}
+        self.fitting = False
+        self.validation = None
+        self._logger = None
+        self._loaders = {}
         self.telling,self.joint = False,False      # in `errors_told`; do the others wait for this rank?
         if not overlap: self.unused_events = self.unused_events + ('before_backward',)
 
@@ -112,7 +115,9 @@ class DataParallel(LoopCallback):
     def _tidy_fit(self):
         if self.many: self.brings_ranks.tidy()
         if self._logger is not None: self.learn.logger = self._logger
-        self.fitting,self.validation,self._logger = False,None,None
+        self.fitting = False
+        self.validation = None
+        self._logger = None
 
     # -- loaders, and what is computed from their items
     def _shard(self, dl, ghosts=False):

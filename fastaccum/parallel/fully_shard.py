@@ -122,7 +122,9 @@ class ShardedRanks(Ranks):
     # Nothing to send: the weights have been those of rank 0 since they were sharded
     def begin_steps(self):
         self.shares.check_same(self.rank)
-        self.buckets,self.path,self.n_batches = (),0,0
+        self.buckets = ()
+        self.path = 0
+        self.n_batches = 0
         units = [(name, m) for name,m in self.learn.model.named_modules() if is_sharded(m)]
         self.hooks += [m.register_forward_pre_hook(partial(self._enter, name), prepend=True) for name,m in units]
 

@@ -56,7 +56,9 @@ class LocalRanks(Ranks):
     def __init__(self, period, warmup_steps, outer_lr, outer_momentum, **kwargs):
         super().__init__(**kwargs)
         store_attr('period,warmup_steps,outer_lr,outer_momentum')
-        self.n_steps,self.since,self.outer = 0,0,None                 # `since`: steps since the last average
+        self.n_steps = 0
+        self.since = 0                     # steps since the last average
+        self.outer = None
 
     @property
     def warming_up(self): return self.n_steps < self.warmup_steps

@@ -18,7 +18,10 @@ __all__ = []
 # %% ../../nbs/api/parallel/11_norms.ipynb #9a50e008
 # What the ranks compute together while a loader batch goes through the model in lockstep. `ranks`: a `Ranks`
 class JointNorms:
-    def __init__(self, ranks): self.ranks,self.counts,self.device = ranks,ranks.n_own > 0,ranks.device
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.counts = ranks.n_own > 0
+        self.device = ranks.device
 
     # At one BatchNorm: number of values, means and sums of squares of all ranks, from those of this rank
     def pool(self, place, n, mean, squares):

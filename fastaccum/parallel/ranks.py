@@ -30,15 +30,23 @@ class Ranks(OneRank):
     joint_gradients = True                         # do they add up their gradients at each step?
     def __init__(self, timeout=600, bucket_mb=25, overlap=False, shares=None):
         super().__init__()
-        self.timeout,self.bucket_mb,self.overlap = timeout,bucket_mb,overlap
+        self.timeout,self.bucket_mb = timeout,bucket_mb
+        self.overlap = overlap
         self.rank,self.world = dist.get_rank(),dist.get_world_size()
         self.shares,self.dl = shares or Shares(self.world),None
-        self.asked,self.ended,self.buckets,self.hooks,self.calls,self.buffers_differ = set(),False,None,[],0,False
+        self.asked = set()
+        self.ended = False
+        self.buckets = None
+        self.hooks = []
+        self.calls = 0
+        self.buffers_differ = False
 
     # -- a fit
     # A fit of `learn` begins, which has an accumulation callback; or a validation alone, and it may have none
     def begin_fit(self, learn):
-        self.learn,self.ended,self.buckets = learn,False,None
+        self.learn = learn
+        self.ended = False
+        self.buckets = None
         self.accumulation = first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
 
     # `dl`: the `ShardedDL` of the epoch

@@ -24,8 +24,12 @@ __all__ = []
 class ShardedDL(TfmdDL):
     _default = 'dl'
     def __init__(self, dl, rank, shares, ghosts=False):
-        self.dl,self.rank,self.shares,self.ghosts = as_fastai(dl),rank,shares,ghosts
-        self.sizes,self.rows,self.moves = known_sizes(self.dl),[],0
+        self.dl = as_fastai(dl)
+        self.rank,self.shares = rank,shares
+        self.ghosts = ghosts
+        self.sizes = known_sizes(self.dl)
+        self.rows = []
+        self.moves = 0
         self.share()
         dl = self.dl
         self.n = dl.n

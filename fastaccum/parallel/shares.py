@@ -40,7 +40,9 @@ class Shares:
     measures = False
     def __init__(self, world, given=None):
         self.given,self.now = given,[v/sum(given or [1]*world) for v in given or [1]*world]
-        self.settled,self.calm,self.moves = False,0,0
+        self.settled = False
+        self.calm = 0
+        self.moves = 0
 
     # Raise an error if another rank has others
     def check_same(self, rank):
@@ -68,11 +70,16 @@ class MeasuredShares(Shares):
         self.begin()
 
     def begin(self):
-        self.steps,self.rates,self.ran_out = 0,[],False
+        self.steps = 0
+        self.rates = []
+        self.ran_out = False
         self.pause()
 
     # -- the clock: it runs while this rank works
-    def pause(self): self.since,self.seconds,self.items = None,0.,0
+    def pause(self):
+        self.since = None
+        self.seconds = 0.
+        self.items = 0
 
     # A loader batch with `n` items of this rank begins
     def batch_begins(self, n, device):
@@ -91,7 +98,10 @@ class MeasuredShares(Shares):
     # Memory ran out, on this rank or (not `own`) on another: the times so far count no more
     def out_of_memory(self, own):
         if own: self.ran_out = True; return
-        ran_out,self.settled,self.calm,self.moves = self.ran_out,False,0,0
+        ran_out = self.ran_out
+        self.settled = False
+        self.calm = 0
+        self.moves = 0
         self.begin()
         self.ran_out = ran_out
 
@@ -99,7 +109,9 @@ class MeasuredShares(Shares):
     def step_ends(self, bs, device):
         if self.settled: return False
         if self.items and self.seconds: self.rates.append(self.items/self.seconds)
-        self.seconds,self.items,self.steps = 0.,0,self.steps+1
+        self.seconds = 0.
+        self.items = 0
+        self.steps = self.steps+1
         return self.steps == self.every and self._move(self._speeds(device), bs)
 
     # Items a second of each rank, 0 if it has not measured any

@@ -29,7 +29,10 @@ class GradientBuckets:
         self.begin()
 
     # Nothing is sent yet
-    def begin(self): self.sent,self.ready,self.scale = [],[0]*len(self.lists),None
+    def begin(self):
+        self.sent = []
+        self.ready = [0]*len(self.lists)
+        self.scale = None
 
     # Send the next bucket, its gradients multiplied by `scale`; a second scale for the same sum is ignored
     def send(self, scale):

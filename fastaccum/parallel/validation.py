@@ -22,7 +22,8 @@ __all__ = []
 # One validation of the items of all ranks. `rows`: items of each rank in each loader batch
 class JointValidation:
     def __init__(self, ranks, learn, rows):
-        self.ranks,self.learn,self.rows = ranks,learn,rows
+        self.ranks,self.learn = ranks,learn
+        self.rows = rows
         self.parts = []             # (number of the loader batch, its loss, weight, items, least divisor)
         self.done = 0
         self.cancelled = False

@@ -46,7 +46,10 @@ class MixedPrecision(LoopCallback):
                                  "'fp16'.")
             self.unused_events = 'before_backward','before_step'
         self._scaler = self._make_scaler('cpu')  # rejects bad arguments at once; made again for the model's device
-        self._autocast,self._contexts,self._trial,self._device = nullcontext,[],None,None
+        self._autocast = nullcontext
+        self._contexts = []
+        self._trial = None
+        self._device = None
 
     def _make_scaler(self, device): return DynamicLossScaler(device, enabled=self.amp_mode is AMPMode.FP16, **self.scaler_kwargs)
 
@@ -61,7 +64,9 @@ class MixedPrecision(LoopCallback):
         self.learn.mixed_precision,self._autocast = self,partial(torch.autocast, device, dtype=self.amp_mode.dtype)
         self._contexts = []
         if device != self._device:
-            state,self._device,self._scaler = self._scaler.state_dict(),device,self._make_scaler(device)
+            state = self._scaler.state_dict()
+            self._scaler = self._make_scaler(device)      # may raise an error
+            self._device = device
             if state: self._scaler.load_state_dict(state)
             if device == 'cpu' and self.amp_mode is AMPMode.FP16 and not has_fast_fp16():
                 warn("This processor has no instructions for fp16: training may take many times as long as in fp32. "

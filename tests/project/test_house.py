@@ -265,6 +265,19 @@ def test_lines_fit():
     assert {f.relative_to(root).as_posix() for f in files if long_lines(f.read_text(encoding='utf-8').splitlines())} == set()
     assert long_lines(['a'*140, 'a'*141]) == ['a'*141]
 
+# -- One assignment a statement ------------------------------------------------------------------------------------
+def at_once(trees):
+    "Statements that assign three values or more at once, attributes among them. `load_state_dict` may: it takes all or nothing"
+    for mod,tree in trees.items():
+        loads = {id(o) for fn in ast.walk(tree) if isinstance(fn, ast.FunctionDef) and fn.name == 'load_state_dict' for o in ast.walk(fn)}
+        for n in ast.walk(tree):
+            if not isinstance(n, ast.Assign) or id(n) in loads or not isinstance(n.value, ast.Tuple) or len(n.value.elts) < 3: continue
+            if any(isinstance(o, ast.Attribute) for t in n.targets for o in getattr(t, 'elts', ())): yield mod,f'line {n.lineno}'
+
+def test_one_assignment_a_statement():
+    "Three or more may be one thought, but rarely are"
+    assert len(found := [*at_once(read())]) <= 80, found
+
 # -- The checks can fail -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize('check,mod,src,wrong', [
     (imports, 'core/a', 'from fastai.basics import *', 1), (imports, 'core/a', 'import torch\nfrom .b import c', 0),
@@ -295,7 +308,10 @@ def test_lines_fit():
     (written, 'loop/a', 'class A:\n    def f(self): self.n = 1', 0), (written, 'loop/a', 'def f(p): p.grad = None', 0),
     (warned, 'core/a', 'import warnings\nwarnings.warn("a")', 1), (warned, 'loop/a', 'from fastai.basics import *\nwarn("a")', 1),
     (warned, 'loop/a', 'from warnings import warn\nwarn("a")', 1), (warned, 'loop/a', 'from ..core.warnings import warn\nwarn("a")', 0),
-    (warned, 'loop/a', 'cb.warn_once("a")', 0)])
+    (warned, 'loop/a', 'cb.warn_once("a")', 0),
+    (at_once, 'loop/a', 'class A:\n    def f(self): self.a,self.b,n = 1,2,3', 1), (at_once, 'loop/a', 'a,b,c = 1,2,3', 0),
+    (at_once, 'loop/a', 'class A:\n    def f(self): self.a,self.b = 1,2', 0),
+    (at_once, 'loop/a', 'class A:\n    def load_state_dict(self, s): self.a,self.b,self.c = s["a"],s["b"],s["c"]', 0)])
 def test_the_checks_can_fail(check, mod, src, wrong):
     trees = {'memory/upper': ast.parse('class Upper: pass'), mod: ast.parse(src)}
     assert len(list(check(trees))) == wrong

@@ -36,7 +36,9 @@ class SomeSteps(Witness):
 
     def drop(self):
         for o in self.sums: o.remove()
-        self.sums,self.is_void,self.due = (),False,False
+        self.sums = ()
+        self.is_void = False
+        self.due = False
 
     def before_step(self):
         sums,is_void = self.sums,self.is_void
