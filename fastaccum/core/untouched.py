@@ -12,9 +12,10 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import copy
 from functools import lru_cache, partial
+from math import inf
 from numbers import Number
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
-import gc, inspect, io, itertools, logging, operator, os, sys, sysconfig, warnings, weakref
+import gc, inspect, io, itertools, logging, operator, os, sys, sysconfig, threading, warnings, weakref
 import numpy as np, torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -47,6 +48,17 @@ class Untouched:
         logging.disable(self.logs)
         self.quiet.__exit__(*exc)
 
+    # Before all other calls: `call()`, which gives tensors, twice from the same state. It may change what the roots do not hold: files by
+    # their names, databases, the environment, a library. Then it gives something else the second time, or Python says what it changes
+    def try_out(self, call):
+        results = []
+        for _ in range(2):
+            with heard() as changed, suppress(Exception): results.append(call())      # it may fail, as the user's code may
+            self.check()
+        if changed: raise Moved([*dict.fromkeys(changed)])
+        off = apart(*results) if len(results) == 2 else 0.
+        if off > 1e-4: raise Moved([not_held.format(off=off)])
+
     # In between: have the calls so far changed what cannot be put back? The next ones begin where they began
     def check(self):
         self._put_back()
@@ -78,6 +90,43 @@ class Moved(Exception):
     def __init__(self, names):
         super().__init__(f"each call changes {' and '.join(names[:3])}, which cannot be put back")
         self.names = names
+
+not_held = "its own result, by {off:.2%}, through something that it does not hold (a file, a database, a library, a clock)"
+
+# The largest relative distance of two lists of tensors
+def apart(xs, ys):
+    def plain(ts): return [t.detach().as_subclass(Tensor).float().nan_to_num() for t in ts]
+    def off(a, b): return float((a-b).norm()/a.norm().clamp(min=1e-30)) if a.shape == b.shape else inf
+    return max(map(off, plain(xs), plain(ys)), default=0.)
+
+# ---- what this thread changes outside of Python's objects, as far as Python says so: its audit events
+_hearing = {}                                            # thread -> what was heard
+_lasting = {*'''os.link os.mkdir os.putenv os.remove os.rename os.rmdir os.symlink os.truncate os.unsetenv os.utime os.fork os.posix_spawn
+    os.spawn os.system subprocess.Popen socket.connect socket.sendmsg socket.sendto sqlite3.connect'''.split()}
+_writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+
+# Context; it gives a list. A hook for these events stays for good: it does nothing where no one listens, and must not fail
+@contextmanager
+def heard():
+    _listen()
+    thread,names = threading.get_ident(),[]
+    before,_hearing[thread] = _hearing.get(thread),names
+    try: yield names
+    finally:
+        if before is None: del _hearing[thread]
+        else: _hearing[thread] = before
+
+@lru_cache(1)
+def _listen(): sys.addaudithook(_hear)
+
+def _hear(event, args):
+    if not _hearing or not (event in _lasting or event == 'open' and _is_written(*args)): return
+    names = _hearing.get(threading.get_ident())
+    if names is not None: names.append(f'{args[0]!r} ({event})' if args else event)
+
+# As opposed to what is only read; the events of other libraries may have other arguments
+def _is_written(path=None, mode=None, flags=0, *others):
+    return isinstance(path, (str,bytes)) and path != os.devnull and isinstance(flags, int) and bool(flags & _writing)
 
 # %% ../../nbs/api/core/19_untouched.ipynb #b46a000a
 # `read()` gives its state, a list or bytes; `write(state)` puts it back, where that can be done. `name`: for messages
@@ -251,12 +300,14 @@ class Kept:
         if id(o) not in self.roots and is_of_others(type(o)) and not isinstance(o, (Tensor,*generator_types)): return
         if isinstance(o, (MethodType,BuiltinFunctionType)): return self._add([o.__self__, getattr(o, '__func__', None)], name)
         d,known = dict_of(o),self._look_at_content(o, name)
-        if d is not None: self._look_at_attributes(o, d, name)
+        if d is not None:
+            self.seen[id(d)] = d
+            self._look_at_attributes(o, d, name)
         for k,slot in slots_of(type(o)): self._look_at_slot(o, slot, f'{name}.{k}')
         if type(o) not in self.kinds and not isinstance(o, Tensor):          # how tensors compute is not the loss's
             self.kinds.add(type(o))
             self._add(type(o).__mro__, name)
-        if d is None and not known or isinstance(o, (partial,property,staticmethod,classmethod)): self._add(gc.get_referents(o), name)
+        if not known or isinstance(o, (partial,property,staticmethod,classmethod)): self._add(gc.get_referents(o), name)
 
     # Installed libraries do not count the calls of a loss, but for the one that it is of
     def _is_of_library(self, module):

@@ -88,9 +88,7 @@ class LossValues:
             if self.stuck: raise Moved([])
             with trace, torch.no_grad():
                 batch = _Batch(pred, yb, n, shown)
-                if not self.fits:                            # one call before all others: does it change what cannot be put back?
-                    with batch.seen(): _own_copy(self.loss_func)((o := batch.part(0, n)).pred, *o.yb)
-                    trace.check()
+                if not self.fits: trace.try_out(partial(self._call, batch.part(0, n)))
                 copy = _own_copy(self.loss_func)
                 cuts = [batch.part(*o) for o in ([(0, n), (0, n), (0, k), (k, n)] if k else [(0, n), (0, n)])]
                 found = []
@@ -109,6 +107,9 @@ class LossValues:
             else: fits = [kind for kind in fits if alike(vals[0], _joined_leaves(kind, vals[2:], weights, sizes))]
             self.fits[name],self._looks[name] = fits,self._looks.get(name, 4)-1 if len(fits) > 1 else 0
             if not fits: self._give_up(name)
+
+    def _call(self, batch):
+        with batch.seen(): return [o for o in tree_leaves(_own_copy(self.loss_func)(batch.pred, *batch.yb)) if isinstance(o, Tensor)]
 
     # Others have found out why the loss cannot be called again, and said so
     def leave(self, why): self.stuck,self.told = why,True
@@ -130,7 +131,7 @@ class LossValues:
 
 _kinds = 'mean','items','sum','rows'
 
-calls_change = ("{name} was called once more to find out how its values of micro-batches add up, and {why}: this was changed once more "
+calls_change = ("{name} was called again to find out how its values of micro-batches add up, and {why}: this was changed more often "
                 "than by training, and what the loss keeps after a step is that of the last micro-batch. Change it in a callback's "
                 "`after_step` instead.")
 

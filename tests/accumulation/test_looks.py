@@ -1,6 +1,8 @@
 "Where fastaccum calls a user's loss a second time, to look at it: only where something accumulates, and what the loss keeps stays as it is"
-import array, collections, contextvars, ctypes, dataclasses, functools, io, itertools, logging, os, random, sys, types, warnings, weakref
-import numpy as np, pytest, torch, torch.nn as nn, torch.nn.functional as F
+import array, collections, contextlib, contextvars, ctypes, dataclasses, functools, io, itertools, logging, os, queue
+import random, sqlite3, subprocess, sys, threading, types, warnings, weakref
+from pathlib import Path
+import numpy as np, pandas as pd, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.basics import Callback, CancelBatchException, DataLoader, DataLoaders, Learner, SGD
 from fastaccum.core.untouched import Kept
 from fastaccum.all import FastaccumWarning, GradientAccumulation, GradientAccumulationSchedule
@@ -105,15 +107,15 @@ def test_step_is_cancelled():
     assert len(grads) == 2 and torch.allclose(*grads, rtol=1e-5, atol=1e-7)
 
 @pytest.mark.parametrize('n_chunks,looks', [(1, 0), (4, 1)])
-def test_one_chunk(n_chunks, looks):
+def test_one_chunk(n_chunks, looks, capsys):
     from fastaccum.all import ChunkedLoss
-    calls,head = [],nn.Linear(6, 3)
+    head = nn.Linear(6, 3)
     def loss(pred, y):
-        with open('calls', 'a') as f: f.write('.')
+        print('called')                          # what is printed is not taken back
         return F.cross_entropy(pred, y)
     x,y = items(16)
     ChunkedLoss(loss, head, n_chunks=n_chunks)(x, y).backward()
-    assert (len(open('calls').read()) > n_chunks) == bool(looks)
+    assert (capsys.readouterr().out.count('called') > n_chunks) == bool(looks)
 
 # --- where something accumulates: what a loss keeps
 
@@ -376,6 +378,10 @@ def test_what_a_loss_keeps(name):
 
 # --- what cannot be put back
 
+def n_of_ours(told):
+    "Of other libraries a warning may come at any time: Python warns of a file when it is collected"
+    return sum(issubclass(w.category, FastaccumWarning) for w in told)
+
 def lasting(f): for_good[f.__name__] = f; return f
 for_good = {}
 
@@ -428,10 +434,6 @@ def with_a_graph():
     def keep(pred, y): total.add_(1)
     return counting(keep, lambda: int(total))
 
-def n_of_ours(told):
-    "Of other libraries a warning may come at any time: Python warns of a file when it is collected"
-    return sum(issubclass(w.category, FastaccumWarning) for w in told)
-
 @pytest.mark.parametrize('name', for_good)
 def test_what_cannot_be_put_back(name):
     "It is noticed after one call, and warned of; the loss is weighted by what is assumed"
@@ -457,7 +459,7 @@ def test_what_is_kept_is_warned_of():
     "A loss that keeps a value is called once to see how those of micro-batches add up"
     loss,read = generator_of_class()
     learn = learner(loss, 8, GradientAccumulation(16, weight=lambda learn: len(learn.yb[0])))
-    with pytest.warns(FastaccumWarning, match='called once more .* cannot be put back') as told: fit(learn)
+    with pytest.warns(FastaccumWarning, match='called again .* cannot be put back') as told: fit(learn)
     assert n_of_ours(told) == 1 and read() == 3*(10 + 1) + 1
 
 def test_it_begins_later():
@@ -481,6 +483,168 @@ def test_second_fit():
     with pytest.warns(FastaccumWarning): fit(learn)
     fit(learn)
     assert read() == 2*(3*(10 + 1) + 1)
+
+# --- what it does not hold
+
+def outside_of(f): outside[f.__name__] = f; return f
+outside = {}
+
+# The weights depend on `n`, the calls so far: that shows where nothing else does
+def scaled(count): return lambda pred, y: mean_of(pred, y)*(1 + .1*count())
+
+@outside_of
+def file_by_name():
+    def count():
+        with open('by_name', 'a+') as f:
+            f.write('.')
+            return f.tell()
+    return scaled(count),count
+@outside_of
+def appends_by_name():
+    "Its value does not show it"
+    def loss(pred, y):
+        with open('appended', 'a') as f: f.write('.')
+        return mean_of(pred, y)
+    return loss,lambda: os.path.getsize('appended') + 1
+@outside_of
+def by_descriptor():
+    def loss(pred, y):
+        fd = os.open('by_fd', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(fd, b'.')
+        os.close(fd)
+        return mean_of(pred, y)
+    return loss,lambda: os.path.getsize('by_fd') + 1
+@outside_of
+def by_path():
+    def loss(pred, y):
+        fn = Path('by_path')
+        fn.write_text(fn.read_text() + '.' if fn.exists() else '.')
+        return mean_of(pred, y)
+    return loss,lambda: os.path.getsize('by_path') + 1
+@outside_of
+def makes_folders():
+    def loss(pred, y):
+        os.makedirs(f'folders/{len(os.listdir("folders")) if os.path.exists("folders") else 0}')
+        return mean_of(pred, y)
+    return loss,lambda: len(os.listdir('folders')) + 1
+@outside_of
+def other_program():
+    def loss(pred, y):
+        subprocess.run([sys.executable, '-c', "open('by_program', 'a').write('.')"])
+        return mean_of(pred, y)
+    return loss,lambda: os.path.getsize('by_program') + 1
+@outside_of
+def environment():
+    os.environ['CALLS_OF_A_LOSS'] = '0'
+    def count():
+        os.environ['CALLS_OF_A_LOSS'] = str(int(os.environ['CALLS_OF_A_LOSS']) + 1)
+        return int(os.environ['CALLS_OF_A_LOSS'])
+    return scaled(count),count
+@outside_of
+def database_by_name():
+    def count():
+        with contextlib.closing(sqlite3.connect('calls.db')) as db, db:
+            db.execute('create table if not exists t (x)')
+            db.execute('insert into t values (1)')
+            return db.execute('select count(*) from t').fetchone()[0]
+    return scaled(count),count
+@outside_of
+def open_database():
+    db = sqlite3.connect(':memory:', isolation_level=None)
+    db.execute('create table t (x)')
+    def count():
+        db.execute('insert into t values (1)')
+        return db.execute('select count(*) from t').fetchone()[0]
+    return scaled(count),count
+@outside_of
+def queue_of_threads():
+    q = queue.Queue()
+    def count(): q.put(1); return q.qsize()
+    return scaled(count),count
+@outside_of
+def cached_function():
+    @functools.lru_cache
+    def f(): return 1
+    def count(): f(); return f.cache_info().hits + f.cache_info().misses
+    return scaled(count),count
+@outside_of
+def of_a_library():
+    np.calls_of_a_loss = 0
+    def count(): np.calls_of_a_loss += 1; return np.calls_of_a_loss
+    return scaled(count),count
+@outside_of
+def name_made_at_run_time():
+    globals()['late_name'] = 0
+    def count():
+        globals()['late_' + 'name'] += 1
+        return globals()['late_' + 'name']
+    return scaled(count),count
+@outside_of
+def other_thread():
+    inbox,outbox = queue.Queue(),queue.Queue()
+    def work():
+        n = 0
+        while inbox.get(): n += 1; outbox.put(n)
+    threading.Thread(target=work, daemon=True).start()
+    def count(): inbox.put(True); return outbox.get()
+    return scaled(count),count
+
+@pytest.mark.parametrize('name', outside)
+def test_what_it_does_not_hold(name):
+    "It is noticed after two calls, and the warning says that the looks changed it"
+    loss,count = outside[name]()
+    learn = learner(loss, 8, GradientAccumulation(16))
+    message = 'could not be measured .each call changes .* cannot be put back.*weight='
+    with pytest.warns(FastaccumWarning, match=message) as told: fit(learn)
+    assert n_of_ours(told) == 1
+    assert 1 <= count() - 3*(10 + 1) <= 3
+    assert 'assumed' in learn.gradient_accumulation.loss_rule
+
+@pytest.mark.parametrize('name', outside)
+def test_with_a_weight_it_is_called_as_often_as_by_fastai(name):
+    loss,count = outside[name]()
+    fit(learner(loss, 8, GradientAccumulation(16, weight=lambda learn: len(learn.yb[0]))))
+    assert count() - 1 == 3*(10 + 1)
+
+def test_a_table_of_pandas():
+    "Followed and put back, as other objects that a loss holds"
+    df = pd.DataFrame({'n': [0], 'x': ['a']})
+    def count(): df.loc[0, 'n'] += 1; df.loc[len(df)] = [0, 'b']; return int(df.loc[0, 'n'])
+    def keep(pred, y): count()
+    learn = learner(counting(keep, count)[0], 8, GradientAccumulation(16))
+    fit(learn)
+    assert 'measured' in learn.gradient_accumulation.loss_rule
+    assert len(df) == 1 + 3*(10 + 1) and count() == 3*(10 + 1) + 1
+
+def test_what_leaves_nothing():
+    "It reads files, writes to nowhere, imports, draws its own numbers: all of that may be done once more"
+    Path('weights.txt').write_text('1 1 1')
+    def loss(pred, y):
+        w = torch.tensor([float(v) for v in open('weights.txt').read().split()])
+        with open(os.devnull, 'w') as f: print('called', file=f)
+        import colorsys
+        return F.cross_entropy(pred, y, w)
+    learn = learner(loss, 8, GradientAccumulation(16))
+    fit(learn)
+    assert 'measured' in learn.gradient_accumulation.loss_rule
+
+def test_files_of_other_threads():
+    "What they write is not the loss's"
+    stop,started = threading.Event(),threading.Event()
+    def write():
+        while not stop.is_set():
+            open('by_a_thread', 'w').close()
+            started.set()
+    thread = threading.Thread(target=write)
+    thread.start()
+    started.wait()
+    try:
+        learn = learner(lambda pred, y: mean_of(pred, y), 8, GradientAccumulation(16))
+        fit(learn)
+    finally:
+        stop.set()
+        thread.join()
+    assert 'measured' in learn.gradient_accumulation.loss_rule
 
 # --- looks at the model
 
