@@ -7,6 +7,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.training import GradientAccumulation as FastaiAccumulation
 from fastaccum.accumulation.callback import GradientAccumulation, GradientAccumulationSchedule
+from fastaccum.accumulation.remainder import policies
 from fastaccum.core.accumulator import GradientAccumulator, loss_weight
 from fastaccum.loop.batch_loop import *
 import devices
@@ -56,26 +57,35 @@ def train(model, loss_func, opt_func, batches, lr, clip=None):
 
 _before = 'before_batch','after_pred','after_loss','before_backward'
 _no_step = *_before,'after_backward','before_step'
+remainders = [*policies]      # all of them: a test that goes through them holds for one that is added, too
+
+def fate(remainder, n, accum_bs):
+    "What becomes of `n` items left at the end of an epoch: of the three that stand here by name, and of another policy what it says"
+    return remainder if remainder in ('step','drop','carry') else policies[remainder](n, accum_bs).name.lower()
+
 def accumulated(sizes, accum_bs, remainder='step', n_epoch=1, stop=None):
     """The loader batches `(epoch, i)` of each step. `accum_bs` may be a function of the first of them. `stop`, an
     event, an exception and the loader batches at which a callback raises it: before `backward` the loader batch does
     not count; before the step the accumulated batch goes on"""
     event,ex,at = stop or (None,None,())
     steps,taken = [],[]
-    def full(): return sum(sizes[i] for _,i in taken) >= (accum_bs(*taken[0]) if callable(accum_bs) else accum_bs)
+    def n_items(): return sum(sizes[i] for _,i in taken)
+    def target(): return accum_bs(*taken[0]) if callable(accum_bs) else accum_bs
+    def full(): return n_items() >= target()
+    def becomes(): return fate(remainder, n_items(), target()) if taken else None
     for epoch in range(n_epoch):
         for i in range(len(sizes)):
             hit = (epoch,i) in at
             if not (hit and event in _before): taken.append((epoch,i))
-            closes = bool(taken) and (full() or (i==len(sizes)-1 and remainder=='step'))
+            closes = bool(taken) and (full() or (i==len(sizes)-1 and becomes()=='step'))
             if event in ('before_step','after_step'): hit = hit and closes
             if closes and not (hit and event in _no_step and ex not in (CancelBackwardException, CancelStepException)):
                 if not (hit and ex is CancelStepException): steps.append(taken)
                 taken = []
             if hit and ex in (CancelTrainException, CancelEpochException): break
             if hit and ex not in (CancelBatchException, CancelBackwardException, CancelStepException): return steps
-        if taken and (remainder=='step' or (remainder=='drop' and full())): steps.append(taken); taken = []
-        if remainder=='drop': taken = []
+        if becomes()=='step' or (becomes()=='drop' and full()): steps.append(taken); taken = []
+        if becomes()=='drop': taken = []
     return steps
 
 # --- Learners

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from fastai.basics import *
 from ..core.microbatch import map_tensors
 from ..loop.events import cancels
+from .remainder import Fate
 from .ways import way_of
 
 # %% auto #0
@@ -45,7 +46,10 @@ class BatchPass:
         self.keeps_values = False        # are values that the loss keeps put together for its micro-batches?
 
     # Does the accumulated batch end with `n` items?
-    def ends(self, n): return n >= self.acc.accum_bs or (self.last and self.cb.remainder == 'step' and n > 0)
+    def ends(self, n): return n >= self.acc.accum_bs or self.last and n > 0 and self.fate(n) is Fate.STEP
+
+    # What would become of them at the end of the epoch?
+    def fate(self, n): return self.cb.policy(n, self.acc.accum_bs)
 
     # Callbacks have had it: this is its way
     def by(self, way):
@@ -129,8 +133,9 @@ class BatchPass:
 
     # Is its only micro-batch all that the step of one rank averages over? Then every weight is right, and there is nothing to look at
     def _is_alone(self):
-        is_step = self.opens and (self.closes or self.last and self.cb.remainder == 'drop')
-        return is_step and len(self.micros) == 1 and self.micros[0].rows is None and self.cb.ranks.world == 1
+        is_one = len(self.micros) == 1 and self.micros[0].rows is None and self.cb.ranks.world == 1
+        if not is_one or not self.opens: return False
+        return self.closes or self.last and self.fate(self.before + self.n_more) is Fate.DROP
 
     # Is `learn.pred` of the whole loader batch wanted, by a metric of the training or by a callback?
     def _keeps_pred(self):

@@ -29,6 +29,7 @@ from .checks import check_args, check_learner, check_trained, refuse_others
 from .facts import FitFacts
 from .fitting import FittingSize
 from .lengths import FittingTokens
+from .remainder import Fate, policy_of
 from .plan import EpochCounts, accum_batches, epoch_plan, epochs_for
 from .tokens import BatchCounter
 from .ways import way_of
@@ -89,6 +90,10 @@ class GradientAccumulation(LoopCallback):
     def constant(self) -> bool:
         "Has each accumulated batch the same target size?"
         return type(self).size_at is GradientAccumulation.size_at
+
+    # What becomes of items left at the end of an epoch
+    @property
+    def policy(self): return policy_of(self.remainder)
 
     @property
     def accum_bs(self) -> int:
@@ -298,7 +303,7 @@ class GradientAccumulation(LoopCallback):
             whole = ifnone(self.ranks.total, n) if counted is None else counted.total
             size = whole if self.per_loader_batch else self.size_at(epoch*n_iter + i, n_iter, n_epoch)
             if size != acc.accum_bs: acc.open(size)
-            self._without_grad = [p for p in acc.params if p.grad is None] if self.remainder == 'drop' else []
+            self._without_grad = [p for p in acc.params if p.grad is None] if self.policy.may_drop else []
         # not by `=`: fastai's `__setattr__` would look for the name in the Learner and in its model, at each batch
         self.__dict__['batch'] = BatchPass(self, n, i == n_iter-1, counted)
 
@@ -394,8 +399,10 @@ class GradientAccumulation(LoopCallback):
         self.facts.numbers.check()
         self.witnesses.after_epoch()
         if loop.now.row_due: loop.rows.give()            # a callback ended the epoch between the step and its row
-        if not self.n_items or self.remainder == 'carry': return
-        if self.remainder == 'step' or self.acc.ready: return loop.extra_step()   # ready: a cancelled step was taken back
+        if not self.n_items: return
+        fate = self.policy(self.n_items, self.acc.accum_bs)
+        if fate is Fate.CARRY: return
+        if fate is Fate.STEP or self.acc.ready: return loop.extra_step()   # ready: a cancelled step was taken back
         self.clear()
         for p in self._without_grad: p.grad = None       # with a gradient of zeros the optimizer would touch them
 

@@ -15,13 +15,12 @@ from ..loop.batch_loop import check_own_loop, check_single, takes_loop
 from ..loop.events import is_a, keeps_state
 from ..loop.sizes import batch_sizes
 from .names import name_of
+from .remainder import Fate, never, policy_of
 
 # %% auto #0
 __all__ = []
 
 # %% ../../nbs/api/accumulation/03_checks.ipynb #dc1be440
-_remainders = 'step','drop','carry'
-
 # What other libraries call it -> what to write
 _batches = "counts batches, and fastaccum counts items: with loader batches of 16 items write accum_bs={value}*16"
 _most = 'is called micro_batch_size here, the largest number of items of a micro-batch: write micro_batch_size={value!r}'
@@ -66,7 +65,7 @@ def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=Non
     if coupled and k is None:
         raise ValueError(f"coupled={coupled!r} computes one loss over the micro-batches of a loader batch, and so needs micro_batch_size: "
                          f"write GradientAccumulation(micro_batch_size=..., coupled={coupled!r}).")
-    if remainder not in _remainders: raise ValueError(f"remainder={remainder!r} is not one of {', '.join(map(repr, _remainders))}.")
+    policy_of(remainder)
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype={grad_dtype!r}: pass torch.float32 to sum the gradients of half-precision weights in fp32, or None.")
     if grad_device is not None and str(grad_device) != 'cpu':
@@ -197,7 +196,8 @@ def check_trained(acc):
                "or freeze between steps: in `before_batch` where `self.learn.gradient_accumulation.opens`, or in the `after_batch` of a "
                "callback whose class has `rows_of_steps_only = True`, which comes once a step. Or load whole batches, and write "
                "GradientAccumulation(micro_batch_size=...).")
-    if acc.remainder == 'carry': message += " With remainder='carry' a validation may come between: use 'step' or 'drop'."
+    if acc.policy.may_carry:
+        message += f" With remainder={acc.remainder!r} a validation may come between: use {never(Fate.CARRY)}."
     raise ValueError(message)
 
 # The part of `check_learner` that checks the sizes of the batches
@@ -211,9 +211,9 @@ def check_steps(acc, sizes):
     n_epoch = acc.learn.n_epoch
     total = len(sizes)*n_epoch
     most = max((acc.size_at(done, len(sizes), n_epoch) for done in range(0, total, max(1, total//100))), default=acc.accum_bs)
-    if acc.remainder == 'drop' and sum(sizes) < most:
-        raise ValueError(f"remainder='drop' with accum_bs={most} would never step: an epoch has {sum(sizes)} items. "
-                         "Use 'step' or 'carry', or a smaller accum_bs.")
+    if 0 < sum(sizes) < most and acc.policy(sum(sizes), most) is Fate.DROP:
+        raise ValueError(f"remainder={acc.remainder!r} with accum_bs={most} would never step: an epoch has {sum(sizes)} items. "
+                         f"Use {never(Fate.DROP)}, or a smaller accum_bs.")
     if most < max(sizes) and not acc.per_loader_batch:
         acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
                       "every loader batch is a step. Write a larger accum_bs, or load smaller batches.",

@@ -17,6 +17,7 @@ from ..core.random import RandomState, generator_types
 from ..loop.events import is_a
 from ..loop.ranks import OneRank
 from ..loop.sizes import loader_bs
+from .remainder import Fate, policy_of
 
 # %% auto #0
 __all__ = []
@@ -26,14 +27,17 @@ __all__ = []
 # `sizes`: items of each loader batch of an epoch; `size_at(done, n_iter, n_epoch)`: `accum_bs` of the accumulated batch that begins after
 # `done` loader batches
 def planned_steps(sizes, n_epoch, size_at, remainder='step'):
+    policy = policy_of(remainder)
     n,n_iter = 0,len(sizes)
     for done in range(n_iter*n_epoch):
         i = done%n_iter
         if n == 0: accum_bs = size_at(done, n_iter, n_epoch)
         n += sizes[i]
-        last = i == n_iter-1
-        if n >= accum_bs or (last and remainder == 'step'): yield done,n; n = 0
-        elif last and remainder == 'drop': n = 0
+        fate = policy(n, accum_bs) if i == n_iter-1 else Fate.CARRY
+        if n >= accum_bs or fate is Fate.STEP:
+            yield done,n
+            n = 0
+        elif fate is Fate.DROP: n = 0
 
 # Items of each of these steps
 def accum_batches(*args): return [n for _,n in planned_steps(*args)]
@@ -116,9 +120,9 @@ class EpochPlan(NamedTuple):
     share:float        # Of a step
     marks:bytes        # Does a loader batch end a step, and does the position move after it?
 
-# None if there are no steps, or if each loader batch is one. With remainder='carry' the big batch's run is one long epoch
+# None if there are no steps, or if each loader batch is one. If items are carried over, the big batch's run is one long epoch
 def epoch_plan(sizes, epoch, n_epoch, accum_bs, remainder):
-    n_iter,carry = len(sizes),remainder == 'carry'
+    n_iter,carry = len(sizes),policy_of(remainder).may_carry
     marks,n_steps = marks_of(tuple(sizes), n_epoch if carry else 1, accum_bs, remainder)
     if n_steps in (0, len(marks)): return None
     if not carry: return EpochPlan(None, 1./(n_steps*n_epoch), marks)

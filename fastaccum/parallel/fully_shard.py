@@ -206,7 +206,7 @@ def check_shards(cb):
     if acc.auto:
         raise ValueError("micro_batch_size='auto' lets each rank find its own size, but with FullyShard all ranks go through the model "
                          "together: pass a number.")
-    if cb.sync != 'every' and acc.remainder != 'step':
+    if cb.sync != 'every' and (acc.policy.may_drop or acc.policy.may_carry):
         raise ValueError(f"With sync={cb.sync!r}, remainder={acc.remainder!r} leaves gradients that are not sharded yet: use "
                          "remainder='step', or sync='every'.")
     sizes = shard_sizes(known_sizes(as_fastai(cb.learn.dls.train)), cb.brings_ranks.shares.now)

@@ -7,7 +7,6 @@ from fastai.callback.schedule import SchedCos, SchedExp, SchedLin, SchedNo, Sche
 
 torch.manual_seed(0)
 data61 = Data(torch.randn(61, 6), torch.randn(61, 4))
-remainders = 'step','drop','carry'
 
 def fit_and_check(learn, steps, n_epoch=3, bs=8, n_rows=None):
     "Train, and find the gradients and rows of `steps`; nothing is left afterwards"

@@ -125,7 +125,7 @@ def test_validation_in_mid_epoch(how):
     same(trained(fits['one_cycle'], 8, GradientAccumulation(32), seen), trained(fits['one_cycle'], 32))
 
 # --- resume
-@pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
+@pytest.mark.parametrize('remainder', remainders)
 @pytest.mark.parametrize('at', [3, 10, 17])
 def test_resumed(remainder, at, capsys):
     def fit(*cbs):
@@ -188,7 +188,7 @@ def test_several_rows_an_item(recwarn):
     same(ours, trained(fits['one_cycle'], 32))
     assert not recwarn
 
-@pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
+@pytest.mark.parametrize('remainder', remainders)
 @pytest.mark.parametrize('event,ex,at',
                          [('before_batch', CancelBatchException, {(0, 2), (1, 9), (2, 0)}),
                           ('before_step', CancelStepException, {(0, 3), (2, 3)}),

@@ -49,7 +49,7 @@ def replay(model, loss_func, steps, lrs):
 
 # --- what is drawn
 
-remainders = st.sampled_from(['step', 'drop', 'carry'])
+drawn_remainders = st.sampled_from(remainders)
 micro_batches = st.one_of(st.none(), st.integers(1, 13), st.just('auto'))
 sizes = st.integers(1, 40)
 
@@ -86,7 +86,7 @@ def trainings(draw):
     n,bs,k,loss,n_epoch = (draw(st.integers(1, n_max)),draw(st.integers(1, 12)),draw(micro_batches),
                            draw(st.sampled_from(list(losses))),draw(st.integers(1, 3)))
     plain,fp16 = loss in ('items','classes','sum'),draw(st.booleans())   # no item counts for nothing
-    acc = dict(draw(accum_sizes), micro_batch_size=k, remainder=draw(remainders), log_accum_batch=draw(st.booleans()),
+    acc = dict(draw(accum_sizes), micro_batch_size=k, remainder=draw(drawn_remainders), log_accum_batch=draw(st.booleans()),
                normalize=not plain or draw(st.integers(0, 4)) > 0)
     return SimpleNamespace(n=n, bs=bs, n_epoch=n_epoch, loss=loss, order=draw(st.sampled_from([3, 20])), acc=acc, fp16=fp16,
         nan=draw(st.none() | st.integers(0, n-1)) if plain and fp16 else None, drop_last=draw(st.integers(0, 4))==0,
@@ -192,7 +192,7 @@ def test_fit(c):
 @pytest.mark.filterwarnings("ignore:remainder='drop' with accum_bs=")
 @cases(60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8).filter(lambda s: sum(s) <= n_max), st.integers(1, 40),
-       remainders, micro_batches, st.sampled_from(list(losses)))
+       drawn_remainders, micro_batches, st.sampled_from(list(losses)))
 def test_odd_batches(sizes, accum_bs, remainder, k, loss):
     "Loader batches of any sizes, which no plan knows"
     loss_func,y,weight = losses[loss]

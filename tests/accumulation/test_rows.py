@@ -28,7 +28,7 @@ def test_train_metrics_with_ignored_targets(way):
     whole,learn = trained(32),trained(bs, GradientAccumulation(**acc))
     assert np.allclose([*map(list, learn.recorder.values)], [*map(list, whole.recorder.values)], atol=1e-6)
 
-@pytest.mark.parametrize('remainder', ('step', 'drop', 'carry'))
+@pytest.mark.parametrize('remainder', remainders)
 def test_all_items_of_an_epoch_are_measured(remainder):
     counts = []
     note = On('before_validate', lambda l: counts.append(l.recorder.metrics[2].count), order=-20, training=None)

@@ -66,7 +66,7 @@ def check_steps(learn, tol=1e-6):
 
 def in_batches(lengths, bs=4): return [sum(lengths[i:i+bs]) for i in range(0, len(lengths), bs)]
 
-@pytest.mark.parametrize('remainder', ['step','drop','carry'])
+@pytest.mark.parametrize('remainder', remainders)
 @pytest.mark.parametrize('k', [None, 3])
 @pytest.mark.parametrize('kind', kinds)
 def test_steps(kind, k, remainder):
@@ -167,7 +167,7 @@ class Loads:
     def __len__(self): return len(self.items)
     def __getitem__(self, i): self.n += 1; return self.items[i]
 
-@pytest.mark.parametrize('remainder', ['step','drop','carry'])
+@pytest.mark.parametrize('remainder', remainders)
 @pytest.mark.parametrize('shuffle', [False, True])
 def test_plan(shuffle, remainder):
     "It is what training does in its first epoch, and in all if nothing shuffles. Computing it changes neither this nor the Learner"

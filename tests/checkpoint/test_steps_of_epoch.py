@@ -10,7 +10,7 @@ def fitted(*cbs, **kwargs):
     learn.fit(2, .05)
     return learn
 
-@pytest.mark.parametrize('remainder', ['step','drop','carry'])
+@pytest.mark.parametrize('remainder', remainders)
 @pytest.mark.parametrize('at', [(0, 5), (1, 5)])
 def test_resumed_in_mid_epoch(at, remainder, recwarn):
     "61 items: a step of 32, and one of what is left"

@@ -182,7 +182,7 @@ def test_lr_find(num_it):
     for l in (whole, acc): l.fit_one_cycle(2, .1)            # and training goes on as if nothing had been
     assert_same(whole, acc)
 
-@pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
+@pytest.mark.parametrize('remainder', remainders)
 @pytest.mark.parametrize('accum_bs', [8, 20, 61])
 def test_lr_find_with_few_items(accum_bs, remainder):
     "Many epochs of 61 items, until every learning rate was tried"

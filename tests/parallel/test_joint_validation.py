@@ -5,6 +5,7 @@ import pytest, torch, torch.nn.functional as F
 from fastai.basics import Callback, CancelValidException, CrossEntropyLossFlat, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor
 from fastai.callback.all import EarlyStoppingCallback, ProgressCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.losses import LabelSmoothingCrossEntropyFlat
+from fastaccum.accumulation.remainder import policies
 from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, LocalSGD, StepLogger, launch
 import torch.distributed as dist
 
@@ -107,7 +108,7 @@ def items_of_steps():
     "Items of each step; 67 do not fill the last accumulated batch of 40, nor do all ranks have as many"
     res = {}
     for dp in (DataParallel, LocalSGD):
-        for remainder in ('step','drop','carry'):
+        for remainder in policies:
             x,y = data(67)
             learn = learner(x, y, nn.CrossEntropyLoss(), accum=40, dp=dp, remainder=remainder, cbs=[StepLogger()])
             with quiet(learn): learn.fit(3)
@@ -190,7 +191,7 @@ def test_a_small_last_batch_does_not_leave_a_rank_with_one_item(results, n):
     assert first.isfinite().all() and all(torch.equal(first, w) for w in others)
 
 @over
-@pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
+@pytest.mark.parametrize('remainder', [*policies])
 @pytest.mark.parametrize('dp', ['DataParallel', 'LocalSGD'])
 def test_rows_count_the_items_of_all_ranks(results, n, dp, remainder):
     (one,),many = ([r['items_of_steps'][dp,remainder] for r in results[k]] for k in (1, n))

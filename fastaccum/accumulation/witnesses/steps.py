@@ -8,6 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/witnesses/steps.htm
 __all__ = []
 
 # %% ../../../nbs/api/accumulation/witnesses/15_steps.ipynb #fb81ee77
+from ..remainder import Fate, never
 from .witness import Witness
 
 # %% ../../../nbs/api/accumulation/witnesses/15_steps.ipynb #29b99ada
@@ -31,12 +32,12 @@ class EpochSteps(Witness):
         if self.is_part: return
         cb,n,n_iter = self.cb,self.cb.acc.closed.n_items,self.learn.n_iter
         steps = self.steps
-        if cb.remainder == 'drop' and steps == 1 and 0 < left < cb.accum_bs:
-            cb.warn_once(f"remainder='drop' with accum_bs={cb.accum_bs} never steps: an epoch has {left} {cb.unit}, and all of them "
-                         "are dropped. Use 'step' or 'carry', or a smaller accum_bs.", self.page, about='never')
+        if steps == 1 and 0 < left < cb.accum_bs and cb.policy(left, cb.accum_bs) is Fate.DROP:
+            cb.warn_once(f"remainder={cb.remainder!r} with accum_bs={cb.accum_bs} never steps: an epoch has {left} {cb.unit}, and all "
+                         f"of them are dropped. Use {never(Fate.DROP)}, or a smaller accum_bs.", self.page, about='never')
         if cb.unit != 'items' and 1 < steps == n_iter and cb.constant and not cb.per_loader_batch and not self.loop.lr_finder:
             self.tell(f"accum_bs={cb.accum_bs} {cb.unit} is less than a loader batch has: nothing accumulates, every loader "
                       "batch is a step. Write a larger accum_bs, or load smaller batches.")
-        if cb.remainder == 'step' and steps == 1 and 0 < n < cb.accum_bs:
+        if steps == 1 and 0 < n < cb.accum_bs and cb.policy(n, cb.accum_bs) is Fate.STEP:
             self.tell(f"accum_bs={cb.accum_bs} is more than the {n} {cb.unit} of an epoch: each epoch is one step. For more steps, write "
                       "a smaller accum_bs.")
