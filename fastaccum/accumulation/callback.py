@@ -226,7 +226,7 @@ class GradientAccumulation(LoopCallback):
         learn = self.learn
         if learn.opt is None: return                     # a loaded Learner that only predicts has no optimizer
         self.ranks = ranks_of(learn.cbs)
-        check_learner(self)
+        check_learner(self, way_of(self))
         learn.gradient_accumulation = self
         self._begin()
         self.running = True

@@ -97,8 +97,9 @@ def check_unit(unit, count, pad_idx):
     if pad_idx is not None and (isinstance(pad_idx, bool) or not isinstance(pad_idx, int)):
         raise TypeError(f"pad_idx is {pad_idx!r}: pass the token of the padding, an int.")
 
-# Raise an error for settings of the Learner that cannot work with `acc`, and warn of doubtful ones
-def check_learner(acc):
+# %% ../../nbs/api/accumulation/03_checks.ipynb #b2f0c104
+# Raise an error for settings of the Learner that cannot work with `acc` and its `way`, and warn of doubtful ones
+def check_learner(acc, way):
     learn = acc.learn
     check_own_loop(learn)
     dist = torch.distributed
@@ -122,14 +123,60 @@ def check_learner(acc):
     if acc.grad_device is not None and acc.ranks.world > 1 and acc.ranks.joint_gradients:
         raise ValueError("grad_device='cpu' keeps gradients off the device, but several ranks add them up there, all at once: leave it "
                          "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
-    if acc.coupled: check_coupled(acc)
-    if acc.micro_batch_tokens is not None: check_with_tokens(acc); check_encoder(learn)
+    way.check()
     hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
     if hooked and acc.splits:
         acc.warn_once(f"{hooked} looks at the model with hooks, which see one micro-batch at a time: in training it keeps the figures of "
                       f"the last micro-batch of a loader batch. For those of all items leave out {name}, and load smaller batches.",
                       'tutorials/callbacks.html#how-often-does-each-event-come')
     check_sizes(acc)
+
+# %% ../../nbs/api/accumulation/03_checks.ipynb #b2f0c106
+# Raise an error if the model is compiled into CUDA graphs
+def check_graphs(learn):
+    config = getattr(getattr(get_model(learn.model), 'dynamo_ctx', None), 'compiler_config', None) or {}
+    if not config.get('triton.cudagraphs') and not any(getattr(cb, 'cuda_graphs', False) for cb in learn.cbs): return
+    raise ValueError("The model is compiled into CUDA graphs (mode='reduce-overhead' or 'max-autotune'), in which PyTorch accumulates "
+                     "wrong gradients, or raises an error (pytorch#169545, pytorch#181723): use another mode, such as "
+                     "'max-autotune-no-cudagraphs'.")
+
+# %% ../../nbs/api/accumulation/03_checks.ipynb #b2f0c109
+# The part of `check_learner` that checks the sizes of the batches
+def check_sizes(acc):
+    try: sizes = batch_sizes(acc.learn.dls.train)
+    except ValueError: return
+    if sizes and acc.unit == 'items': check_steps(acc, sizes)
+
+# Does `accum_bs` fit the loader, whose batches have `sizes` items?
+def check_steps(acc, sizes):
+    n_epoch = acc.learn.n_epoch
+    total = len(sizes)*n_epoch
+    most = max((acc.size_at(done, len(sizes), n_epoch) for done in range(0, total, max(1, total//100))), default=acc.accum_bs)
+    if 0 < sum(sizes) < most and acc.policy(sum(sizes), most) is Fate.DROP:
+        raise ValueError(f"remainder={acc.remainder!r} with accum_bs={most} would never step: an epoch has {sum(sizes)} items. "
+                         f"Use {never(Fate.DROP)}, or a smaller accum_bs.")
+    if most < max(sizes) and not acc.per_loader_batch:
+        acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
+                      "every loader batch is a step. Write a larger accum_bs, or load smaller batches.",
+                      'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more')
+
+# %% ../../nbs/api/accumulation/03_checks.ipynb #b2f0c10b
+# Raise an error if a parameter has gradients of a step's first micro-batches, and is frozen in the next ones
+def check_trained(acc):
+    frozen = acc.params.frozen()
+    if frozen is None: return
+    message = (f"The parameter {name_of(acc.learn.model, frozen)} was trained in the first micro-batches of this step, and is frozen in "
+               "the next one, as by a GAN that switches between generator and critic: then the step is not that of all its items. Switch "
+               "or freeze between steps: in `before_batch` where `self.learn.gradient_accumulation.opens`, or in the `after_batch` of a "
+               "callback whose class has `rows_of_steps_only = True`, which comes once a step. Or load whole batches, and write "
+               "GradientAccumulation(micro_batch_size=...).")
+    if acc.policy.may_carry:
+        message += f" With remainder={acc.remainder!r} a validation may come between: use {never(Fate.CARRY)}."
+    raise ValueError(message)
+
+# %% ../../nbs/api/accumulation/03_checks.ipynb #b2f0c10e
+# Name of the first callback whose class declares `what`, None if none does
+def who_declares(acc, what): return first(type(cb).__name__ for cb in acc.learn.cbs if getattr(type(cb), what, False))
 
 # Raise an error if ranks need to know how many micro-batches there are, or if a callback takes them for random samples
 def check_with_tokens(acc):
@@ -149,26 +196,16 @@ def check_encoder(learn):
                      "in chunks, and what it hands to the head depends on how wide the batch is. Use micro_batch_size for it. "
                      "unit='tokens' works.")
 
-# Raise an error if the model is compiled into CUDA graphs. Gradients lie in the memory of a graph, which its next replay overwrites:
-# PyTorch raises an error (pytorch#169545), or adds up wrong gradients without a word (pytorch#181723)
-def check_graphs(learn):
-    config = getattr(getattr(get_model(learn.model), 'dynamo_ctx', None), 'compiler_config', None) or {}
-    if not config.get('triton.cudagraphs') and not any(getattr(cb, 'cuda_graphs', False) for cb in learn.cbs): return
-    raise ValueError("The model is compiled into CUDA graphs (mode='reduce-overhead' or 'max-autotune'), in which PyTorch accumulates "
-                     "wrong gradients, or raises an error (pytorch#169545, pytorch#181723): use another mode, such as "
-                     "'max-autotune-no-cudagraphs'.")
-
-# Name of the first callback whose class declares `what`, None if none does
-def who_declares(acc, what): return first(type(cb).__name__ for cb in acc.learn.cbs if getattr(type(cb), what, False))
-
+# %% ../../nbs/api/accumulation/03_checks.ipynb #b2f0c111
 # Raise an error for settings of the Learner that cannot work with `coupled`
 def check_coupled(acc):
     noise = who_declares(acc, 'compares_micro_batches')
     if noise:
         raise ValueError(f"{noise} compares the gradients of micro-batches, but with coupled={acc.coupled!r} these share one loss: "
                          f"leave out {noise} or coupled.")
-    if acc.coupled == 'batchnorm': check_lockstep(acc)
-    if acc.coupled in (True, 'batchnorm'): return
+
+# The same for a module that sees the whole loader batch
+def check_head(acc):
     find_head(get_model(acc.learn.model), acc.coupled)
     whole = who_declares(acc, 'compiles_model')
     if whole:
@@ -186,35 +223,3 @@ def check_lockstep(acc):
     if why: raise ValueError(f"coupled='batchnorm' suspends a micro-batch at each BatchNorm, until the others are there. {why}.")
 
 def is_compiled(model): return any(hasattr(m, 'dynamo_ctx') or m._compiled_call_impl is not None for m in model.modules())
-
-# Raise an error if a parameter has gradients of a step's first micro-batches, and is frozen in the next ones
-def check_trained(acc):
-    frozen = acc.params.frozen()
-    if frozen is None: return
-    message = (f"The parameter {name_of(acc.learn.model, frozen)} was trained in the first micro-batches of this step, and is frozen in "
-               "the next one, as by a GAN that switches between generator and critic: then the step is not that of all its items. Switch "
-               "or freeze between steps: in `before_batch` where `self.learn.gradient_accumulation.opens`, or in the `after_batch` of a "
-               "callback whose class has `rows_of_steps_only = True`, which comes once a step. Or load whole batches, and write "
-               "GradientAccumulation(micro_batch_size=...).")
-    if acc.policy.may_carry:
-        message += f" With remainder={acc.remainder!r} a validation may come between: use {never(Fate.CARRY)}."
-    raise ValueError(message)
-
-# The part of `check_learner` that checks the sizes of the batches
-def check_sizes(acc):
-    try: sizes = batch_sizes(acc.learn.dls.train)
-    except ValueError: return
-    if sizes and acc.unit == 'items': check_steps(acc, sizes)
-
-# Does `accum_bs` fit the loader, whose batches have `sizes` items?
-def check_steps(acc, sizes):
-    n_epoch = acc.learn.n_epoch
-    total = len(sizes)*n_epoch
-    most = max((acc.size_at(done, len(sizes), n_epoch) for done in range(0, total, max(1, total//100))), default=acc.accum_bs)
-    if 0 < sum(sizes) < most and acc.policy(sum(sizes), most) is Fate.DROP:
-        raise ValueError(f"remainder={acc.remainder!r} with accum_bs={most} would never step: an epoch has {sum(sizes)} items. "
-                         f"Use {never(Fate.DROP)}, or a smaller accum_bs.")
-    if most < max(sizes) and not acc.per_loader_batch:
-        acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
-                      "every loader batch is a step. Write a larger accum_bs, or load smaller batches.",
-                      'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more')

@@ -15,6 +15,7 @@ from ..core.lockstep import LockstepBatch
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, split_batch
 from ..core.watch import batchnorms, hooks_of_others
+from .checks import check_coupled, check_encoder, check_head, check_lockstep, check_with_tokens
 from .lengths import padding_message
 
 # %% auto #0
@@ -55,6 +56,9 @@ class Whole:
     # Is the loss over the items of all ranks?
     @property
     def is_shared(self): return self.is_coupled and self.cb.ranks.world > 1
+
+    # An error for settings of the Learner with which this way cannot work
+    def check(self): pass
 
     # -- training
     # The micro-batches of the loader batch that is `shown`
@@ -143,6 +147,10 @@ def explain(e, micro, sizes, more):
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #38de9169
 class Tokens(Whole):
+    def check(self):
+        check_with_tokens(self.cb)
+        check_encoder(self.cb.learn)
+
     def cut(self, batch, shown):
         self.parts = self._cut(batch.counted.spans, self.cb.micro_bs)
         self.sizes = [batch.n] if self.parts is None else self.parts.sizes
@@ -189,6 +197,10 @@ class Coupled(Whole):
         super().__init__(cb)
         self.head = head
         self.coupled = None                               # a `CoupledBatch`, while the loader batch is on its way
+
+    def check(self):
+        check_coupled(self.cb)
+        if self.head is not None: check_head(self.cb)
 
     def cut(self, batch, shown):
         self.batch = batch
@@ -247,6 +259,10 @@ class Lockstep(Coupled):
     checks_buffers = pools_norms = True
     message = property(lambda self: getattr(self.coupled, 'message', None))
     page = 'tutorials/batchnorm.html#every-batchnorm-sees-all-items'
+
+    def check(self):
+        super().check()
+        check_lockstep(self.cb)
 
     def make(self, body, xb, n, size, model, looks):
         cb,facts = self.cb,self.cb.facts

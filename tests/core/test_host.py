@@ -10,6 +10,7 @@ from fastaccum.all import (
     TrainingCheckpoint)
 from contextlib import nullcontext
 from fastaccum.accumulation.checks import check_learner
+from fastaccum.accumulation.ways import way_of
 from fastaccum.core import host as host_module
 from fastaccum.core.memory import PeakMemory
 from fastaccum.core.host import HostGradient, HostGradients
@@ -211,7 +212,7 @@ def test_ranks_and_values():
         acc = GradientAccumulation(16, grad_device='cpu')
         learn = learner(Data(torch.randn(16, 6), torch.randn(16, 4)), 8, acc)
         acc.ranks = SimpleNamespace(world=2, joint_gradients=joint)
-        with pytest.raises(ValueError, match='several ranks add them up there') if joint else nullcontext(): check_learner(acc)
+        with pytest.raises(ValueError, match='several ranks add them up there') if joint else nullcontext(): check_learner(acc, way_of(acc))
 
 @pytest.mark.slow
 def test_cpu():

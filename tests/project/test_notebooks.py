@@ -11,7 +11,14 @@ api = Path(__file__).resolve().parents[2]/'nbs'/'api'
 pages = {f.relative_to(api).with_suffix('').as_posix(): read_nb(f) for f in sorted(api.rglob('*.ipynb'))}
 most = 5    # cells in a row that define something, with nothing to see in between
 
-debts = dict(promise=set(), long_lines=set(), in_a_row=set(), public_first=set(), not_shown=set(), mocked=set())
+debts = dict(promise=set(), long_lines=set(),
+             long_cells=set(('accumulation/01_callback accumulation/02_batch accumulation/11_weigh batch_size/01_noise '
+                             'checkpoint/02_fit checkpoint/03_state checkpoint/04_values checkpoint/05_folder '
+                             'checkpoint/06_files core/01_accumulator core/02_losses core/03_probe core/05_scaler '
+                             'core/14_values core/17_lockstep core/19_untouched core/20_measured logs/02_wandb '
+                             'loop/01_batch_loop loop/03_rows loop/05_learner memory/02_advice parallel/01_data_parallel '
+                             'parallel/07_ranks precision/01_callback').split()),
+             in_a_row=set(), public_first=set(), not_shown=set(), mocked=set())
 
 def is_exported(cell): return bool(re.match(r'#\| *exporti?\b', cell.source))
 def is_visible(cell):
@@ -27,6 +34,11 @@ def promise(cells, public):
     return [] if cells and re.match(r'# \S.*\n\n> \S.*$', cells[0].source.rstrip()) else ['no promise']
 
 def long_lines(cells, public): return [l for c in cells if is_exported(c) for l in c.source.splitlines() if len(l) > 140]
+
+def long_cells(cells, public):
+    "A cell shows one concept: (its first name, its lines) where it has more than 100, which only a class with many methods may need"
+    found = [(c, len([l for l in c.source.splitlines() if l[:2] != '#|'])) for c in cells if is_exported(c)]
+    return [(definitions(c)[0].name if definitions(c) else '', n) for c,n in found if n > 100]
 
 def in_a_row(cells, public):
     "Names of cells that follow each other, with nothing to see in between"
@@ -58,7 +70,7 @@ def mocked(cells, public):
     return [o for c in cells if not is_exported(c) and c.cell_type == 'code'
             for o in re.findall(r'learn\w* *= *(SimpleNamespace|Mock|MagicMock)\(', c.source)]
 
-checks = [promise, long_lines, in_a_row, public_first, not_shown, mocked]
+checks = [promise, long_lines, long_cells, in_a_row, public_first, not_shown, mocked]
 
 @pytest.mark.parametrize('check', checks, ids=lambda c: c.__name__)
 def test_pages(check):
@@ -70,6 +82,7 @@ def test_pages(check):
 @pytest.mark.parametrize('check,src,wrong', [
     (promise, ['# A\n\n> What for'], 0), (promise, ['# A'], 1),
     (long_lines, ['#| export\na = ' + '1'*136], 0), (long_lines, ['#| exporti\na = ' + '1'*137], 1),
+    (long_cells, ['#| export\ndef f():' + '\n    a = 1'*99], 0), (long_cells, ['#| exporti\ndef f():' + '\n    a = 1'*100], 1),
     (in_a_row, ['#| export\ndef f(): pass']*5, 0), (in_a_row, ['#| exporti\ndef f(): pass']*6, 1),
     (in_a_row, ['#| export\ndef f(): pass', 'f()']*6, 0),
     (in_a_row, ['#| export\ndef f(): pass', '#| hide\nf()']*6, 1), (in_a_row, ['#| export\nimport a']*6, 0),
