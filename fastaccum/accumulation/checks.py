@@ -156,8 +156,8 @@ def check_steps(acc, sizes):
         raise ValueError(f"remainder={acc.remainder!r} with accum_bs={most} would never step: an epoch has {sum(sizes)} items. "
                          f"Use {never(Fate.DROP)}, or a smaller accum_bs.")
     if most < max(sizes) and not acc.per_loader_batch:
-        acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items: nothing accumulates, "
-                      "every loader batch is a step. Write a larger accum_bs, or load smaller batches.",
+        acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items, and a step takes whole ones: each "
+                      "is a step of its own. Write a larger accum_bs, or load smaller batches.",
                       'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more')
 
 # %% ../../nbs/api/accumulation/03_checks.ipynb #b2f0c10b

@@ -16,14 +16,14 @@ def test_arguments_of_others(name, value, says):
         with pytest.raises(TypeError) as e: make(**{name: value})
         assert says in str(e.value)
 
-def told(n, bs, *args, cbs=(), **kwargs):
+def told(n, bs, *args, cbs=(), about='an epoch', **kwargs):
     items = [(x, x.sum()[None]) for x in torch.randn(n, 3)]
     dls = DataLoaders(DataLoader(items, bs=bs), DataLoader(items, bs=bs), device='cpu')
     learn = Learner(dls, nn.Linear(3, 1), loss_func=nn.MSELoss(), opt_func=SGD, cbs=[GradientAccumulation(*args, **kwargs), *cbs])
     with warnings.catch_warnings(record=True) as found, learn.no_bar(), learn.no_logging():
         warnings.simplefilter('always')
         learn.fit(3, .01)
-    return [str(w.message) for w in found if 'an epoch' in str(w.message)]
+    return [str(w.message) for w in found if about in str(w.message)]
 
 @pytest.mark.parametrize('n,bs', [(31, 8), (8, 8), (31, 31), (5, 8)])
 def test_an_epoch_is_one_step(n, bs):
@@ -36,3 +36,10 @@ def test_an_epoch_is_one_step(n, bs):
 def test_an_epoch_has_a_full_step(n, bs, args, kwargs): assert not told(n, bs, *args, **kwargs)
 
 def test_an_epoch_cut_short(): assert not told(64, 8, 32, cbs=[ShortEpochCallback(.3)])
+
+@pytest.mark.parametrize('kwargs', [{}, dict(micro_batch_size=8), dict(micro_batch_size='auto')])
+def test_a_step_takes_whole_loader_batches(kwargs):
+    "With micro-batches these accumulate, so it would be wrong that nothing does"
+    msg, = told(80, 40, 16, about='accum_bs=16', **kwargs)
+    assert msg.startswith('accum_bs=16 is smaller than a loader batch of 40 items, and a step takes whole ones: each is a step')
+    assert 'Write a larger accum_bs, or load smaller batches.' in msg

@@ -808,7 +808,7 @@ def test_translations(widths):
     close(run(micro_batch_tokens=48), run(micro_batch_size=16), 1e-10)
 
 @pytest.mark.parametrize('kwargs,says', [(dict(accum_bs=5000, remainder='drop'), 'an epoch has 212 tokens, and all of them are dropped'),
-                                         (dict(accum_bs=2), 'nothing accumulates, every loader batch is a step')])
+                                         (dict(accum_bs=2), 'a step takes whole ones: each is a step')])
 def test_sizes_that_do_not_fit_are_told(kwargs, says):
     learn = text_learner('classes', GradientAccumulation(unit='tokens', **kwargs), spy=False)
     with pytest.warns(UserWarning, match=says) as told: learn.fit(2, .1)

@@ -36,8 +36,8 @@ class EpochSteps(Witness):
             cb.warn_once(f"remainder={cb.remainder!r} with accum_bs={cb.accum_bs} never steps: an epoch has {left} {cb.unit}, and all "
                          f"of them are dropped. Use {never(Fate.DROP)}, or a smaller accum_bs.", self.page, about='never')
         if cb.unit != 'items' and 1 < steps == n_iter and cb.constant and not cb.per_loader_batch and not self.loop.lr_finder:
-            self.tell(f"accum_bs={cb.accum_bs} {cb.unit} is less than a loader batch has: nothing accumulates, every loader "
-                      "batch is a step. Write a larger accum_bs, or load smaller batches.")
+            self.tell(f"accum_bs={cb.accum_bs} {cb.unit} is less than a loader batch has, and a step takes whole ones: each "
+                      "is a step of its own. Write a larger accum_bs, or load smaller batches.")
         if steps == 1 and 0 < n < cb.accum_bs and cb.policy(n, cb.accum_bs) is Fate.STEP:
             self.tell(f"accum_bs={cb.accum_bs} is more than the {n} {cb.unit} of an epoch: each epoch is one step. For more steps, write "
                       "a smaller accum_bs.")
