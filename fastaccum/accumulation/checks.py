@@ -11,8 +11,8 @@ from ..core.checks import is_count
 from ..core.coupled import find_head
 from ..core.lockstep import import_greenlet
 from ..core.watch import batchnorms
-from ..loop.batch_loop import check_own_loop, check_single, takes_loop
-from ..loop.events import is_a, keeps_state
+from ..loop.batch_loop import check_own_loop, check_single
+from ..loop.events import declares, is_a, keeps_state
 from ..loop.sizes import batch_sizes
 from .names import name_of
 from .remainder import Fate, never, policy_of
@@ -108,7 +108,7 @@ def check_learner(acc, way):
                          "process separately: add DataParallel(), LocalSGD() or FullyShard() to the Learner's callbacks, or train inside "
                          "`learn.distrib_ctx()`.")
     check_single([cb for cb in learn.cbs if cb.name == acc.name], 'gradient accumulation')
-    theirs = first(cb for cb in learn.cbs if is_a(type(cb), 'MixedPrecision') and not takes_loop(cb))
+    theirs = first(cb for cb in learn.cbs if declares(cb, 'ends_autocast'))
     if theirs is not None:
         raise ValueError("fastai's MixedPrecision is attached, but it does not work with fastaccum's GradientAccumulation: it ends its "
                          "autocast at every micro-batch, and the weights would stop learning. Use fastaccum's: write `from fastaccum.all "
@@ -124,7 +124,7 @@ def check_learner(acc, way):
         raise ValueError("grad_device='cpu' keeps gradients off the device, but several ranks add them up there, all at once: leave it "
                          "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
     way.check()
-    hooked = first(type(cb).__name__ for cb in learn.cbs if is_a(type(cb), 'HookCallback'))
+    hooked = first(type(cb).__name__ for cb in learn.cbs if declares(cb, 'reads_hooks'))
     if hooked and acc.splits:
         acc.warn_once(f"{hooked} looks at the model with hooks, which see one micro-batch at a time: in training it keeps the figures of "
                       f"the last micro-batch of a loader batch. For those of all items leave out {name}, and load smaller batches.",

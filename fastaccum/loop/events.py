@@ -20,19 +20,22 @@ _batch_events = L.split('before_batch after_pred after_loss before_backward afte
 cancels = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException,
             CancelTrainException, CancelValidException)
 
-# What fastai's callbacks are, by the modules that define them, which need not be installed. A callback of your own, or of fastaccum,
-# declares the same as a class attribute
+# What fastai's callbacks are, by the modules that define them, which need not be installed, or by a class in one. A callback of your own,
+# or of fastaccum, declares the same as a class attribute. `GANTrainer` opens no rows: its `before_batch` brings each batch its inputs
 _loggers = tuple(f'fastai.callback.{k}' for k in ('wandb','tensorboard','comet','neptune','azureml'))
 _known = dict(
     takes_rows=('fastai.callback.schedule', 'fastai.vision.gan', *_loggers),   # logs or schedules: one `after_batch` per step
-    opens_rows=('fastai.callback.schedule', 'fastai.vision.gan', *_loggers),   # and one `before_batch`
+    opens_rows=('fastai.callback.schedule', 'fastai.vision.gan.GANDiscriminativeLR', *_loggers),    # and one `before_batch`
     rows_of_steps_only=('fastai.vision.gan',),                                 # whatever `log_accum_batch` is
-    repeats_rows=_loggers)                                                     # in validation it would repeat the last row
+    repeats_rows=_loggers,                                                     # in validation it would repeat the last row
+    writes=('fastai.callback.progress', *_loggers),                            # to a screen, a file, a server: of several ranks one does
+    reads_hooks=('fastai.callback.hook',),                                     # it looks at the model, and sees a micro-batch at a time
+    ends_autocast=('fastai.callback.fp16.MixedPrecision',))                    # at each micro-batch
 # Those whose `after_batch` does not read `learn.pred`
 _never_read_pred = ('fastai.learner', 'fastai.callback.schedule', *_loggers,
                     *(f'fastai.callback.{k}' for k in ('progress','training','tracker','hook')))
 
-# Does the class of a callback or one of its bases have one of these names?
+# Does a class or one of its bases have one of these names?
 @lru_cache(None)
 def is_a(cls, *names): return any(c.__name__ in names for c in cls.__mro__)
 
@@ -42,16 +45,13 @@ def declares(cb, what):
     return is_known(type(cb), what) if own is None else own
 
 @lru_cache(None)
-def is_known(cls, what):
-    # of those that take rows it alone changes the batch, in `before_batch`
-    if what == 'opens_rows' and is_a(cls, 'GANTrainer'): return False
-    return any(c.__module__ in _known[what] for c in cls.__mro__)
+def is_known(cls, what): return any(k in _known[what] for c in cls.__mro__ for k in (c.__module__, f'{c.__module__}.{c.__name__}'))
 
 # Does a callback mix items, as fastai's MixUp and CutMix and tsai's do? The loss is then a method of it
 def mixes(cb): return hasattr(type(cb), 'lf')
 
 # Does a model keep state from one batch to the next? (fastai's text classifiers have a `ModelResetter`, too, but their `SentenceEncoder`
-# resets itself at each call)
+# resets itself at each call, which nothing but its name tells: without this they could not be split into micro-batches)
 def keeps_state(model, cbs):
     return any(isinstance(cb, ModelResetter) for cb in cbs) and not any(is_a(type(m), 'SentenceEncoder') for m in model.modules())
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..accumulation.ways import way_of
 from ..core.checks import is_positive
 from ..loop.batch_loop import LoopCallback, check_single
-from ..loop.events import is_a, mixes
+from ..loop.events import declares, is_a, mixes
 from ..loop.learner import methods_of
 from .processes import has_left, in_group, start_group, tell_and_leave
 from .ranks import Ranks
@@ -103,7 +103,7 @@ class DataParallel(LoopCallback):
     def _quiet(self):
         "Switch off progress bars, files and rows for a server: rank 0 makes them"
         for o in self.learn.cbs:
-            if is_a(type(o), *_writers): o.run = False
+            if declares(o, 'writes'): o.run = False
         self._logger,self.learn.logger = self.learn.logger,noop
 
     def after_fit(self):
@@ -272,8 +272,6 @@ def _check_coupled(cb, acc):
         why = ("a rank that runs out of memory would have to start again after the others have received its outputs: pass a number as "
                "micro_batch_size")
     if why: raise ValueError(f"coupled={acc.coupled!r} with several ranks: {why}.")
-
-_writers = 'ProgressCallback','ShowGraphCallback','CSVLogger','WandbCallback','TensorBoardCallback','TensorBoardProjectorCallback'
 
 # %% ../../nbs/api/parallel/01_data_parallel.ipynb #4120c8d0
 # Move model and loaders to this rank's GPU; loaders made before the ranks started are on the first GPU

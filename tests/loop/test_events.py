@@ -6,7 +6,7 @@ from fastai.basics import Callback, CancelBackwardException, CancelBatchExceptio
 from fastai.callback.mixup import MixHandler
 from fastai.callback.schedule import LRFinder
 from fastaccum.loop.batch_loop import BatchLoop
-from fastaccum.loop.events import EventTable, _may_read_pred, declares, is_a, with_context
+from fastaccum.loop.events import EventTable, _may_read_pred, declares, is_a, is_known, with_context
 
 class Hears(Callback):
     "Writes down which of its methods were called"
@@ -49,9 +49,22 @@ def test_loggers_of_fastai(module):
     def after_batch(self): pass
     theirs = type('Logger', (Callback,), dict(__module__=f'fastai.callback.{module}', after_batch=after_batch))
     for cls,expected in ((theirs, True), (type('Mine', (theirs,), {}), True), (type('TensorBoardCallback', (Callback,), {}), False)):
-        assert [declares(cls(), what) for what in ('takes_rows', 'opens_rows', 'repeats_rows')] == [expected]*3
+        assert [declares(cls(), what) for what in ('takes_rows', 'opens_rows', 'repeats_rows', 'writes')] == [expected]*4
         assert not declares(cls(), 'rows_of_steps_only')
     assert not _may_read_pred(theirs())
+
+def test_callbacks_of_fastai():
+    "What is declared of them, by a module or by a class in it, holds for subclasses, and not for a class that has but the name"
+    from fastai.callback import fp16, hook, progress
+    from fastai.vision import gan
+    told = dict(takes_rows=[gan.GANTrainer, gan.FixedGANSwitcher, gan.GANDiscriminativeLR], opens_rows=[gan.GANDiscriminativeLR],
+                writes=[progress.CSVLogger, progress.ProgressCallback, progress.ShowGraphCallback], ends_autocast=[fp16.MixedPrecision],
+                reads_hooks=[hook.ActivationStats, hook.HookCallback])
+    classes = {*sum(told.values(), [])}
+    for what,known in told.items():
+        for cls in classes:
+            assert is_known(cls, what) == is_known(type('Mine', (cls,), {}), what) == (cls in known)
+            assert not is_known(type(cls.__name__, (Callback,), {}), what)
 
 def test_with_context():
     e = with_context(ValueError('bad', 'more'), Hears(), 'after_step')
