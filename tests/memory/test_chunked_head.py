@@ -265,6 +265,7 @@ def test_save_load_export(tmp_path):
     fresh.add_cb(ChunkedHead(4))
     fresh.fit(1)
 
+@pytest.mark.slow
 def test_compiled():
     "The compiler takes a head that returns its input"
     def run(*cbs):
