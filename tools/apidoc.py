@@ -79,6 +79,8 @@ def signature(sym, name):
     if inspect.isclass(sym) and sym.__init__ is Callback.__init__: return f'{name}()'  # whose arguments stand for its methods
     named = re.compile(r':(NoneType|function|builtin_function_or_method)\b|:[\w.]+(?==<)')
     params = [_address.sub(r'\1()', named.sub('', o)) for o,_ in DocmentText(sym, docstring=False).params]
+    to,theirs = delegated(sym)
+    if to is not None: params = [*(o for o in params if re.match(r'\w*', o)[0] not in theirs and o not in ('*','**kwargs')), '**kwargs']
     if not inspect.isclass(sym) and params[:1]==['self']: params = params[1:]
     one = f'{name}({", ".join(params)})'
     if len(one) <= 88: return one
@@ -87,18 +89,46 @@ def signature(sym, name):
                                 break_on_hyphens=False))
     return f'{name}(\n    ' + ',\n    '.join(l.replace('\0', ' ').removesuffix(',') for l in lines) + '\n)'
 
+def delegated(sym):
+    "The class to whose arguments the `**kwargs` of a class go, as fastcore's `delegates` has it, and the names of these arguments"
+    if not inspect.isclass(sym): return None,()
+    init = vars(sym).get('__init__')
+    to = getattr(sym, '__delwrap__', getattr(init, '__delwrap__', None))
+    if to is None: return None,()
+    own = inspect.unwrap(init).__code__
+    own = own.co_varnames[:own.co_argcount + own.co_kwonlyargcount]
+    to = to if inspect.isclass(to) else next(c for c in sym.__mro__ if vars(c).get('__init__') is to)
+    return to,[k for k in inspect.signature(sym).parameters if k not in own]
+
+def groups_of(sym):
+    "Title -> names of arguments, by the comments `# -- title` in a signature"
+    if not inspect.isclass(sym) or '__init__' not in vars(sym): return {}
+    title,groups = None,{}
+    for line in inspect.getsource(sym.__init__).partition('\n    ):')[0].splitlines():
+        if found := re.match(r' *# -- (.*)', line): title = found[1]
+        elif title and (found := re.match(r' *\**(\w+) *[:=]', line)): groups.setdefault(title, []).append(found[1])
+    return groups
+
 def parameters(sym):
-    "Table of what `sym` takes and returns, if that is documented"
+    "Tables of what `sym` takes and returns, if that is documented: one for each group of arguments"
     dm = {k: v for k,v in docments(sym, full=True, args_kwargs=True).items() if k!='self'}
+    to,theirs = delegated(sym)
+    dm = {k: v for k,v in dm.items() if k not in theirs and (to is None or k != 'kwargs')}
     text = lambda o: '' if o.get('docment', empty) in (empty, None) else linkify(o['docment'], dm)
     if not any(text(o) for o in dm.values()): return ''
     ret = dm.pop('return', None)
     rows = [[code(k), linkify(code(type_name(o['anno'], o['default']))), code(default(o['default'])), text(o)] for k,o in dm.items()]
     if ret and not inspect.isclass(sym) and (text(ret) or type_name(ret.get('anno', empty))):
         rows.append(['*returns*', linkify(code(type_name(ret['anno']))), '', text(ret)])
+    if to is not None: rows.append([code('**kwargs'), '', '', f'The other arguments of {link(to.__name__, to)}'])
     head = ['Parameter', 'Type', 'Default', 'What it is']
     used = [i for i in range(4) if any(r[i] for r in rows)]
-    return table([head[i] for i in used], [[r[i] for i in used] for r in rows])
+    def part(rows): return table([head[i] for i in used], [[r[i] for i in used] for r in rows])
+    groups = groups_of(sym)
+    grouped = {code(k) for names in groups.values() for k in names}
+    def titled(title, names): return f'**{title[:1].upper()}{title[1:]}**\n\n{part([r for r in rows if r[0] in map(code, names)])}'
+    parts = [titled(*o) for o in groups.items()]
+    return '\n\n'.join(filter(None, [*parts, part([r for r in rows if r[0] not in grouped])]))
 
 def attributes(cls, name):
     if issubclass(cls, Enum): return table(['Member', 'Value'], [[code(f'{name}.{m.name}'), code(repr(m.value))] for m in cls])

@@ -24,8 +24,11 @@ from ..loop.events import keeps_state
 from ..loop.optimizers import AccumulatedParams
 from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
+from .arguments import (Coupling, CountFunction, DtypeOfSums, HostOnly, ItemCount, LossCheck, OtherName, Place, Policy,
+                                              Size, SizeInTokens, Token, Unit, WeightFunction, check_args, passes_on, refuse_others,
+                                              with_checks)
 from .batch import BatchPass, _place_of
-from .checks import check_args, check_learner, check_trained, refuse_others
+from .checks import check_learner, check_trained
 from .facts import FitFacts
 from .fitting import FittingSize
 from .lengths import FittingTokens
@@ -43,33 +46,35 @@ __all__ = ['GradientAccumulation', 'GradientAccumulationSchedule']
 class GradientAccumulation(LoopCallback):
     "Step the optimizer once every `accum_bs` items, with the exact gradient of the mean loss over all of them"
     order,run_valid,name,slot,reads_pred = 6,False,'gradient_accumulation','accumulation',False
+    @with_checks
     def __init__(self,
+        # -- usual
         accum_bs:int|None=None,      # Items of an accumulated batch; default 32 as in fastai, or one loader batch with `micro_batch_size`
-        n_acc:int|None=None,         # fastai's name for `accum_bs`: pass one of the two
+        n_acc:OtherName=None,        # fastai's name for `accum_bs`: pass one of the two
         log_accum_batch:bool=True,   # One log row per step, with the accumulated loss? If False, one per loader batch, as in fastai
-        micro_batch_size:int|str|None=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit
-        remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
+        micro_batch_size:Size=None,  # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit
+        remainder:Policy='step',     # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
+        # -- whole loader batches, and memory
+        coupled:Coupling=False,      # One loss over the whole loader batch? Sees it too: 'head', a module's name, or each 'batchnorm'
+        activations:Place='host',    # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
+        grad_dtype:DtypeOfSums=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
+        grad_device:HostOnly=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
+        # -- the loss, ranks and texts
         normalize:bool=True,         # Exact weighted mean? If False, the gradients are added up without weights
-        weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over, if not known; `(n, 1)`: over `max(n, 1)`
-        n_items=None,                # `n_items(learn)`: items of the loader batch, if it is not the first dimension of its inputs
-        check_loss:bool|str=True,    # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
-        grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
-        grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
-        coupled:bool|str=False,      # One loss over the whole loader batch? Sees it too: 'head', a module's name, or each 'batchnorm'
-        activations:str='host',      # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
-        unit:str='items',            # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
-        count=None,                  # `count(learn)`: how much a loader batch counts, or how much each of its items does
-        pad_idx:int|None=None,       # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
-        micro_batch_tokens:int|str|None=None, # Split loader batches by length into micro-batches of so many tokens, padding included
+        weight:WeightFunction=None,  # `weight(learn)`: what the micro-batch's loss averaged over, if not known; `(n, 1)`: over `max(n, 1)`
+        n_items:ItemCount=None,      # `n_items(learn)`: items of the loader batch, if it is not the first dimension of its inputs
+        check_loss:LossCheck=True,   # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
+        unit:Unit='items',           # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
+        count:CountFunction=None,    # `count(learn)`: how much a loader batch counts, or how much each of its items does
+        pad_idx:Token=None,          # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
+        micro_batch_tokens:SizeInTokens=None, # Split loader batches by length into micro-batches of so many tokens, padding included
         **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
         refuse_others(theirs, type(self).__name__)
-        check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items, grad_dtype, coupled, check_loss, grad_device, activations,
-                   unit, count, pad_idx, micro_batch_tokens)
-        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,normalize,weight,check_loss,grad_dtype,grad_device,coupled')
-        store_attr('unit,count,pad_idx,micro_batch_tokens')
-        self.activations = activations
+        check_args(GradientAccumulation, locals())
+        store_attr(but='accum_bs,n_items')               # which are properties
         self._n_items = n_items
+        way_of(self).check_arguments()
         self.per_loader_batch = accum_bs is None and n_acc is None and self.splits
         self.acc,self.ranks = GradientAccumulator([], 1, normalize),OneRank()
         self.fitting = FittingSize() if micro_batch_tokens is None else FittingTokens()
@@ -440,34 +445,16 @@ def plot(self:GradientAccumulation,
 # %% ../../nbs/api/accumulation/01_callback.ipynb #dd7faf39
 class GradientAccumulationSchedule(GradientAccumulation):
     "Gradient accumulation whose `accum_bs` goes from `start_accum_bs` to `final_accum_bs` over training"
+    @passes_on(GradientAccumulation.__init__, but='accum_bs,n_acc')
     def __init__(self,
         start_accum_bs:int,          # Items of an accumulated batch until `start`
         final_accum_bs:int,          # Items of an accumulated batch from `finish` on
         start:float|int=0,           # Where the schedule begins: a float is a fraction of the fit, an int an epoch (from 0)
         finish:float|int=.3,         # Where the schedule ends: `1.` is the end of the fit, `1` the end of its first epoch
         schedule=SchedCos,           # fastai annealer of (start, end), or a function of the position from 0 to 1, as from `combine_scheds`
-        log_accum_batch:bool=True,   # One log row per step, with the accumulated loss? If False, one per loader batch, as in fastai
-        micro_batch_size:int|str|None=None, # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit
-        remainder:str='step',        # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
-        normalize:bool=True,         # Exact weighted mean? If False, the gradients are added up without weights
-        weight=None,                 # `weight(learn)`: what the micro-batch's loss averaged over
-        n_items=None,                # `n_items(learn)`: items of the loader batch
-        check_loss:bool|str=True,    # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
-        grad_dtype:torch.dtype|None=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
-        grad_device:str|None=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
-        coupled:bool|str=False,      # One loss over the whole loader batch? Sees it too: 'head', a module's name, or each 'batchnorm'
-        activations:str='host',      # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
-        unit:str='items',            # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
-        count=None,                  # `count(learn)`: how much a loader batch counts, or how much each of its items does
-        pad_idx:int|None=None,       # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
-        micro_batch_tokens:int|str|None=None, # Split loader batches by length into micro-batches of so many tokens, padding included
-        **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
+        **kwargs
     ):
-        refuse_others(theirs, type(self).__name__)
-        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder,
-                         normalize=normalize, weight=weight, n_items=n_items, check_loss=check_loss,
-                         grad_dtype=grad_dtype, grad_device=grad_device, coupled=coupled, activations=activations, unit=unit, count=count,
-                         pad_idx=pad_idx, micro_batch_tokens=micro_batch_tokens)
+        super().__init__(start_accum_bs, **kwargs)
         check_accum_bs(final_accum_bs)
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
         if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish:

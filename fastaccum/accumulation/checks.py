@@ -1,4 +1,4 @@
-"""Errors and warnings, before training starts, for arguments and settings that cannot work together
+"""Errors and warnings, before training starts, for settings of a Learner that cannot work with accumulation
 
 Docs: https://fastaccum.github.io/fastaccum/api/accumulation/checks.html.md"""
 
@@ -7,7 +7,6 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/checks.html.md"""
 # %% ../../nbs/api/accumulation/03_checks.ipynb #01a1a4e7
 from __future__ import annotations
 from fastai.basics import *
-from ..core.checks import is_count
 from ..core.coupled import find_head
 from ..core.lockstep import import_greenlet
 from ..core.watch import batchnorms
@@ -15,87 +14,10 @@ from ..loop.batch_loop import check_own_loop, check_single
 from ..loop.events import declares, is_a, keeps_state
 from ..loop.sizes import batch_sizes
 from .names import name_of
-from .remainder import Fate, never, policy_of
+from .remainder import Fate, never
 
 # %% auto #0
 __all__ = []
-
-# %% ../../nbs/api/accumulation/03_checks.ipynb #dc1be440
-# What other libraries call it -> what to write
-_batches = "counts batches, and fastaccum counts items: with loader batches of 16 items write accum_bs={value}*16"
-_most = 'is called micro_batch_size here, the largest number of items of a micro-batch: write micro_batch_size={value!r}'
-_others = dict(
-    **dict.fromkeys(('gradient_accumulation_steps', 'accumulate_grad_batches', 'accumulation_steps', 'grad_accum_steps', 'accum_steps'),
-                    _batches),
-    **dict.fromkeys(('microbatch_size', 'micro_bs', 'device_train_microbatch_size'), _most),
-    n_accumulate="is called accum_bs here, the number of items of an accumulated batch: write accum_bs={value!r} if it counts items",
-    drop_last="is an argument of fastxtend: use remainder='drop' to drop the items left at the end of an epoch, or 'step' (the default) "
-              "to step on them")
-
-# Arguments that a class does not have
-def refuse_others(kwargs, name):
-    for k,v in kwargs.items():
-        if k not in _others: raise TypeError(f"{name}.__init__() got an unexpected keyword argument {k!r}")
-        raise TypeError(f"{k}={v!r} {_others[k].format(value=v)}.")
-
-# Wrong types and values, and arguments that contradict each other
-def check_args(accum_bs, n_acc, micro_batch_size, remainder, weight, n_items=None, grad_dtype=None, coupled=False, check_loss=True,
-               grad_device=None, activations='host', unit='items', count=None, pad_idx=None, micro_batch_tokens=None):
-    if None not in (accum_bs, n_acc):
-        raise ValueError(f"accum_bs={accum_bs!r} and n_acc={n_acc!r} are the same argument: pass accum_bs alone "
-                         "(n_acc is fastai's name for it).")
-    k = micro_batch_size
-    if not (k is None or k == 'auto' or is_count(k)):
-        raise ValueError(f"micro_batch_size={k!r}: pass the largest number of items of a micro-batch (an int, at least 1), 'auto' for as "
-                         "many as fit memory, or None for whole loader batches.")
-    if not isinstance(coupled, bool) and not (isinstance(coupled, str) and coupled):
-        raise ValueError(f"coupled={coupled!r}: pass True for one loss over the whole loader batch, 'head' or the name of a module "
-                         "that should see the whole loader batch too, 'batchnorm' if every BatchNorm should, or False.")
-    if activations not in ('host','device') or activations == 'device' and coupled != 'batchnorm':
-        raise ValueError(f"activations={activations!r}: with coupled='batchnorm', pass 'host' or 'device', where they wait for the "
-                         "backward pass. Without it, leave this out: `ActivationOffload` keeps them on the host.")
-    t = micro_batch_tokens
-    if not (t is None or t == 'auto' or is_count(t)):
-        raise ValueError(f"micro_batch_tokens={t!r}: pass the largest number of tokens of a micro-batch (an int, at least 1), 'auto' for "
-                         "as many as fit memory, or None.")
-    other = first(f'{k}={v!r}' for k,v in dict(micro_batch_size=k, coupled=coupled, n_items=n_items).items() if v)
-    if t is not None and other:
-        raise ValueError(f"micro_batch_tokens={t!r} sorts the rows of a loader batch into micro-batches, which does not go with {other}: "
-                         "use one of the two.")
-    if coupled and k is None:
-        raise ValueError(f"coupled={coupled!r} computes one loss over the micro-batches of a loader batch, and so needs micro_batch_size: "
-                         f"write GradientAccumulation(micro_batch_size=..., coupled={coupled!r}).")
-    policy_of(remainder)
-    if grad_dtype not in (None, torch.float32):
-        raise ValueError(f"grad_dtype={grad_dtype!r}: pass torch.float32 to sum the gradients of half-precision weights in fp32, or None.")
-    if grad_device is not None and str(grad_device) != 'cpu':
-        raise ValueError(f"grad_device={grad_device!r}: pass 'cpu' to keep gradients in the host's memory, or None for the model's device.")
-    if n_items is not None and not callable(n_items):
-        raise TypeError(f"n_items is {n_items!r}: pass a function of the Learner that returns the number of items in its batch.")
-    check_unit(unit, count, pad_idx)
-    if check_loss not in (True, False, 'always'):
-        raise ValueError(f"check_loss={check_loss!r}: pass True to measure a loss that is not PyTorch's or fastai's and to check it "
-                         "now and then, 'always' to check each micro-batch, or False.")
-    if weight is not None and not callable(weight):
-        raise TypeError(f"weight is {weight!r}: pass a function of the Learner that returns what the loss averaged over. "
-                        "(Class weights belong to the loss.)")
-
-# %% ../../nbs/api/accumulation/03_checks.ipynb #00d0487e
-_columns = 'step','fit','epoch','accum_bs','loss','lr','skipped','micro_bs'   # of `StepLogger`
-
-def check_unit(unit, count, pad_idx):
-    if not isinstance(unit, str) or not unit.isidentifier() or unit in _columns:
-        raise ValueError(f"unit={unit!r}: pass 'items', 'tokens', or a name for what count= counts, which becomes a column of the logs.")
-    if count is not None and not callable(count):
-        raise TypeError(f"count is {count!r}: pass a function of the Learner that returns a number for its loader batch, or one for each "
-                        "item.")
-    if count is not None and unit == 'items':
-        raise ValueError("count= counts something else than items, and accum_bs is in its unit: name it, as in unit='seconds'.")
-    if count is None and unit not in ('items','tokens'):
-        raise ValueError(f"unit={unit!r}: pass count= too, a function of the Learner that counts them. Without it, 'items' and 'tokens' "
-                         "are known.")
-    if pad_idx is not None and (isinstance(pad_idx, bool) or not isinstance(pad_idx, int)):
-        raise TypeError(f"pad_idx is {pad_idx!r}: pass the token of the padding, an int.")
 
 # %% ../../nbs/api/accumulation/03_checks.ipynb #b2f0c104
 # Raise an error for settings of the Learner that cannot work with `acc` and its `way`, and warn of doubtful ones

@@ -15,6 +15,7 @@ from ..core.lockstep import LockstepBatch
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, split_batch
 from ..core.watch import batchnorms, hooks_of_others
+from .arguments import places
 from .checks import check_coupled, check_encoder, check_head, check_lockstep, check_with_tokens
 from .lengths import padding_message
 
@@ -25,8 +26,7 @@ __all__ = []
 # The way of the next loader batch, by the arguments of a `GradientAccumulation`
 def way_of(cb):
     if cb.micro_batch_tokens is not None: return Tokens(cb)
-    if cb.micro_batch_size is None: return Whole(cb)
-    if cb.coupled is False: return Items(cb)
+    if cb.coupled is False: return Whole(cb) if cb.micro_batch_size is None else Items(cb)
     if cb.coupled is True: return Coupled(cb)
     if cb.coupled == 'batchnorm': return Lockstep(cb)
     return Coupled(cb, head=cb.coupled)
@@ -48,6 +48,7 @@ class Whole:
     pools_norms = False         # does each BatchNorm see all items of the loader batch, of all ranks?
     head = None                 # name of the module that is called once, with what it gets from all parts
     is_joined = False           # is the loss of this loader batch over the outputs of several calls?
+    holds_activations = False   # do they wait somewhere for the backward pass?
 
     def __init__(self, cb):
         self.cb = cb            # a `GradientAccumulation`, which is only read
@@ -56,6 +57,10 @@ class Whole:
     # Is the loss over the items of all ranks?
     @property
     def is_shared(self): return self.is_coupled and self.cb.ranks.world > 1
+
+    # An error for other arguments with which this way cannot work
+    def check_arguments(self):
+        if self.cb.activations == 'device' and not self.holds_activations: raise ValueError(places.format('device'))
 
     # An error for settings of the Learner with which this way cannot work
     def check(self): pass
@@ -147,6 +152,15 @@ def explain(e, micro, sizes, more):
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #38de9169
 class Tokens(Whole):
+    def check_arguments(self):
+        super().check_arguments()
+        cb = self.cb
+        others = dict(micro_batch_size=cb.micro_batch_size, coupled=cb.coupled, n_items=cb._n_items)
+        other = first(f'{k}={v!r}' for k,v in others.items() if v)
+        if other:
+            raise ValueError(f"micro_batch_tokens={cb.micro_batch_tokens!r} sorts the rows of a loader batch into micro-batches, "
+                             f"which does not go with {other}: use one of the two.")
+
     def check(self):
         check_with_tokens(self.cb)
         check_encoder(self.cb.learn)
@@ -197,6 +211,13 @@ class Coupled(Whole):
         super().__init__(cb)
         self.head = head
         self.coupled = None                               # a `CoupledBatch`, while the loader batch is on its way
+
+    def check_arguments(self):
+        super().check_arguments()
+        cb = self.cb
+        if cb.micro_batch_size is not None: return
+        raise ValueError(f"coupled={cb.coupled!r} computes one loss over the micro-batches of a loader batch, and so needs "
+                         f"micro_batch_size: write GradientAccumulation(micro_batch_size=..., coupled={cb.coupled!r}).")
 
     def check(self):
         check_coupled(self.cb)
@@ -256,7 +277,7 @@ def cut_at_head(call, model, name):
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #a06940ca
 class Lockstep(Coupled):
-    checks_buffers = pools_norms = True
+    checks_buffers = pools_norms = holds_activations = True
     message = property(lambda self: getattr(self.coupled, 'message', None))
     page = 'tutorials/batchnorm.html#every-batchnorm-sees-all-items'
 

@@ -1,9 +1,12 @@
-"Arguments of other libraries get an error that names fastaccum's"
-import warnings
+"""Arguments: each is declared once, and shown where it is taken. Those of other libraries get an error that names fastaccum's"""
+import inspect, re, warnings
+from functools import partial
 import pytest, torch, torch.nn as nn
 from fastai.callback.training import ShortEpochCallback
 from fastai.basics import DataLoader, DataLoaders, Learner, SGD
-from fastaccum.all import GradientAccumulation, GradientAccumulationSchedule
+from fastcore.docments import docments
+from fastaccum.all import AdaptiveGradientAccumulation, GradientAccumulation, GradientAccumulationSchedule
+apidoc = pytest.importorskip('apidoc')
 
 @pytest.mark.parametrize('name,value,says', [
     ('gradient_accumulation_steps', 4, 'accum_bs=4*16'), ('accumulate_grad_batches', 8, 'accum_bs=8*16'),
@@ -43,3 +46,76 @@ def test_a_step_takes_whole_loader_batches(kwargs):
     msg, = told(80, 40, 16, about='accum_bs=16', **kwargs)
     assert msg.startswith('accum_bs=16 is smaller than a loader batch of 40 items, and a step takes whole ones: each is a step')
     assert 'Write a larger accum_bs, or load smaller batches.' in msg
+
+# --- one declaration of each argument
+def own_parameters(cls): return inspect.signature(cls.__init__).parameters
+
+def test_each_argument_is_declared_once():
+    "Its default and its text stand in one signature; classes that pass it on show it, with both"
+    takes = {k: p for k,p in own_parameters(GradientAccumulation).items() if k not in ('self','theirs')}
+    told = docments(GradientAccumulation, args_kwargs=True)
+    assert len(takes) == 17 and all(told[k] for k in takes)
+    for cls in (GradientAccumulationSchedule, AdaptiveGradientAccumulation):
+        passed_on = [k for k in takes if k not in ('accum_bs','n_acc')]
+        shown = inspect.signature(cls).parameters
+        assert [(k, shown[k].default) for k in passed_on] == [(k, takes[k].default) for k in passed_on]
+        written = inspect.unwrap(cls.__init__).__code__
+        assert not {*written.co_varnames[:written.co_argcount]} & takes.keys() - {'self'}
+
+def test_texts_of_the_schedule():
+    texts = docments(GradientAccumulationSchedule, args_kwargs=True)
+    told = docments(GradientAccumulation, args_kwargs=True)
+    assert len({k: v for k,v in told.items() if texts.get(k) == v and v}) == 15
+
+def test_checks_are_of_arguments():
+    "And no annotation shows one"
+    for check in GradientAccumulation.__init__.checks:
+        assert inspect.signature(check).parameters.keys() <= own_parameters(GradientAccumulation).keys(), check
+    assert not [p for p in own_parameters(GradientAccumulation).values() if 'Annotated' in str(p) or 'typing' in str(p)]
+    assert str(own_parameters(GradientAccumulation)['micro_batch_size']) == "micro_batch_size: 'int | str | None' = None"
+
+@pytest.mark.parametrize('kwargs,says', [
+    (dict(accum_bs=64, n_acc=32), 'pass accum_bs alone'), (dict(micro_batch_size=0), 'an int, at least 1'),
+    (dict(micro_batch_size=2.5), 'an int, at least 1'), (dict(micro_batch_tokens='all'), 'the largest number of tokens'),
+    (dict(remainder='keep'), "is not one of 'step', 'drop', 'carry'"), (dict(remainder=None), 'is not one of'),
+    (dict(coupled=''), 'pass True for one loss'), (dict(coupled=1), 'pass True for one loss'),
+    (dict(coupled=True), 'needs micro_batch_size'),
+    (dict(micro_batch_size=4, coupled='head', activations='device'), "with coupled='batchnorm'"),
+    (dict(activations='cpu'), "pass 'host' or 'device'"), (dict(grad_dtype=torch.float64), 'pass torch.float32'),
+    (dict(grad_device='cuda'), "pass 'cpu'"), (dict(weight=2), 'Class weights belong'), (dict(n_items=8), 'the number of items'),
+    (dict(check_loss='never'), "'always' to check each"), (dict(unit='lr'), 'becomes a column'), (dict(unit='words'), 'pass count= too'),
+    (dict(count=len), 'name it'), (dict(unit='words', count=3), 'count is 3'), (dict(pad_idx=1.), 'an int'),
+    (dict(micro_batch_tokens=64, micro_batch_size=4), 'does not go with micro_batch_size=4'),
+    (dict(micro_batch_tokens=64, coupled=True), 'does not go with coupled=True'),
+    (dict(micro_batch_tokens=64, n_items=len), 'does not go with n_items=')])
+def test_wrong_values(kwargs, says):
+    "Before training, for each class that takes the argument"
+    classes = [GradientAccumulation]
+    if not kwargs.keys() & {'accum_bs','n_acc'}:
+        classes += [partial(GradientAccumulationSchedule, 16, 32), partial(AdaptiveGradientAccumulation, 16, 32)]
+    for cls in classes:
+        with pytest.raises((ValueError,TypeError)) as e: cls(**kwargs)
+        assert says in str(e.value)
+
+def test_first_positions_stay():
+    acc = GradientAccumulation(64, None, False)
+    assert (acc.accum_bs, acc.n_acc, acc.log_accum_batch) == (64, None, False)
+    assert GradientAccumulation(None, 48).accum_bs == 48
+
+# --- the page
+def test_groups_of_the_page():
+    "Three tables, the usual arguments first"
+    groups = apidoc.groups_of(GradientAccumulation)
+    assert [*groups] == ['usual', 'whole loader batches, and memory', 'the loss, ranks and texts']
+    assert groups['usual'] == ['accum_bs','n_acc','log_accum_batch','micro_batch_size','remainder']
+    assert sum(groups.values(), []) == [k for k in own_parameters(GradientAccumulation) if k != 'self']
+    page = apidoc.parameters(GradientAccumulation)
+    assert page.count('| Parameter |') == 3 and page.startswith('**Usual**')
+
+@pytest.mark.parametrize('cls,own', [(GradientAccumulationSchedule, ['start_accum_bs','final_accum_bs','start','finish','schedule']),
+                                     (AdaptiveGradientAccumulation, ['min_accum_bs','max_accum_bs','beta','monotone'])])
+def test_a_page_has_what_is_its_own(cls, own):
+    table = apidoc.parameters(cls)
+    assert re.findall(r'(?m)^\| `([^`]*)`', table) == [*own, '**kwargs']
+    assert '[`GradientAccumulation`](' in table.splitlines()[-1]
+    assert re.findall(r'(?:\(|, |    )(\w+)[:=]', apidoc.signature(cls, 'C')) == own
