@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/parallel/fully_shard.html.md"""
 from __future__ import annotations
 import gc, zlib
 from copy import deepcopy
-from math import inf
+from math import inf, isfinite
 from fastai.basics import *
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
 from ..accumulation.ways import way_of
+from ..loop.events import hears
 from ..loop.optimizers import params_of
 from .data_parallel import DataParallel
 from .processes import from_all, in_group, same_on_all, together
@@ -127,6 +128,9 @@ class ShardedRanks(Ranks):
         self.n_batches = 0
         units = [(name, m) for name,m in self.learn.model.named_modules() if is_sharded(m)]
         self.hooks += [m.register_forward_pre_hook(partial(self._enter, name), prepend=True) for name,m in units]
+        # a callback may change what each backward pass leaves
+        self.witness = SumWitness(self.learn.model, self.accumulation.acc, any(hears(cb, ['after_backward']) for cb in self.learn.cbs))
+        self.hooks.append(self.witness)
 
     # A unit is needed: all ranks must need the same one. Asked in the first loader batches; later it shows at the step
     def _enter(self, name, *_):
@@ -161,14 +165,16 @@ class ShardedRanks(Ranks):
     def ghost_forward(self):
         learn,dl = self.learn,self.learn.dl
         b = dl.after_batch(to_device(dl.dl.do_batch([dl.dl.do_item(0)]), device_of(learn.model)))
-        with torch.no_grad(): learn.model(*b[:learn.dls.n_inp])
+        with torch.no_grad(): learn.model(*b[:getattr(learn.dls, 'n_inp', 1 if len(b) == 1 else len(b)-1)])    # as `Learner._split`
 
     # A rank without items computes with an item that does not count
     def begin(self, batch):
         acc,y = self.accumulation,self.learn.yb[0]
         total = self.agree('step', weight=y[0].numel() if isinstance(y, Tensor) and y.dim() else 1).weight
         self.path,self.n_batches = 0,self.n_batches+1
-        if batch.opens: acc.acc.set_target(acc.accum_bs*total/self.world)
+        if batch.opens:
+            acc.acc.set_target(acc.accum_bs*total/self.world)
+            self.witness.begin()
         parts = max(batch.way.calls_for(m) for m in self.row if m)
         self.left = parts if batch.closes else inf
         if not self.n_own: self._ghost_passes(parts)
@@ -196,8 +202,81 @@ class ShardedRanks(Ranks):
     def reduce(self, loss, weight, n_items, target):
         mean,total,weight,n = self.add_up(loss, weight, n_items)
         acc = self.accumulation.acc
-        scale_grads(acc.params, self.world*(target if acc.normalize else 1)/total if total else 0.)  # FSDP has averaged over the ranks
+        factor = (target if acc.normalize else 1)/total if total else 0.
+        scale_grads(acc.params, self.world*factor)  # FSDP has averaged over the ranks
+        self.witness.compare(factor)
         return mean,weight,n
+
+# %% ../../nbs/api/parallel/03_fully_shard.ipynb #22702e59
+# Compares one small gradient of a step with the sum of what the ranks' backward passes gave, whatever PyTorch makes of it in between
+class SumWitness:
+    # `is_blind`: may others change gradients between the backward passes of a step?
+    def __init__(self, model, acc, is_blind=False):
+        self.acc,self.is_blind,self.steps = acc,is_blind,0
+        params = [(k, p) for k,p in model.named_parameters() if p.requires_grad]
+        # the last small one, or the smallest: it stands near the loss, and its gradient is seldom 0
+        self.name,self.param = min(reversed(params), key=lambda o: max(o[1].numel(), 2**12))
+        owner,_,self.attr = self.name.rpartition('.')
+        self.owner,self.seen,self.hooks = model.get_submodule(owner),None,{}
+        above = [m for k,m in model.named_modules() if is_sharded(m) and (not k or f'{owner}.'.startswith(f'{k}.'))]
+        self.forward = above[-1].register_forward_pre_hook(self._watch)        # after FSDP's own, which gathers the weights
+
+    # A step begins
+    def begin(self):
+        if self.forward is None: return
+        zeros = torch.zeros(self.param.shape, dtype=torch.promote_types(self.param.dtype, torch.float32), device=device_of(self.owner))
+        self.seen,self.size = zeros,torch.zeros_like(zeros)
+        self.divides_by = None
+
+    def _watch(self, *_):
+        whole = getattr(self.owner, self.attr)
+        if whole.requires_grad and id(whole) not in self.hooks: self.hooks[id(whole)] = whole.register_hook(self._add)
+
+    def _add(self, grad):
+        if self.seen is None: return
+        if self.divides_by is None: self.divides_by = self._divides_by()
+        own = grad.detach().to(self.seen.dtype)
+        self.seen += own
+        self.size += own.abs()
+
+    def _divides_by(self): return self.acc.target,self.acc.normalize
+
+    # At the step: an error on all ranks if the sums are wrong. `factor`: what the ranks' sum is multiplied by
+    def compare(self, factor):
+        if self.forward is not None and self._has_seen(factor): self.remove()
+
+    def _has_seen(self, factor):
+        if self.seen is None: self.begin()
+        self.steps += 1
+        unlike = self.divides_by not in (None, self._divides_by())       # all gradients were changed within the step
+        theirs = torch.zeros_like(self.seen)
+        if self.param.grad is not None: part_for_rank(theirs).copy_(self.param.grad.to_local())
+        flags = [torch.full_like(theirs, float(o)) for o in (unlike, self.is_blind)]
+        message = torch.stack([self.seen*factor, self.size*abs(factor), theirs, *flags])
+        with together(): dist.all_reduce(message)
+        ours,size,theirs,unlike,blind = (float(t.norm()) for t in message)
+        if blind or self.steps > 100: return True                        # it will not see anything
+        # where parts cancel each other, the rest may be rounding
+        if unlike or not 1e-2*size < ours < inf or not isfinite(theirs): return False
+        off = float((message[2]-message[0]).norm())/ours
+        if off > 1e-2:
+            raise RuntimeError(f"With FullyShard, the gradient of {self.name!r} is not the sum of what the ranks have computed: it is "
+                               f"{off:.1%} off, {theirs/ours:.4g} times as long. Something divides or multiplies gradients between the "
+                               f"backward pass and the step, or this PyTorch ({torch.__version__}) adds them up in another way: use "
+                               "DataParallel, and please report it.")
+        return True
+
+    # It has seen enough, or the fit has ended
+    def remove(self):
+        for h in (self.forward, *self.hooks.values()):
+            if h is not None: h.remove()
+        self.forward,self.hooks = None,{}
+
+# The rows of a whole tensor that this rank has after FSDP has split it
+def part_for_rank(t):
+    parts = t.chunk(dist.get_world_size())
+    return parts[dist.get_rank()] if dist.get_rank() < len(parts) else t[:0]
+
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #265eaa0a
 # Raise an error for settings that do not work with a sharded model; `cb`: a `FullyShard` that is attached to a `Learner`

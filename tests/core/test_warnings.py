@@ -1,8 +1,7 @@
 "Warnings: their class, the line to which they point, and the page"
-import ast, re, subprocess, sys, warnings
+import ast, json, re, subprocess, sys, warnings
 from contextlib import ExitStack
 import pytest
-from fastcore.nbio import read_nb
 from reference import *
 from fastaccum.all import *
 from fastaccum.core.warnings import warn
@@ -81,7 +80,8 @@ def headings(page):
     folder,_,name = page.removesuffix('.html').rpartition('/')
     found = [f for f in (root/'nbs'/folder).glob('*.ipynb') if re.sub(r'^\d+_', '', f.stem) == name]
     if not found: return None
-    return {slug(h) for c in read_nb(found[0]).cells if c.cell_type == 'markdown' for h in re.findall(r'(?m)^#+ (.*)', c.source)}
+    cells = json.loads(found[0].read_text(encoding='utf-8'))['cells']
+    return {slug(h) for c in cells if c['cell_type'] == 'markdown' for h in re.findall(r'(?m)^#+ (.*)', ''.join(c['source']))}
 
 def test_pages_of_warnings():
     "Each warning has a link, to a page and a heading that exist"

@@ -1,6 +1,7 @@
 "The notebooks in `examples`, which install fastaccum themselves, run from top to bottom; without network they make their own pictures"
 from pathlib import Path
 import fastai.vision.all, pytest
+pytest.importorskip('fastcore.nbio', reason='nbdev brings a fastcore that reads notebooks')
 from fastcore.nbio import read_nb
 
 root = Path(__file__).resolve().parents[2]

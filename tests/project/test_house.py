@@ -5,6 +5,7 @@ import ast, importlib, inspect, re, subprocess, sys
 from functools import cache
 from pathlib import Path
 import fastai, pytest
+pytest.importorskip('fastcore.nbio', reason='nbdev brings a fastcore that reads notebooks')
 from fastcore.nbio import read_nb
 
 root = Path(__file__).resolve().parents[2]

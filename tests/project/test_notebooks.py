@@ -4,6 +4,7 @@
 import ast, json, re
 from pathlib import Path
 import pytest
+pytest.importorskip('fastcore.nbio', reason='nbdev brings a fastcore that reads notebooks')
 from fastcore.nbio import mk_cell, read_nb
 from test_house import public_names, read
 

@@ -1,0 +1,53 @@
+"A model in float64 over three ranks: the weights are those of one process to 1e-12, whatever the loss averages over"
+import sys
+import pytest, torch
+from fastai.basics import DataLoader, DataLoaders, Learner, MSELossFlat, SGD, nn
+from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, launch
+from test_joint_validation import quiet, started, weights
+
+def own(p, y): return (p-y).pow(2).mean()
+numbers = dict(mse=nn.MSELoss(), l1=nn.L1Loss(), huber=nn.HuberLoss(), bce=nn.BCEWithLogitsLoss(), sum=nn.MSELoss(reduction='sum'), own=own)
+classes = dict(ce=nn.CrossEntropyLoss(), weighted=nn.CrossEntropyLoss(weight=torch.tensor([.1, 1, 5.3], dtype=torch.float64)),
+               ignored=nn.CrossEntropyLoss(ignore_index=1), smooth=nn.CrossEntropyLoss(label_smoothing=.1))
+losses = numbers | classes
+all_losses = losses | dict(flat=MSELossFlat())
+kinds = dict(whole=(DataParallel, {}), micro=(DataParallel, dict(micro_batch_size=3)), overlap=(lambda: DataParallel(overlap=True), {}),
+             coupled=(DataParallel, dict(micro_batch_size=3, coupled=True)), sharded=(FullyShard, {}))
+
+def trained(loss, ranks=None, **kwargs):
+    torch.manual_seed(0)
+    x = torch.randn(53, 5, dtype=torch.float64)
+    y = torch.randn(53, 1, dtype=torch.float64) if loss not in classes else torch.randint(3, (53,))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3 if loss in classes else 1)).double()
+    dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=19) for _ in range(2)], device='cpu')
+    cbs = [GradientAccumulation(25, **kwargs), *([ranks()] if ranks else [])]
+    learn = Learner(dls, model, all_losses[loss], opt_func=SGD, lr=.001 if loss == 'sum' else .1, cbs=cbs, path='.')
+    with quiet(learn): learn.fit(2)
+    return torch.cat([p.full_tensor().detach().flatten() for p in learn.model.parameters()]) if ranks is FullyShard else weights(learn)
+
+few = 'mse','weighted','own'
+cases = [(kind, loss) for kind in kinds for loss in losses if kind == 'micro' or loss in few]
+
+def runs(): return {(kind, loss): trained(loss, kinds[kind][0], **kinds[kind][1]) for kind,loss in cases}
+def in_one(): return {loss: trained(loss) for loss in losses}
+def both(n): return launch(runs, n) if n > 1 else in_one()
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    waits = [started(both, n, tmp_path_factory.mktemp(f'ranks{n}'), __file__) for n in (1, 3)]
+    return [wait() for wait in waits]
+
+@pytest.mark.slow       # starts three ranks
+@pytest.mark.parametrize('kind, loss', cases)
+def test_one_process(results, kind, loss):
+    one,ranks = results
+    for rank in ranks: assert float((rank[kind, loss]-one[loss]).norm()/one[loss].norm()) < 1e-12
+
+def test_flattened_losses():
+    "fastai's flattened losses make float32 of float64: each batch is rounded by the loss itself, as much in one piece as in several"
+    float64,whole,split = trained('mse'),trained('flat'),trained('flat', micro_batch_size=3)
+    assert MSELossFlat()(*torch.randn(2, 4, 1, dtype=torch.float64)).dtype == torch.float32
+    off = [float((w-float64).norm()/float64.norm()) for w in (whole, split)]
+    assert 1e-11 < min(off) and max(off) < 1e-7 and max(off) < 5*min(off)
+
+if __name__ == '__main__': torch.save(both(int(sys.argv[2])), sys.argv[3])
