@@ -24,9 +24,9 @@ from ..loop.events import keeps_state
 from ..loop.optimizers import AccumulatedParams
 from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
-from .arguments import (Coupling, CountFunction, DtypeOfSums, HostOnly, ItemCount, LossCheck, OtherName, Place, Policy,
-                                              Size, SizeInTokens, Token, Unit, WeightFunction, check_args, passes_on, refuse_others,
-                                              with_checks)
+from .arguments import check_args, passes_on, refuse_others, with_checks
+from .arguments import CountFunction, Coupling, DtypeOfSums, HostOnly, ItemCount, LossCheck
+from .arguments import OtherName, Place, Policy, Size, SizeInTokens, Token, Unit, WeightFunction
 from .batch import BatchPass, _place_of
 from .checks import check_learner, check_trained
 from .facts import FitFacts
