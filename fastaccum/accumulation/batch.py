@@ -68,6 +68,7 @@ class BatchPass:
         self.micros = way.cut(self, shown)
         self.is_alone = self._is_alone()
         keeps_pred,preds,micro = self._keeps_pred(),[],None
+        listeners = loop.events.table['backward']                              # usually there are none
         weights.begin(self)
         looks = self.looks = cb.witnesses.looks(self)
         self._begin_values()
@@ -79,7 +80,8 @@ class BatchPass:
                     loop.forward(way.predict)
                     weights.after_loss(micro)
                     for w in looks: w.after_loss(micro)
-                    loop.around(partial(self._backward, micro), 'backward', CancelBackwardException)
+                    if not listeners: self._backward(micro)
+                    else: loop.around(partial(self._backward, micro), 'backward', CancelBackwardException)
                     if keeps_pred: preds.append(map_tensors(Tensor.detach, learn.pred))
         except cancels:
             self._join(preds)
@@ -96,7 +98,8 @@ class BatchPass:
         for w in self.looks: w.before_backward(micro)
         way.backward(self.loop, share)
         for w in self.looks: w.after_backward(micro)
-        acc.count(learn.loss.detach(), weight.adds, micro.counts, weight.divided_by, weight.n_sharing)
+        loss = learn.loss.detach() if learn.loss.requires_grad else learn.loss
+        acc.count(loss, weight.adds, micro.counts, weight.divided_by, weight.n_sharing)
         if self.keeps_values: self._add_values(micro)
 
     # Afterwards `learn` is as if the loader batch had gone through the model in one piece
@@ -146,9 +149,9 @@ class BatchPass:
     # -- values that the loss keeps
     # What belongs to the items, too, as (dict, key): MixUp keeps targets and shares of its own, and a loss may have been given weights
     def _beside(self):
-        mixers = [vars(o) for o in self.loop.events.table['mixers'] if o.run and {'yb1','lam'} <= vars(o).keys()]
-        kept = [(d, k) for d in mixers for k in ('yb1','lam')]
-        holder = self.values.holder
+        mixers,holder = self.loop.events.table['mixers'],self.values.holder
+        if not mixers and holder is None: return ()
+        kept = [(vars(o), k) for o in mixers if o.run and {'yb1','lam'} <= vars(o).keys() for k in ('yb1','lam')]
         return kept if holder is None else kept + [(vars(holder), k) for k in self.values.look(self.n)]
 
     def _begin_values(self):
@@ -173,7 +176,7 @@ class Shown:
         self.learn = learn
         self.xb,self.yb = learn.xb,learn.yb
         self.places = places                                    # (dict, key) of what callbacks keep beside the batch
-        self.beside = [d[k] for d,k in places]
+        self.beside = [d[k] for d,k in places] if places else []
         table = learn.one_batch.events.table
         self.may_change = bool(table['after_pred'] or table['after_loss'] or table['before_backward'])
 
@@ -188,7 +191,7 @@ class Shown:
         learn = self.learn
         self.cut = micro.xb is not self.xb or micro.yb is not self.yb
         learn.xb,learn.yb = micro.xb,micro.yb
-        self._put(micro.beside)
+        if self.places: self._put(micro.beside)
         if self.may_change: self.version = getattr(first(micro.yb), '_version', None)
 
     # Has a callback changed the targets since they were shown?
@@ -205,7 +208,7 @@ class Shown:
 
     def __exit__(self, *_):
         if self.cut: self.learn.xb,self.learn.yb = self.xb,self.yb
-        self._put(self.beside)
+        if self.places: self._put(self.beside)
 
     def _put(self, values):
         for (d,k),v in zip(self.places, values): d[k] = v

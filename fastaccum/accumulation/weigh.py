@@ -60,7 +60,7 @@ class Weights:
     def _weigh_all(self):
         batch = self.batch
         sizes = [micro.n for micro in batch.micros]
-        counts = sum(micro.counts for micro in batch.micros)
+        counts = batch.n if batch.counted is None else sum(micro.counts for micro in batch.micros)
         weights,nominal = self.rule.weights(batch.way.in_order(self.learn.yb), sizes, self.acc.dtype)
         complete = batch.opens and batch.closes and not self.cb.ranks.one_target
         divided_by = self.rule.divided_by(weights)
@@ -132,7 +132,8 @@ class Weights:
         if learn.loss_grad.dim():
             check_scalar(learn.loss_grad)
             learn.loss_grad,learn.loss = learn.loss_grad.view(()),learn.loss.view(())
-        if self.batch.shown.targets_changed(micro): self.forget()          # by a callback
+        shown = self.batch.shown
+        if shown.may_change and shown.targets_changed(micro): self.forget()          # by a callback
         if self.known is None:
             if not acc.normalize: return self._of_sum()
             weight,share = self._after_prediction(micro)

@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/loop/optimizers.html.md"""
 
 # %% ../../nbs/api/loop/06_optimizers.ipynb #f65315c1
 from __future__ import annotations
+from operator import attrgetter
 from fastai.basics import *
 
 # %% auto #0
@@ -19,6 +20,8 @@ def params_of(opt): return [p for ps in opt.param_lists for p in ps]
 def rates_of(opt):
     groups = opt.opt.param_groups if isinstance(opt, OptimWrapper) else opt.hypers
     return {f'{k} of group {i}' if i else k: v for i,g in enumerate(groups) for k,v in g.items() if isinstance(v, (int,float))}
+
+is_trained = attrgetter('requires_grad')         # in C, as it is asked of each parameter with each loader batch
 
 # The parameters that the Learner's optimizer currently has; tied parameters appear once
 class OptimizerParams:
@@ -49,7 +52,7 @@ class AccumulatedParams(OptimizerParams):
     # It begins, and these are trained
     def note_trained(self): self.trained = [p for p in (*params_of(self.opt), *self.others) if p.requires_grad]
     # One of them that has been frozen since
-    def frozen(self): return first(p for p in self.trained if not p.requires_grad)
+    def frozen(self): return None if all(map(is_trained, self.trained)) else first(p for p in self.trained if not p.requires_grad)
 
     # It is complete: its gradient is added to them
     def end(self):
