@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/checks.html.md"""
 from __future__ import annotations
 from fastai.basics import *
 from ..core.coupled import find_head
-from ..core.lockstep import import_greenlet
+from ..core.lockstep.run import import_greenlet
 from ..core.watch import batchnorms
 from ..loop.batch_loop import check_own_loop, check_single
 from ..loop.events import declares, is_a, keeps_state

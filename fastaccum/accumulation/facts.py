@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/facts.html.md"""
 
 # %% ../../nbs/api/accumulation/13_facts.ipynb #bb0c11ee
 from __future__ import annotations
-from ..core.lockstep import Keeps
+from ..core.lockstep.run import LockstepFacts
 from ..core.losses import LossRule
 from ..core.microbatch import Lists
 from ..core.probe import LossProbe
@@ -26,7 +26,7 @@ class FitFacts:
         self.lists = Lists()                                # do lists in batches hold columns, or an object for each item?
         self.views = OutputViews()                          # coupled: how many views the rows of outputs hold
         self.numbers = OutputNumbers()                      # coupled: are numbers in outputs the same for all parts?
-        self.keeps = Keeps()                                # in lockstep: what modules keep from one layer to another
+        self.lockstep = LockstepFacts()                     # what its passes in lockstep show
         self.wide = Wide()                                  # micro_batch_tokens: which inputs and targets are of tokens
         self.rounding = rounding                            # a relative difference that is still rounding
 

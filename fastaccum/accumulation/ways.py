@@ -11,7 +11,7 @@ from fastai.basics import *
 from torch.utils._pytree import tree_leaves
 from ..core.accumulator import scalar, weighted
 from ..core.coupled import CoupledBatch, find_head, up_to
-from ..core.lockstep import LockstepBatch
+from ..core.lockstep.run import LockstepBatch
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, split_batch
 from ..core.watch import batchnorms, hooks_of_others
@@ -287,7 +287,7 @@ class Lockstep(Coupled):
 
     def make(self, body, xb, n, size, model, looks):
         cb,facts = self.cb,self.cb.facts
-        return LockstepBatch(body, xb, n, size, model, cb.ranks.gather, facts.views, looks, facts.lists, facts.keeps, cb.activations,
+        return LockstepBatch(body, xb, n, size, model, cb.ranks.gather, facts.views, looks, facts.lists, facts.lockstep, cb.activations,
                              cb.ranks.norms)
 
     @property

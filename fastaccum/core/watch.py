@@ -6,11 +6,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/watch.html.md"""
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d003
 from __future__ import annotations
-from collections import deque
 from contextlib import contextmanager
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-import operator
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -121,61 +118,6 @@ class OutputViews:
         except Moved as e: self.moved = model_moved.format(what='how many views its outputs hold', why=e)
 
     def believe(self): self.found = {}
-
-# %% ../../nbs/api/core/12_watch.ipynb #c0a2d020
-# What the modules keep: name -> box, a dict (of attributes), a list or a deque
-def boxes_in(module):
-    boxes = {}
-    for name,m in module.named_modules():
-        boxes[name] = own = vars(m)
-        boxes.update({(name, k): own[k] for k in _swapped if k in own})
-        for k,o in own.items():
-            if k not in _of_torch: add_boxes(boxes, (name, k), o)
-        for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
-            if keeps_values(o := owner_of(h)): boxes[name,'hook',id(o)] = vars(o)
-    return boxes
-
-# The boxes in `o`: containers in containers, and in an object
-def add_boxes(boxes, name, o, inside=False):
-    key = *name,id(o)
-    if key in boxes or not (isinstance(o, (list,dict,deque,tuple)) or keeps_values(o) and not inside): return
-    if isinstance(o, (list,dict,deque)): boxes[key] = o
-    elif not isinstance(o, tuple): boxes[key],inside = vars(o),True
-    content = boxes.get(key, o)
-    for v in [*(content.values() if isinstance(content, dict) else content)]: add_boxes(boxes, name, v, inside)
-
-_of_torch = {k for k in vars(nn.Module()) if k != 'training'}
-_swapped = '_parameters','_buffers','_forward_hooks'     # as by `torch.func.functional_call`
-
-# The object that a hook belongs to
-def owner_of(f):
-    while isinstance(f, partial): f = f.func
-    return getattr(f, '__self__', f)
-
-def keeps_values(o):
-    others = nn.Module,Tensor,type,FunctionType,MethodType,BuiltinFunctionType,ModuleType
-    return hasattr(o, '__dict__') and not isinstance(o, others)
-
-def copy_of(box): return dict(box) if isinstance(box, dict) else list(box)
-
-# Are the same objects in the box?
-def holds(box, content):
-    if len(box) != len(content): return False
-    if isinstance(box, dict): return all(box.get(k, _nothing) is v for k,v in content.items())
-    return all(map(operator.is_, box, content))
-
-_nothing = object()
-
-# Put the content back
-def fill(box, content):
-    if holds(box, content): return               # not every dict can be written to
-    if isinstance(box, dict):
-        for k in [k for k in box if k not in content]: del box[k]
-        box.update(content)
-    elif isinstance(box, list): box[:] = content
-    else:
-        box.clear()
-        box.extend(content)
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d013
 # Output -> how many views its rows hold, if more than 1: 2 if all items' first views come before all second ones, as in `torch.cat((a, b))`

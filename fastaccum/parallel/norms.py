@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 import torch, torch.distributed as dist
 from ..core.accumulator import as_tensor
-from ..core.lockstep import pooled
+from ..core.lockstep.statistics import pooled
 from .processes import from_all, same_on_all, together
 
 # %% auto #0

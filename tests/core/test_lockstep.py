@@ -7,7 +7,9 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 pytest.importorskip('greenlet')
-from fastaccum.core.lockstep import Keeps, Lockstep, LockstepBatch, moments, pooled
+from fastaccum.core.lockstep import room as room_of_parts
+from fastaccum.core.lockstep.run import Lockstep, LockstepBatch, LockstepFacts
+from fastaccum.core.lockstep.statistics import moments, pooled
 
 # --- the reference: the same items as one batch
 def flat(ts): return torch.cat([t.detach().flatten().double() for t in ts])
@@ -185,12 +187,12 @@ def test_unet():
                       (16, 16), norm_type=None).double()
     for m in net.modules():
         if isinstance(m, nn.ReLU): m.inplace = False
-    keeps,x = Keeps(),torch.randn(5, 3, 16, 16).double()
+    facts,x = LockstepFacts(),torch.randn(5, 3, 16, 16).double()
     ref = deepcopy_free(net, lambda: squares(net(x)).backward())
     for _ in range(2):               # the first pass looks at everything, later ones only at what changes
-        got = deepcopy_free(net, lambda: run_parts(net, x, keeps))
+        got = deepcopy_free(net, lambda: run_parts(net, x, facts))
         assert rel(got, ref) < 1e-12
-    assert 0 < len(keeps.watched) < 12
+    assert 0 < len(facts.kept.watched) < 12
 
 def deepcopy_free(net, f):
     "The gradients after `f`; hooks do not survive a copy"
@@ -198,8 +200,8 @@ def deepcopy_free(net, f):
     f()
     return grads(net)
 
-def run_parts(net, x, keeps, size=2):
-    batch = LockstepBatch(net, (x,), len(x), size, keeps=keeps)
+def run_parts(net, x, facts, size=2):
+    batch = LockstepBatch(net, (x,), len(x), size, facts=facts)
     squares(batch.outputs()).backward()
     batch.backward()
 
@@ -215,16 +217,16 @@ class Late(nn.Module):
         return self.b(y + (self.kept if self.late else x))
 
 def test_what_is_kept_later_is_noticed():
-    net,x,keeps = seeded(Late).double(),torch.randn(6, 4).double(),Keeps()
+    net,x,facts = seeded(Late).double(),torch.randn(6, 4).double(),LockstepFacts()
     for net.late in (False, True, True):
         for m in net.modules(): m.zero_grad()
         state = deepcopy(net.state_dict())
         ref = grads(whole(net, (x,), squares)) if not hasattr(net, 'kept') else ref
         net.load_state_dict(state)
-        run_parts(net, x, keeps)
+        run_parts(net, x, facts)
         assert rel(grads(net), ref) < 1e-12 and int(net.n.num_batches_tracked) == 1 + int(state['n.num_batches_tracked'])
         net.load_state_dict(state)
-    assert '' in keeps.watched and net.kept.shape == (2, 4)      # the last part's, as after micro-batches
+    assert '' in facts.kept.watched and net.kept.shape == (2, 4)      # the last part's, as after micro-batches
 
 class Store: pass
 def stored(put, get, **layers):
@@ -249,7 +251,7 @@ def test_what_is_kept_in_containers(name):
     "Each part finds what it has put there itself"
     net,x = seeded(stored, *places[name]).double(),torch.randn(9, 4, 5, 5).double()
     ref = deepcopy_free(net, lambda: squares(net(x)).backward())
-    assert rel(deepcopy_free(net, lambda: run_parts(net, x, Keeps(), 3)), ref) < 1e-12
+    assert rel(deepcopy_free(net, lambda: run_parts(net, x, LockstepFacts(), 3)), ref) < 1e-12
 
 outside = {}
 class OfClass(Body): kept = {}
@@ -267,7 +269,7 @@ def test_what_is_kept_elsewhere_is_refused(name):
     net.at = torch.zeros(4, 5, 5).double()
     with pytest.raises(ValueError,
                        match="behind 'n2', a micro-batch has read activations of another one.*attributes of its modules"):
-        run_parts(net, torch.randn(9, 4, 5, 5).double(), Keeps(), 3)
+        run_parts(net, torch.randn(9, 4, 5, 5).double(), LockstepFacts(), 3)
 
 tables = {}
 alike = dict(
@@ -284,11 +286,11 @@ def test_tables_that_are_kept(name, in_module):
         kept = m.box if in_module else tables
         if key not in kept: kept[key] = alike[name](x, x.shape[1:])*m.a.bias.detach().mean()
         return m.n2(x + kept[key])
-    net,keeps,x = seeded(Body, table, **three()).double(),Keeps(),torch.randn(9, 4, 5, 5).double()
+    net,facts,x = seeded(Body, table, **three()).double(),LockstepFacts(),torch.randn(9, 4, 5, 5).double()
     net.box = {}
     tables.clear()
     for _ in range(2):
-        batch = LockstepBatch(net, (x,), 9, 3, keeps=keeps)
+        batch = LockstepBatch(net, (x,), 9, 3, facts=facts)
         batch.outputs()
         assert batch.message is None
     check(net, (x,))
@@ -298,10 +300,10 @@ def from_batch_to_batch(m, x):
     return m.n(m.a(x)) + (0 if old is None else old.view(1, -1, 1, 1))
 def test_what_is_kept_for_the_next_batch_is_told():
     "It is that of the last part"
-    net,keeps,x = seeded(Body, from_batch_to_batch, **three()),Keeps(),torch.randn(9, 4, 5, 5)
+    net,facts,x = seeded(Body, from_batch_to_batch, **three()),LockstepFacts(),torch.randn(9, 4, 5, 5)
     told = []
     for _ in range(3):
-        batch = LockstepBatch(net, (x,), 9, 3, keeps=keeps)
+        batch = LockstepBatch(net, (x,), 9, 3, facts=facts)
         batch.outputs()
         told.append(batch.message)
     assert told[0] is told[2] is None and 'from one batch to the next' in told[1] and "'old'" not in told[1]
@@ -322,10 +324,10 @@ def banked(m, x):
     m.bank.append(z.detach())
     return z
 def test_a_list_for_the_next_batch_is_told():
-    net,keeps,x = seeded(Body, banked, **three()),Keeps(),torch.randn(9, 4, 5, 5)
+    net,facts,x = seeded(Body, banked, **three()),LockstepFacts(),torch.randn(9, 4, 5, 5)
     net.bank,told = [],[]
     for _ in range(2):
-        batch = LockstepBatch(net, (x,), 9, 3, keeps=keeps)
+        batch = LockstepBatch(net, (x,), 9, 3, facts=facts)
         batch.outputs()
         told.append(batch.message)
     assert told[0] is None and 'from one batch to the next' in told[1] and len(net.bank) == 2
@@ -523,19 +525,18 @@ def test_memory_on_the_device(name, size, n=32):
         batch.backward()
     def parts():
         for p in x[:2*size].split(size): squares(net(p)).backward()
-    keeps = Keeps()
+    facts = LockstepFacts()
     # the second batch knows how much room there is while parts wait
-    micro,host,again = peak(parts),peak(partial(lockstep, keeps=keeps)),peak(partial(lockstep, keeps=keeps))
-    assert keeps.saved > 0 and max(host, again) < 1.4*micro
+    micro,host,again = peak(parts),peak(partial(lockstep, facts=facts)),peak(partial(lockstep, facts=facts))
+    assert facts.room.saved > 0 and max(host, again) < 1.4*micro
     if size == 2: assert peak(partial(lockstep, activations='device')) > 3*micro
 
 def emptied(monkeypatch):
     "Counts what goes to the host while parts wait: all of it, as there is no room"
-    import fastaccum.core.lockstep as module
     count = []
-    class Counted(module.Emptied):
+    class Counted(room_of_parts.Emptied):
         def __init__(self, t): count.append(t.shape); super().__init__(t)
-    monkeypatch.setattr(module, 'Emptied', Counted)
+    monkeypatch.setattr(room_of_parts, 'Emptied', Counted)
     return count
 
 def cached(m, x):
