@@ -1,4 +1,4 @@
-"""A checkpoint is data, from a stranger too: each saved value is compared with the object that it is for, before anything is set
+"""A checkpoint is data, from a stranger too: each saved value is compared with the object that it is for, before it takes its place
 
 Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/check.html.md"""
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from fastai.basics import *
-from .values import Values, is_users, kind_of, kinds, scalars
+from .kinds import kind_names, kind_of, scalars
 
 # %% auto #0
 __all__ = []
@@ -23,6 +23,12 @@ def refuse(path, v, expected): raise WrongEntry(f'`{path}` is {_shown(v)}, and {
 def _shown(v):
     if isinstance(v, Tensor): return f'a tensor {tuple(v.shape)} {v.dtype}'
     return 'None' if v is None else f'{v!r:.40}' if type(v) in scalars else f'a {_name_of(v)}'
+
+# The type of a value, or of the one that was saved so
+def _name_of(e): return e[1] if is_saved(e) and type(e[1]) is str and e[0] in kind_names else type(e).__name__
+
+# Is it what `Values.encode` makes of a value: its kind, the name of its type, its parts?
+def is_saved(e): return type(e) is tuple and len(e) == 3 and type(e[0]) is str and type(e[1]) in (str,type(None))
 
 # Make sure that `v` has this form: a type, a tuple of types, `object` (anything), `[form]`, or a dict: key -> form, where `str` stands for
 # any other name, and `'k?'` for a key that may be missing
@@ -53,48 +59,6 @@ def _check_plain(v, path):
 def _names(form): return ' or '.join(t.__name__ for t in (form if isinstance(form, tuple) else (form,)))
 
 # %% ../../nbs/api/checkpoint/11_check.ipynb #c4ec0006
-# Make sure that a value that `encode` made may take the place of `old`. `vs`: the `Values` that will decode it. `exact`: the type stays the
-# same, as that of a library's own objects does; a user's may be a number first and a tensor later, and None at any time
-def check_value(vs, e, old, path, exact=False):
-    if isinstance(e, Tensor): vs.seen[path] = e
-    if type(e) in scalars or isinstance(e, Tensor): return _check_type(e, old, path, exact)
-    if not (type(e) is tuple and len(e) == 3 and type(e[0]) is str and type(e[1]) in (str,type(None))): refuse(path, e, 'a saved value')
-    kind,name,parts = e
-    if kind == 'kept': return
-    if kind in ('known','same'):
-        place = name if kind == 'known' else parts
-        if type(place) is not str: refuse(path, place, 'the name of another value')
-        return _check_same((vs.known if kind == 'known' else vs.seen).get(place), old, path)
-    if kind not in kinds: refuse(path, kind, 'a kind of value that checkpoints have')
-    vs.seen[path] = old
-    if kind in _in_place:
-        if type(old).__name__ != name: return       # told when it is restored: there is no such object
-        if kind_of(old) != kind: refuse(path, e, f'a {name}')
-        return _in_place[kind](vs, parts, old, path)
-    _check_type(e, old, path, exact)
-    _parts[kind](vs, parts, old, path, exact) if kind in _parts else _check_made(vs, kind, name, parts, path)
-
-# Make sure that `attrs`, which `Values.attrs` made, are names and values for attributes of `o`
-def check_attrs(vs, attrs, o, path, exact=None):
-    check_form(attrs, {str: object}, path)
-    if exact is None: exact = not is_users(type(o))
-    for k,e in attrs.items():
-        check_value(vs, e, present(o, k, e, path), f'{path}.{k}', exact)
-
-# What `o` has under this name; an error if a value would hide a method
-def present(o, k, e, path):
-    own = inspect.getattr_static(type(o), k, None)
-    if k not in vars(o) and (k.startswith('__') or own is not None and _family(own) is None): refuse(f'{path}.{k}', e, 'a method')
-    return vars(o).get(k, own)
-
-# Make sure that an object that checks nothing itself, such as a generator, takes a state. It has its old one afterwards
-def check_takes(put, state, now, path):
-    try: put(state)
-    except Exception as e:                     # what anybody's object says of a state that does not fit
-        raise WrongEntry(f'`{path}` cannot be restored ({type(e).__name__}: {str(e).splitlines()[0]})') from None
-    finally: put(now)
-
-# %% ../../nbs/api/checkpoint/11_check.ipynb #c4ec0007
 _families = dict(number=(bool,int,float,complex,Tensor,np.ndarray,np.generic), text=(str,bytes,Path), dict=dict,
                  list=(list,tuple,L,set,frozenset,deque,slice,range))
 _of_kind = dict(array='number', bytes='text', path='text', dict='dict', view='number',
@@ -105,11 +69,9 @@ def _family(v):
     found = first(k for k,cs in _families.items() if isinstance(v, cs))
     return found or kind_of(v)
 
-def _name_of(e):
-    is_saved = type(e) is tuple and len(e) == 3 and type(e[0]) is str and e[0] in kinds and type(e[1]) is str
-    return e[1] if is_saved else type(e).__name__
-
-def _check_type(e, old, path, exact):
+# Make sure that a value that `Values.encode` made is of a type that may take the place of `old`. `exact`: the type stays the same, as that
+# of a library's own objects does; a user's may be a number first and a tensor later, and None at any time
+def check_type(e, old, path, exact=False):
     if old is None or e is None and not exact and not isinstance(old, (*scalars, Path)): return
     if type(old) is str and old == 'auto' and type(e) in (int,float): return     # a number was found in its place
     saved = _of_kind.get(e[0], e[0]) if type(e) is tuple else _family(e)
@@ -126,55 +88,31 @@ def _same_type(e, old):
     if isinstance(old, Tensor): return isinstance(e, Tensor) or type(e) is tuple and e[0] == 'view'
     return type(old).__name__ == (_name_of(e) if e is not None else 'NoneType')
 
-def _check_same(o, old, path):
+# The same of an object that is known, or that the checkpoint has had before
+def check_same(o, old, path):
     alike = type(o) is type(old) or _family(o) == _family(old) == 'number'
     if o is not None and old is not None and not alike: refuse(path, o, f'a {type(old).__name__}')
 
-# Values that are made again: does that work?
-def _check_made(vs, kind, name, parts, path):
-    check_form(parts, [object], path)
-    if kind == 'view': check_form(dict(zip('abc', parts)), dict(a=int, b=[int], c=[int]), path)
-    else:
-        for i,v in enumerate(parts): check_value(vs, v, None, f'{path}[{i}]')
-    try: made = Values(vs.known).decode((kind, name, parts), None, path)
-    except Exception as e: raise WrongEntry(f'`{path}` is no {kind} ({type(e).__name__}: {str(e).splitlines()[0]})') from None
-    if kind_of(made) != kind and kind != 'view': refuse(path, made, f'a {kind}')
+# %% ../../nbs/api/checkpoint/11_check.ipynb #c4ec0007
+# What `o` has under this name; an error if a value would hide a method
+def present(o, k, e, path):
+    own = inspect.getattr_static(type(o), k, None)
+    if k not in vars(o) and (k.startswith('__') or own is not None and _family(own) is None): refuse(f'{path}.{k}', e, 'a method')
+    return vars(o).get(k, own)
 
-def _check_list(vs, parts, old, path, exact):
-    check_form(parts, [object], path)
-    now = list(old) if isinstance(old, (list,tuple,L)) else []
-    for i,v in enumerate(parts): check_value(vs, v, now[i] if i < len(now) else None, f'{path}[{i}]')
-
-def _check_dict(vs, parts, old, path, exact):
-    check_form(parts, [list], path)
-    if len(parts) != 2 or len(parts[0]) != len(parts[1]): refuse(path, parts, 'as many keys as values')
-    for k in parts[0]: _check_hashable(k, path)
-    now = old if isinstance(old, dict) else vars(old) if kind_of(old) == 'dict' else {}
-    for k,v in zip(*parts):
-        known = type(k) in scalars and k in now
-        check_value(vs, v, now[k] if known else None, f'{path}[{k!r}]', exact and known)
-
-def _check_hashable(k, path):
-    if type(k) in scalars or type(k) is tuple and len(k) == 3 and k[0] in kinds and type(k[2]) is list: return
+def check_key(k, path):
+    if type(k) in scalars or type(k) is tuple and len(k) == 3 and k[0] in kind_names and type(k[2]) is list: return
     refuse(f'{path}.keys()', k, 'a key')
 
-def _check_array(vs, parts, old, path, exact):
-    check_form(parts, [object], path)
-    try: made = kinds['array'][2](Values(), None, 'ndarray', parts, path)
-    except Exception as e: raise WrongEntry(f'`{path}` is no array ({type(e).__name__}: {str(e).splitlines()[0]})') from None
-    if exact and isinstance(old, np.ndarray) and old.dtype != made.dtype: refuse(path, made, f'an array of {old.dtype}')
-
-_parts = dict(list=_check_list, tuple=_check_list, frozenset=_check_list, namedtuple=_check_list, deque=_check_list, dict=_check_dict,
-              array=_check_array)
+# Context in which an object takes a saved value that it checks itself, such as a generator its state
+@contextmanager
+def taking(path, what='cannot be restored'):
+    try: yield
+    except WrongEntry: raise
+    except Exception as e:                     # what anybody's object says of a state that does not fit
+        raise WrongEntry(f'`{path}` {what} ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""})') from None
 
 # %% ../../nbs/api/checkpoint/11_check.ipynb #c4ec0008
-# What is restored in the existing object
-def _check_module(vs, parts, m, path):
-    check_form(parts, [(list,dict,OrderedDict)], path)
-    if len(parts) != 5: refuse(path, parts, 'the five parts of a module')
-    check_tensors(parts[0], m.state_dict(), path)
-    check_module_rest(vs, parts[1:], m, path)
-
 # Of a `state_dict`: the same names, shapes and types
 def check_tensors(saved, now, path):
     check_form(saved, {str: object}, path)
@@ -186,43 +124,12 @@ def check_tensors(saved, now, path):
     versions = vars(saved).get('_metadata', {}) if hasattr(saved, '__dict__') else {}
     check_form(versions, {str: {str: object, 'version?': int}}, f'{path}._metadata')
 
-# What else a module has: buffers that are in no `state_dict`, names of what is frozen and of what does not train, attributes
-def check_module_rest(vs, rest, m, path):
-    if len(rest) != 4: refuse(path, rest, 'four parts of a module')
-    check_form(dict(zip(('buffers','frozen','evaluated'), rest)), dict(buffers={str: Tensor}, frozen=[str], evaluated=[str]), path)
-    check_module_attrs(vs, rest[3], m, path)
-
-def check_module_attrs(vs, attrs, m, path):
-    check_form(attrs, {str: dict}, path)
-    modules = dict(m.named_modules())
-    for n,own in attrs.items():
-        if n not in modules: refuse(f'{path}.keys()', n, 'the name of a module')
-        check_attrs(vs, own, modules[n], f'{path}.{n}')
-
-# What an object gets by its `load_state_dict`: all that it has in its `state_dict`
-def check_state(vs, e, o, path):
-    now = o.state_dict()
-    check_value(vs, e, now, path, not is_users(type(o)))
-    if not isinstance(now, dict): return
-    for k in now.keys() - (set(filter(lambda k: type(k) in scalars, e[2][0])) if type(e) is tuple else set()):
-        raise WrongEntry(f'`{path}` has no `{k}`')
-
-def _check_generator(vs, e, g, path):
-    now = Values().encode(g, path)[2]
-    check_value(vs, e, None, path)
-    check_takes(lambda s: kinds['generator'][2](Values(), g, type(g).__name__, s, path), e, now, path)
-
-def _check_enum(vs, e, old, path):
-    if type(e) is not str or e not in type(old).__members__: refuse(path, e, f'a name of {type(old).__name__}')
-
-_in_place = dict(enum=_check_enum, module=_check_module, state=check_state, object=check_attrs, generator=_check_generator)
-
 # %% ../../nbs/api/checkpoint/11_check.ipynb #c4ec0009
 # The state of an optimizer against what one step makes of zeros, where the optimizer is PyTorch's or fastai's: shapes and types
 def check_optimizer(sd, opt, path):
     now = opt.state_dict()
     check_form(sd, {**{k: object for k in now}, 'state': (list,dict)}, path)
-    groups,k = ('param_groups' if 'param_groups' in now else 'hypers'),0
+    groups = 'param_groups' if 'param_groups' in now else 'hypers'
     check_form(sd, {groups: (list,L), str: object}, path)
     if len(sd[groups]) != len(now[groups]): refuse(f'{path}.{groups}', sd[groups], f'a list of {len(now[groups])}')
     for i,(a,b) in enumerate(zip(sd[groups], now[groups])): _check_group(a, b, f'{path}.{groups}[{i}]')
@@ -230,13 +137,15 @@ def check_optimizer(sd, opt, path):
     inner = getattr(inner, 'opt', inner)                   # a Lookahead of an OptimWrapper
     params = [(p,g) for g in (inner.param_groups if groups == 'param_groups' else []) for p in g['params']]
     if groups == 'hypers': params = [(p,h) for p,_,_,h in inner.all_params()]
-    states = sd['state']
-    if type(states) is not type(now['state']): refuse(f'{path}.state', states, f'a {type(now["state"]).__name__}')
-    if isinstance(states, list) and len(states) != len(params): refuse(f'{path}.state', states, f'a list of {len(params)}')
+    _check_states(sd['state'], now['state'], inner, params, f'{path}.state')
+
+def _check_states(states, now, opt, params, path):
+    if type(states) is not type(now): refuse(path, states, f'a {type(now).__name__}')
+    if isinstance(states, list) and len(states) != len(params): refuse(path, states, f'a list of {len(params)}')
     for i,s in enumerate(states) if isinstance(states, list) else states.items():
-        if type(i) is not int or not 0 <= i < len(params): refuse(f'{path}.state.keys()', i, 'the number of a parameter')
-        check_form(s, {str: object}, f'{path}.state[{i}]')
-        if s: _check_stats(s, _first_stats(inner, *params[i]), params[i][0], f'{path}.state[{i}]')
+        if type(i) is not int or not 0 <= i < len(params): refuse(f'{path}.keys()', i, 'the number of a parameter')
+        check_form(s, {str: object}, f'{path}[{i}]')
+        if s: _check_stats(s, _first_stats(opt, *params[i]), params[i][0], f'{path}[{i}]')
 
 def _check_group(a, b, path):
     check_form(a, {**{k: object for k in b}, str: object}, path)

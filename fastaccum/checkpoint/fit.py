@@ -6,7 +6,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/fit.html.md"""
 
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #1d7e5b60
 from __future__ import annotations
-import signal, threading
+import itertools, signal, threading
+from contextlib import contextmanager, nullcontext
 from math import inf
 from time import monotonic
 from fastai.basics import *
@@ -16,7 +17,7 @@ from .check import WrongEntry, check_form, plain, refuse
 from .digests import StepDigests
 from .fingerprint import beginning, callback_list, callbacks_wrong, data_wrong, differences, fit_settings
 from .files import beginning_mark
-from .loaders import check_loader, check_order, item_order, list_order, persistent, rest_of_loader
+from .loaders import check_loader, epoch_of
 from .state import LearnerState, learner_device, state_form
 from .values import digest
 from ..core.warnings import warn
@@ -28,8 +29,6 @@ from ..loop.ranks import OneRank
 __all__ = []
 
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #c96e2a84
-_signals = 'SIGINT','SIGTERM','SIGUSR1'
-
 # The outline of what a fit adds to the state of the Learner
 _data = {str: {'sample': [str], 'items': (int,type(None)), str: plain}}
 _schedules = {str: {'most': [(int,float)], 'values': [[(int,float)]]}}
@@ -37,51 +36,47 @@ _form = dict(beginning=str, settings={'data': _data, 'model': {str: str}, 'callb
 _form_in_epoch:dict = dict(batch=int, new_workers=bool, data=_data,
                            learner={**{k: int for k in ('epoch','n_epoch','n_iter','train_iter')}, 'pct_train': (int,float), str: object})
 
-# One fit of `learn` with the `TrainingCheckpoint` `cb`, whose arguments and memory of earlier fits it reads.
-class CheckpointedFit:
-    def __init__(self, cb, learn, cbs, ranks):
-        self.cb,self.learn,self.ranks,self.folder = cb,learn,ranks,cb.folder
-        self.lr_find = any(isinstance(c, LRFinder) for c in cbs)
-        self.begun,self.steps,self.signal,self.cancelled,self.cut = False,0,None,False,None
-        # batches of this epoch that another process trained; random numbers at its beginning; did it start its workers?
-        self.before,self.epoch_rng,self.new_workers = 0,None,True
-        cb.given.record(learn, cbs)
-        self.settings = dict(fit_settings(learn, cbs), data=cb.fingerprints.of(learn.dls), callbacks=callback_list(cbs))
-        if not cb.resume: self.folder.forget(self.folder.n_fits+1)
-        self.beginning = [*beginning(learn), digest(repr(self.settings))]
-        self.number = self.folder.fit_that_began(self.beginning) or self.folder.n_fits+1
+# The `state` of a checkpoint of a fit in the folder `path`, compared with the fit of `learn` that should continue from it
+class SavedFit:
+    def __init__(self, state, learn, path, number): self.state,self.learn,self.path,self.number = state,learn,path,number
 
-    # `train` runs the fit; takes more callbacks, and another function to call between the events of the fit
-    def run(self, train):
-        state = self.ranks.load(self.folder, self.number, learner_device(self.learn))
-        if state is not None:
-            with self._told_entry(): self._check_outline(state)
-            self._check(state)
-            self._tell_of_beginning(state)
-        if state is None or 'batch' in state: self._train(train, state)
-        else: self._skip(state)
-        self.folder.fit_ended(self.number, self.cancelled, self.cut)
-        if self.signal == 'SIGINT': raise KeyboardInterrupt
-        self.folder.stop(self.signal)
+    in_epoch = property(lambda self: 'batch' in self.state)      # else it is the end of the fit
 
     # A value of the checkpoint that does not fit is an error of the file
     @contextmanager
-    def _told_entry(self):
+    def told(self):
         try: yield
         except WrongEntry as e:
-            raise ValueError(f"{self.folder.path} has a checkpoint of fit {self.number} that does not fit this training run, or that "
+            raise ValueError(f"{self.path} has a checkpoint of fit {self.number} that does not fit this training run, or that "
                              f"somebody has changed: {e}. Nothing was loaded. To continue from an older checkpoint, delete the newest "
                              "one; or start a new run: use TrainingCheckpoint(resume=False) or another `fname`, or delete the "
                              "folder.") from None
 
-    def _check_outline(self, state):
+    # `words`: how many a beginning has
+    def check_outline(self, words):
+        state = self.state
         check_form(state, {**state_form, **_form, str: object}, '')
-        if 'batch' in state: check_form(state, {**_form_in_epoch, str: object}, '')
-        if len(state['beginning'].split()) != len(self.beginning)+1: refuse('beginning', state['beginning'], 'what the fit began with')
+        if self.in_epoch: check_form(state, {**_form_in_epoch, str: object}, '')
+        if len(state['beginning'].split()) != words+1: refuse('beginning', state['beginning'], 'what the fit began with')
+
+    # The settings of the fit that should continue. Returns what has changed of what may change
+    def check_settings(self, now):
+        saved,now = dict(self.state['settings']),dict(now)
+        refused,told = callbacks_wrong(saved.pop('callbacks'), now.pop('callbacks'))
+        data = data_wrong(saved.pop('data'), now.pop('data'))
+        model = get_model(self.learn.model).state_dict()
+        wrong = differences(saved, now, self.state.get('model'), model) + data + refused
+        if not wrong: return told
+        raise ValueError(f"{self.path} has checkpoints of another training run. Fit {self.number}: {'; '.join(wrong)}. Undo the "
+                         "change, or start a new run: use TrainingCheckpoint(resume=False) or another `fname`, or delete the folder.")
+
+    # The words that the fit began with
+    def beginning(self): return self.state['beginning'].rstrip('.').split()[1:]
 
     # Where in the fit it continues
-    def _check_place(self, state):
-        learn,at,done,n = self.learn,state['learner'],state['batch'],len(self.learn.dl)
+    def check_place(self):
+        learn,state = self.learn,self.state
+        at,done,n = state['learner'],state['batch'],len(learn.dl)
         for k,v,most in (('n_epoch', at['n_epoch'], learn.n_epoch), ('n_iter', at['n_iter'], n)):
             if v != most: refuse(f'learner.{k}', v, f'{most}')
         most = dict(epoch=learn.n_epoch-1, train_iter=n*learn.n_epoch)
@@ -90,139 +85,85 @@ class CheckpointedFit:
         if at.get('training') is False: refuse('learner.training', False, 'True')
         # fastai adds up rounded parts
         if not 0 <= at['pct_train'] <= 1.001: refuse('learner.pct_train', at['pct_train'], 'a number from 0 to 1')
-        if (order := state.get('order')) is not None: check_order(order, learn.dl, n-done)
-
-    def _check(self, state):
-        saved,now = dict(state['settings']),dict(self.settings)
-        refused,told = callbacks_wrong(saved.pop('callbacks'), now.pop('callbacks'))
-        data = data_wrong(saved.pop('data'), now.pop('data'))
-        wrong = differences(saved, now, state.get('model'), get_model(self.learn.model).state_dict()) + data + refused
-        if wrong:
-            raise ValueError(f"{self.folder.path} has checkpoints of another training run. Fit {self.number}: {'; '.join(wrong)}. Undo the "
-                             "change, or start a new run: use TrainingCheckpoint(resume=False) or another `fname`, or delete the folder.")
-        if told and not self.ranks.rank:
-            warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the present callbacks.",
-                 'troubleshooting.html#a-run-does-not-resume')
-
-    # Another seed than at the first start, or none. The fit stays the one that began first
-    def _tell_of_beginning(self, state):
-        was,self.beginning = self.beginning,state['beginning'].rstrip('.').split()[1:]
-        if (was[0],was[2]) != (self.beginning[0],self.beginning[2]):
-            what = 'weights' if was[0] != self.beginning[0] else 'random numbers'
-            say(self.ranks, f"other initial {what} than the saved run's: another seed, or none; the saved run continues.")
-
-    def _train(self, train, state):
-        self.folder.fit_begins()
-        with on_signals(self.stop, *_signals), self._resumed(state) as rest: train(self._digests(), **rest)
-        self._asked()                     # a signal may have come after the last step
-        if self.cancelled: self.folder.wait()
-        else: self._save(inf, not self.lr_find)
-
-    def _skip(self, state):
-        learn = self.learn
-        say(self.ranks, f"fit {self.number} was finished; its end state is loaded.")
-        learn.model.to(learner_device(learn))
-        with self._told_entry(): LearnerState(learn).check(state)
-        self._put(state)
-        if 'model' not in state: learn.model.train(learn.training)
-        self._put_rng(state['rng'])
-
-    def _digests(self):
-        if not self.cb.digest or self.lr_find or self.ranks.rank: return []
-        try: return [StepDigests(self.folder.own.log('digests.jsonl'), self.number)]
-        except OSError as e:
-            warn(f"TrainingCheckpoint(digest=True) cannot write in {self.folder.path} ({e}), so there will be no digests of this fit. "
-                 "Training continues.", 'tutorials/stop_and_resume.html#where-do-two-runs-differ')
-            return []
-
-    # -- resume
-    # A context in which the fit continues from the checkpoint, if there is one. Gives what `train` does then
-    @contextmanager
-    def _resumed(self, state):
-        learn,rest = self.learn,{}
-        if state is not None:
-            epoch,n = state['learner']['epoch'],state['learner']['n_iter']
-            say(self.ranks, f"fit {self.number} continues in epoch {epoch}, after {state['batch']} of {n} batches.")
-            rest,learn.all_batches = dict(f=partial(self._rest_of_fit, epoch)),partial(self._rest_of_epoch, state)
-        try: yield rest
-        finally: learn.__dict__.pop('all_batches', None)
-
-    # In the place of `Learner._do_fit`
-    def _rest_of_fit(self, epoch):
-        learn = self.learn
-        for learn.epoch in range(epoch, learn.n_epoch): learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
-
-    # `Learner.all_batches` of the interrupted epoch: by now all callbacks have begun the fit and the epoch, and then get their state
-    def _rest_of_epoch(self, state):
-        learn = self.learn
-        del learn.all_batches                       # validation uses it too
-        self._check_replaced(state)
-        learn.n_iter = len(learn.dl)
-        learn.one_batch.begin_epoch()
-        with self._told_entry():
-            self._check_place(state)
-            LearnerState(learn).check(state)
-        self._put(state)
-        self.before,self.epoch_rng,self.new_workers = state['batch'],state.get('epoch_rng'),state['new_workers']
-        rest = rest_of_loader(learn.dl, state.get('order'), self.before, partial(self._put_rng, self.epoch_rng),
-                              partial(self._put_rng, state['rng']), self.new_workers)
-        for i,b in enumerate(rest, self.before): learn.one_batch(i, b)
 
     # If callbacks replaced the data during the fit, they must have done so again by now
-    def _check_replaced(self, state):
-        if wrong := data_wrong(state['data'], self.cb.fingerprints.of(self.learn.dls)):
+    def check_data(self, now):
+        if wrong := data_wrong(self.state['data'], now):
             raise ValueError("The data were replaced during the fit, and the present data differ from those at the checkpoint: "
                              f"{'; '.join(wrong)}. Replace the data in a callback's `before_fit` or `before_epoch`, in every epoch, or in "
                              "the script between two fits; or start a new run: TrainingCheckpoint(resume=False).")
 
-    def _put(self, state):
+    # Put it into the Learner, and what `more` restores too, or nothing of it. `more(now)` gets the `LearnerState`; returns what it gives
+    def restore(self, more):
         now = LearnerState(self.learn)
-        now.put(state)
+        with self.told(), now.all_or_nothing():
+            if self.in_epoch: self.check_place()
+            now.put(self.state)
+            res = more(now)
         if now.wrong:
             warn(f"The checkpoint has states that cannot be restored: {'; '.join(f'{k} ({v})' for k,v in now.wrong.items())}. Create the "
                  f"objects that hold them in `__init__` or `before_fit`.", 'tutorials/stop_and_resume.html#what-a-checkpoint-leaves-out')
+        return res
 
-    def _put_rng(self, rng): LearnerState(self.learn).put_rng(rng)
+# %% ../../nbs/api/checkpoint/02_fit.ipynb #3554b4ad
+# The rest of a fit, after the checkpoint `saved`. `epoch()`: the present epoch of the loader; `data()`: what the data are now
+class RestOfFit:
+    def __init__(self, saved, epoch, data): self.saved,self.learn,self.epoch,self.data = saved,saved.learn,epoch,data
 
-    # -- events of the callback
-    # `validate` and `get_preds` fire `before_fit` too, also inside a fit
-    def begin(self):
-        if self.begun: return
-        self.begun = True
-        self.cb.tell(self.cb.report())    # say now what cannot be saved, not in 15 minutes
-        self._plan_next()
+    # A context in which the fit is the rest. Gives how `train` runs it
+    @contextmanager
+    def in_place(self):
+        self.learn.all_batches = self._batches
+        try: yield dict(f=self._epochs)
+        finally: self.learn.__dict__.pop('all_batches', None)
 
-    def begin_epoch(self):
-        self.before = 0
-        list_order(self.learn.dl)
-        # these random numbers determine the order of its items
-        if not isinstance(self.learn.dl, DataLoader): self.epoch_rng = LearnerState(self.learn).take_rng()
-        self.new_workers = not any(persistent([self.learn.dl]))
-
-    # Save if a checkpoint is due, or if a rank asked for one. A signal ends the fit
-    def after_step(self):
-        self.steps += 1
-        if monotonic() >= self.next_time and not self.ranks.rank: self.ranks.ask('save'); self.next_time = inf
-        if not self._asked() and self.steps < self.next_step: return
-        if not self.lr_find: self.save_batch()
-        self._plan_next()
-        if self.signal is not None:
-            self.cancelled = True
-            raise CancelFitException(self.signal)
-
-    # A callback ended the fit, and none that is there for it
-    def cut_short(self):
+    # In the place of `Learner._do_fit`
+    def _epochs(self):
         learn = self.learn
-        if any(isinstance(cb, (LRFinder,EarlyStoppingCallback)) for cb in learn.cbs): return
-        self.cut = f'A callback ended fit {self.number} in epoch {learn.epoch} of {learn.n_epoch}.'
+        for learn.epoch in range(self.saved.state['learner']['epoch'], learn.n_epoch):
+            learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
 
-    def _plan_next(self):
-        steps,minutes = (None,None) if self.lr_find else (self.cb.every_steps,self.cb.every_minutes)
-        self.next_step = inf if steps is None else self.steps + steps
-        self.next_time = inf if minutes is None else monotonic() + 60*minutes
+    # `Learner.all_batches` of the interrupted epoch: by now all callbacks have begun the fit and the epoch, and then get their state
+    def _batches(self):
+        learn,state = self.learn,self.saved.state
+        del learn.all_batches                       # validation uses it too
+        self.saved.check_data(self.data())
+        learn.n_iter = len(learn.dl)
+        learn.one_batch.begin_epoch()
+        for i,b in enumerate(self.saved.restore(self._left), state['batch']): learn.one_batch(i, b)
+
+    # The batches that are left. When the first of them is loaded, all random numbers are those of the checkpoint
+    def _left(self, now):
+        epoch,state = self.epoch(),self.saved.state
+        epoch.check(state, len(self.learn.dl)-state['batch'])
+        rest = iter(epoch.rest(state, now.random.put, partial(now.random.put, state['rng'])))
+        return itertools.chain(list(itertools.islice(rest, 1)), rest)
+
+# %% ../../nbs/api/checkpoint/02_fit.ipynb #77894616
+_signals = 'SIGINT','SIGTERM','SIGUSR1'
+
+# When a fit saves: every so many steps or minutes (None: never), and when a rank or a signal asks
+class SaveTimes:
+    def __init__(self, every_steps, every_minutes, ranks):
+        self.every_steps,self.every_minutes,self.ranks = every_steps,every_minutes,ranks
+        self.steps = 0
+        self.signal = None              # the name of the one that ends the fit
+        self.plan_next()
+
+    def plan_next(self):
+        self.next_step = inf if self.every_steps is None else self.steps + self.every_steps
+        self.next_time = inf if self.every_minutes is None else monotonic() + 60*self.every_minutes
+
+    # After a step: is a checkpoint due?
+    def due(self):
+        self.steps += 1
+        if monotonic() >= self.next_time and not self.ranks.rank:
+            self.ranks.ask('save')
+            self.next_time = inf
+        return self.asked() or self.steps >= self.next_step
 
     # Should all ranks save a checkpoint now? A signal to any rank also ends the fit
-    def _asked(self):
+    def asked(self):
         asked = self.ranks.granted()
         self.signal = next((s for s in _signals if s in asked), self.signal)
         return bool(asked)
@@ -232,13 +173,111 @@ class CheckpointedFit:
         print(f"TrainingCheckpoint: {name}; the fit is saved at the next step, and ends.")
         self.ranks.ask(name)
 
+# %% ../../nbs/api/checkpoint/02_fit.ipynb #a51528c0
+# One fit of `learn` with the `TrainingCheckpoint` `cb`, whose arguments and memory of earlier fits it reads.
+class CheckpointedFit:
+    def __init__(self, cb, learn, cbs, ranks):
+        self.cb,self.learn,self.ranks,self.folder = cb,learn,ranks,cb.folder
+        self.lr_find = any(isinstance(c, LRFinder) for c in cbs)
+        self.begun,self.cancelled = False,False
+        self.cut = None                            # who ended the fit before its last epoch, and when
+        self.epoch = None                          # the order of its items
+        self.times = SaveTimes(*((None, None) if self.lr_find else (cb.every_steps, cb.every_minutes)), ranks)
+        cb.given.record(learn, cbs)
+        self.settings = dict(fit_settings(learn, cbs), data=cb.fingerprints.of(learn.dls), callbacks=callback_list(cbs))
+        if not cb.resume: self.folder.forget(self.folder.n_fits+1)
+        self.beginning = [*beginning(learn), digest(repr(self.settings))]
+        self.number = self.folder.fit_that_began(self.beginning) or self.folder.n_fits+1
+
+    # `train` runs the fit; takes more callbacks, and another function to call between the events of the fit
+    def run(self, train):
+        state = self.ranks.load(self.folder, self.number, learner_device(self.learn))
+        saved = None if state is None else SavedFit(state, self.learn, self.folder.path, self.number)
+        if saved is not None: self._check(saved)
+        if saved is None or saved.in_epoch: self._train(train, saved)
+        else: self._skip(saved)
+        self.folder.fit_ended(self.number, self.cancelled, self.cut)
+        if self.times.signal == 'SIGINT': raise KeyboardInterrupt
+        self.folder.stop(self.times.signal)
+
+    def _check(self, saved):
+        with saved.told(): saved.check_outline(len(self.beginning))
+        told = saved.check_settings(self.settings)
+        if told and not self.ranks.rank:
+            warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the present callbacks.",
+                 'troubleshooting.html#a-run-does-not-resume')
+        self._tell_of_beginning(saved)
+
+    # Another seed than at the first start, or none. The fit stays the one that began first
+    def _tell_of_beginning(self, saved):
+        was,self.beginning = self.beginning,saved.beginning()
+        if (was[0],was[2]) != (self.beginning[0],self.beginning[2]):
+            what = 'weights' if was[0] != self.beginning[0] else 'random numbers'
+            say(self.ranks, f"other initial {what} than the saved run's: another seed, or none; the saved run continues.")
+
+    def _train(self, train, saved):
+        self.folder.fit_begins()
+        with on_signals(self.times.stop, *_signals), self._resumed(saved) as rest: train(self._digests(), **rest)
+        self.times.asked()                # a signal may have come after the last step
+        if self.cancelled: self.folder.wait()
+        else: self._save(inf, not self.lr_find)
+
+    def _resumed(self, saved):
+        if saved is None: return nullcontext({})
+        at = saved.state['learner']
+        say(self.ranks, f"fit {self.number} continues in epoch {at['epoch']}, after {saved.state['batch']} of {at['n_iter']} batches.")
+        return RestOfFit(saved, lambda: self.epoch, self._data).in_place()
+
+    def _skip(self, saved):
+        say(self.ranks, f"fit {self.number} was finished; its end state is loaded.")
+        self.learn.model.to(learner_device(self.learn))
+        saved.restore(partial(self._end, saved.state))
+
+    def _end(self, state, now):
+        if 'model' not in state: self.learn.model.train(self.learn.training)
+        now.random.put(state['rng'])
+
+    def _digests(self):
+        if not self.cb.digest or self.lr_find or self.ranks.rank: return []
+        try: return [StepDigests(self.folder.own.log('digests.jsonl'), self.number)]
+        except OSError as e:
+            warn(f"TrainingCheckpoint(digest=True) cannot write in {self.folder.path} ({e}), so there will be no digests of this fit. "
+                 "Training continues.", 'tutorials/stop_and_resume.html#where-do-two-runs-differ')
+            return []
+
+    # -- events of the callback
+    # `validate` and `get_preds` fire `before_fit` too, also inside a fit
+    def begin(self):
+        if self.begun: return
+        self.begun = True
+        self.cb.tell(self.cb.report())    # say now what cannot be saved, not in 15 minutes
+        self.times.plan_next()
+
+    def begin_epoch(self): self.epoch = epoch_of(self.learn.dl, LearnerState(self.learn).random.take)
+
+    # Save if a checkpoint is due, or if a rank asked for one. A signal ends the fit
+    def after_step(self):
+        if not self.times.due(): return
+        if not self.lr_find: self.save_batch()
+        self.times.plan_next()
+        if self.times.signal is None: return
+        self.cancelled = True
+        raise CancelFitException(self.times.signal)
+
+    # A callback ended the fit, and none that is there for it
+    def cut_short(self):
+        learn = self.learn
+        if any(isinstance(cb, (LRFinder,EarlyStoppingCallback)) for cb in learn.cbs): return
+        self.cut = f'A callback ended fit {self.number} in epoch {learn.epoch} of {learn.n_epoch}.'
+
     # -- save
+    def _data(self): return self.cb.fingerprints.of(self.learn.dls)
+
     # After a batch of an epoch
     def save_batch(self):
         learn,done = self.learn,self.learn.iter+1
-        order = dict(order=item_order(learn.dl, done-self.before)) if isinstance(learn.dl, DataLoader) else dict(epoch_rng=self.epoch_rng)
-        self._save(learn.epoch*learn.n_iter + done, **order, batch=done, new_workers=self.new_workers,
-                   data=self.cb.fingerprints.of(learn.dls))
+        order = self.epoch.state(done)
+        self._save(learn.epoch*learn.n_iter + done, **order, batch=done, new_workers=self.epoch.new_workers, data=self._data())
 
     def _save(self, done, weights=True, **more):
         now = LearnerState(self.learn, self.cb.given)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import random, types
 import pandas as pd
 from fastai.basics import *
-from .check import check_attrs, check_value
-from .values import Values, scalars
+from .before import attributes
+from .check import taking
+from .kinds import scalars
+from .values import Values
 from ..core.functions import closure_of, notes_of, set_by, set_closure
 from ..core.random import device_rng, generator_types
 from ..loop.events import is_a
@@ -30,20 +32,26 @@ def rng_state(device=None, loaders=(), others={}):
     res['generators'] = {k: vs.encode(g, k) for k,g in generators(_places(loaders, others)).items()}
     return res
 
-# Restore what `rng_state` returned
-def set_rng_state(state, device=None, loaders=(), others={}):
+# Restore what `rng_state` returned. `path`: the place that a state which does not fit is said to have
+def set_rng_state(state, device=None, loaders=(), others={}, path='rng'):
     vs = Values()
-    random.setstate(state['python'])
-    np.random.set_state(vs.decode(state['numpy'], None, 'numpy'))
-    torch.set_rng_state(state['torch'])
-    if 'device' in state and (module := device_rng(device or 'cpu')) is not None:
-        saved = state['device']
-        if isinstance(saved, list): module.set_rng_state_all(saved[:module.device_count()])   # there may be fewer devices now
-        else: module.set_rng_state(saved)
-    for dl,own in zip(loaders, state['loaders']):
-        if own is not None: dl.rng.setstate(own)
+    with taking(f'{path}.python'): random.setstate(state['python'])
+    numpy = vs.decode(state['numpy'], None, f'{path}.numpy')
+    with taking(f'{path}.numpy'): np.random.set_state(numpy)
+    with taking(f'{path}.torch'): torch.set_rng_state(state['torch'])
+    if 'device' in state:
+        with taking(f'{path}.device'): _set_device_rng(device, state['device'])
+    for i,(dl,own) in enumerate(zip(loaders, state['loaders'])):
+        if own is None: continue
+        with taking(f'{path}.loaders[{i}]'): dl.rng.setstate(own)
     for k,g in generators(_places(loaders, others)).items():
-        if k in state['generators']: vs.decode(state['generators'][k], g, k)
+        if k in state['generators']: vs.decode(state['generators'][k], g, f'{path}.generators.{k}')
+
+def _set_device_rng(device, state):
+    module = device_rng(device or 'cpu')
+    if module is None: return
+    if isinstance(state, list): module.set_rng_state_all(state[:module.device_count()])     # there may be fewer devices now
+    else: module.set_rng_state(state)
 
 # %% ../../nbs/api/checkpoint/08_generators.ipynb #9b623b89
 _no_place = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray, pd.DataFrame, type, types.ModuleType,
@@ -112,14 +120,19 @@ def take_notes(loaders, vs):
 def put_notes(notes, loaders, vs):
     for path,o in _held(_handlers(loaders)):
         if path not in notes: continue
-        if isinstance(o, types.FunctionType): set_closure(o, {k: vs.decode(e, None, f'{path}.{k}') for k,e in notes[path].items()})
-        else: vs.set_attrs(o, notes[path], path)
+        if not isinstance(o, types.FunctionType):
+            vs.set_attrs(o, notes[path], path, exact=False)
+            continue
+        now = closure_of(o)
+        set_closure(o, {k: vs.decode(e, now.get(k), f'{path}.{k}') for k,e in notes[path].items()})
 
-def check_notes(notes, loaders, vs):
+# Keep those that a checkpoint may change, in `before`
+def keep_notes(loaders, before):
     for path,o in _held(_handlers(loaders)):
-        if path not in notes: continue
-        if not isinstance(o, types.FunctionType): check_attrs(vs, notes[path], o, path, exact=False); continue
-        for k,e in notes[path].items(): check_value(vs, e, closure_of(o).get(k) if o.__closure__ else None, f'{path}.{k}')
+        if not _takes_notes(o): continue
+        then = _notes(o)
+        before.keep(*then.values())
+        before.add(partial(set_closure, o, then) if isinstance(o, types.FunctionType) else attributes(o))
 
 def _handlers(loaders):
     return {**{f'dls[{i}]': dl for i,dl in enumerate(loaders) if users_methods(type(dl))}, **_places(loaders, {})}

@@ -11,15 +11,124 @@ from contextlib import contextmanager
 import torch.utils.data as torch_data
 from fastai.basics import *
 from fastai.text.data import LMDataLoader
-from .check import refuse
+from .check import WrongEntry, check_form, refuse, taking
+from .values import Values
+from ..loop.learner import is_fastais
 
 # %% auto #0
 __all__ = []
 
 # %% ../../nbs/api/checkpoint/07_loaders.ipynb #18aa23f5
-# The items that fastai's `dl` has not given yet, in their order, after `done` batches
-def item_order(dl, done):
-    return torch.tensor([int(i) for i in (dl.left(done) if _is_cut(dl) else dl._DataLoader__idxs[done*(dl.bs or 1):])])
+# Over several ranks?
+def _is_cut(dl): return hasattr(type(dl), 'take_up')
+
+# The weights with which a loader of fastai or PyTorch draws its items: name -> tensor or array
+def sampler_weights(dl):
+    o = dl if isinstance(dl, DataLoader) else getattr(dl, 'sampler', None)
+    return {k: v for k,v in getattr(o, '__dict__', {}).items() if isinstance(v, (Tensor,np.ndarray))}
+
+# Does fastai's `dl` draw the same order again from the same random numbers?
+def draws_again(dl):
+    if _is_cut(dl): dl = dl.dl
+    names = 'get_idxs','shuffle_fn'
+    own = any(k in vars(dl) for k in names) or not all(is_fastais(getattr(type(dl), k)) for k in names)
+    return not own and not sampler_weights(dl)
+
+# The random numbers that fastai's loaders draw from
+class DrawnFrom:
+    form = dict(loader=tuple, numpy=tuple, n=int, some=Tensor)
+    @staticmethod
+    def take(dl): return dict(loader=dl.rng.getstate(), numpy=Values().encode(np.random.get_state(), 'drawn.numpy'))
+
+    @staticmethod
+    def put(state, dl):
+        numpy = Values().decode(state['numpy'], None, 'drawn.numpy')
+        with taking('drawn.loader'): dl.rng.setstate(state['loader'])
+        with taking('drawn.numpy'): np.random.set_state(numpy)
+
+# A few of the items of an order, by which another order shows
+def _some_of(order): return tensor([int(i) for i in order[::max(1, len(order)//64)]], dtype=torch.int64)
+
+# %% ../../nbs/api/checkpoint/07_loaders.ipynb #e504da2c
+# An epoch of fastai's `dl`, which is about to begin: the order of its items
+class FastaiEpoch:
+    def __init__(self, dl, new_workers=True):
+        self.dl,self.new_workers = dl,new_workers
+        self.drawn = None          # the random numbers from which the order was drawn, if it can be drawn again
+        self.order = None          # the items in their order, from loader batch `first` on
+        self.first = 0
+        self.saved = None          # what a checkpoint says of this epoch, while it goes on from there
+        self.again = draws_again(dl)
+        self.old = vars(dl).get('get_idxs')
+        dl.get_idxs = self._get_idxs
+
+    # For a checkpoint after `done` loader batches. The order becomes a tensor once
+    def state(self, done):
+        if self.drawn is not None: return dict(drawn=self.drawn)
+        if not isinstance(self.order, Tensor): self.order = numbers(self.order)
+        return dict(order=self.order[(done-self.first)*self._bs():].clone())
+
+    # Make sure that a checkpoint's `state` says in which order `n` loader batches follow
+    def check(self, state, n):
+        if ('order' in state) + ('drawn' in state) != 1: raise ValueError(_other_number)
+        if 'drawn' in state: check_form(state['drawn'], DrawnFrom.form, 'drawn')
+        else: check_order(state['order'], self.dl, n)
+
+    # The loader batches that follow after `state`, without loading the others. `now()` restores the random numbers; `before` is for others
+    def rest(self, state, before, now):
+        self.saved = state,now
+        try:
+            with _own_seed(self.dl):
+                it = iter(self.dl)
+                batches = list(itertools.islice(it, 1))
+        finally: self.saved = None
+        yield from itertools.chain(batches, it)
+
+    def _bs(self): return (self.dl.dl.bs if _is_cut(self.dl) else self.dl.bs) or 1
+
+    # In the place of the loader's own, when it begins the epoch
+    def _get_idxs(self):
+        del self.dl.get_idxs
+        if self.old is not None: self.dl.get_idxs = self.old
+        if self.saved is not None: return self._go_on(*self.saved)
+        drawn = DrawnFrom.take(self.dl) if self.again else None
+        self.order = self._draw()
+        if self.again: self.drawn = dict(drawn, n=len(self.order), some=_some_of(self.order))
+        return self.order
+
+    # A list: fastai's `SortedDL` gives its order away item by item
+    def _draw(self):
+        order = self.dl.get_idxs()
+        return self.dl.order if _is_cut(self.dl) else list(order)
+
+    # This is the last call of `__iter__` before it loads items
+    def _go_on(self, state, now):
+        done = state['batch']
+        self.drawn,self.first = state.get('drawn'),done
+        self.order = state['order'].tolist() if self.drawn is None else self._drawn_again()[done*self._bs():]
+        if _is_cut(self.dl): self.dl.take_up(self.order, done)
+        now()
+        return self.order
+
+    def _drawn_again(self):
+        DrawnFrom.put(self.drawn, self.dl)
+        order = self._draw()
+        if len(order) != self.drawn['n'] or not torch.equal(_some_of(order), self.drawn['some']):
+            raise WrongEntry('`drawn` gives the items in another order than in the run that was saved, as another version of Python, NumPy '
+                             'or fastai does')
+        return order
+
+# An order as a tensor
+def numbers(order):
+    if order and isinstance(order[0], Tensor): order = [int(i) for i in order]
+    return torch.from_numpy(np.array(order, np.int64))
+
+# The iterator does not draw its base seed from the restored random numbers
+@contextmanager
+def _own_seed(dl):
+    dl.fake_l.generator = torch.Generator()
+    try: yield
+    finally: del dl.fake_l.generator
 
 # Make sure that `order` has numbers of items of `dl`, enough for `n` batches
 def check_order(order, dl, n):
@@ -27,53 +136,49 @@ def check_order(order, dl, n):
     if ok and len(order): ok = order.dtype == torch.int64 and 0 <= int(order.min()) <= int(order.max()) < len(dl.dataset)
     if not ok: refuse('order', order, f'numbers of items for {n} batches')
 
-# Make sure that the next epoch has its order in a list. fastai's `SortedDL` gives it away item by item
-def list_order(dl):
-    if isinstance(dl, DataLoader) and not _is_cut(dl): _next_order(dl, lambda theirs=dl.get_idxs: list(theirs()))
+# %% ../../nbs/api/checkpoint/07_loaders.ipynb #b6e2f1a0
+# Which loaders have workers that stay for the next epoch?
+def persistent(loaders): return [getattr(dl, '_iterator', None) is not None for dl in loaders]
 
-# Let the next iteration of `dl` ask `get_idxs` for its order
-def _next_order(dl, get_idxs):
-    old = vars(dl).get('get_idxs')
-    def once():
-        del dl.get_idxs
-        if old is not None: dl.get_idxs = old
-        return get_idxs()
-    dl.get_idxs = once
+# Start them where they were running. Draws random numbers, so these must be restored afterwards
+def make_persistent(loaders, running):
+    for dl,was,now in zip(loaders, running, persistent(loaders)):
+        if was and not now: iter(dl)
 
-# The batches of an epoch after the first `done`, without loading those. `order`, from `item_order`, is for fastai's loaders.
-# `before()` restores the random numbers from the beginning of the epoch (for PyTorch's loaders), `now()` those after `done` batches.
-# `new_workers`: did the epoch start them?
-def rest_of_loader(dl, order, done, before, now, new_workers=True):
-    if isinstance(dl, torch_data.DataLoader) == (order is not None): raise ValueError(_other_number)
-    if order is not None: return _rest_of_fastai(dl, dl.take_up(order.tolist(), done) if _is_cut(dl) else order.tolist(), now)
-    before()
-    if new_workers: torch.empty((), dtype=torch.int64).random_(generator=dl.generator)   # their seed is drawn before the order
-    batched = dl.batch_sampler is not None
-    order = iter(dl.batch_sampler if batched else dl.sampler)
-    for _ in range(done): next(order)
-    how = dict(batch_sampler=order) if batched else dict(batch_size=None, sampler=order)
-    rest = torch_data.DataLoader(dl.dataset, **how, generator=torch.Generator(), **{k: getattr(dl, k) for k in _settings_of_torch})
-    it = iter(rest)
-    now()
-    return it
-
+# %% ../../nbs/api/checkpoint/07_loaders.ipynb #2f42c3db
 _settings_of_torch = 'collate_fn','num_workers','pin_memory','timeout','worker_init_fn','multiprocessing_context','prefetch_factor'
 
 _other_number = ("One process began the epoch of a PyTorch DataLoader and several should continue it, or the other way round: the "
                  "checkpoint does not say which items are left. Continue with the same number of processes, or use a fastai DataLoader.")
 
-def _is_cut(dl): return hasattr(type(dl), 'take_up')   # over several ranks
+# An epoch of PyTorch's `dl`, which is about to begin. `rng`: the random numbers; `new_workers`: does it start its workers?
+class TorchEpoch:
+    def __init__(self, dl, rng, new_workers=True): self.dl,self.rng,self.new_workers = dl,rng,new_workers
 
-def _rest_of_fastai(dl, idxs, now):
-    def get_idxs():       # the last call of `__iter__` before it loads items
+    def state(self, done): return dict(epoch_rng=self.rng)
+
+    def check(self, state, n):
+        if 'order' in state or 'drawn' in state: raise ValueError(_other_number)
+
+    # As in `FastaiEpoch`. `before(rng)` restores the random numbers of the beginning
+    def rest(self, state, before, now):
+        self.rng,self.new_workers = state.get('epoch_rng'),state['new_workers']
+        before(self.rng)
+        dl = self.dl
+        if self.new_workers: torch.empty((), dtype=torch.int64).random_(generator=dl.generator)   # their seed is drawn before the order
+        batched = dl.batch_sampler is not None
+        order = iter(dl.batch_sampler if batched else dl.sampler)
+        for _ in range(state['batch']): next(order)
+        how = dict(batch_sampler=order) if batched else dict(batch_size=None, sampler=order)
+        rest = torch_data.DataLoader(dl.dataset, **how, generator=torch.Generator(), **{k: getattr(dl, k) for k in _settings_of_torch})
+        it = iter(rest)
         now()
-        return idxs
-    _next_order(dl, get_idxs)
-    dl.fake_l.generator = torch.Generator()   # so the iterator does not draw its base seed from the restored random numbers
-    it = iter(dl)
-    batches = list(itertools.islice(it, 1))
-    del dl.fake_l.generator
-    yield from itertools.chain(batches, it)
+        return it
+
+# The epoch of `dl` that is about to begin. `take_rng()` gives the present random numbers
+def epoch_of(dl, take_rng):
+    new_workers = not any(persistent([dl]))
+    return FastaiEpoch(dl, new_workers) if isinstance(dl, DataLoader) else TorchEpoch(dl, take_rng(), new_workers)
 
 # %% ../../nbs/api/checkpoint/07_loaders.ipynb #170dc7f5
 _samplers = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.WeightedRandomSampler, torch_data.SubsetRandomSampler)
@@ -93,21 +198,6 @@ def check_loader(dl):
                f'its sampler is a {type(dl.sampler).__name__}' if type(dl.sampler) not in _samplers else None)
     else: why = 'it is neither a fastai nor a PyTorch loader'
     if why is not None: raise ValueError(advice.format(f'this {type(dl).__name__}', why))
-
-# %% ../../nbs/api/checkpoint/07_loaders.ipynb #82620e7a
-# The weights with which a loader of fastai or PyTorch draws its items: name -> tensor or array
-def sampler_weights(dl):
-    o = dl if isinstance(dl, DataLoader) else getattr(dl, 'sampler', None)
-    return {k: v for k,v in getattr(o, '__dict__', {}).items() if isinstance(v, (Tensor,np.ndarray))}
-
-# %% ../../nbs/api/checkpoint/07_loaders.ipynb #b6e2f1a0
-# Which loaders have workers that stay for the next epoch?
-def persistent(loaders): return [getattr(dl, '_iterator', None) is not None for dl in loaders]
-
-# Start them where they were running. Draws random numbers, so these must be restored afterwards
-def make_persistent(loaders, running):
-    for dl,was,now in zip(loaders, running, persistent(loaders)):
-        if was and not now: iter(dl)
 
 # %% ../../nbs/api/checkpoint/07_loaders.ipynb #b6e2f1a2
 # Afterwards the language model's loaders among `loaders` have their texts in the present order again

@@ -7,15 +7,16 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/state.html.md"""
 # %% ../../nbs/api/checkpoint/03_state.ipynb #581e3a7a
 from __future__ import annotations
 import inspect, types
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from fastai.basics import *
 from fastai.callback.progress import CSVLogger
-from .check import (WrongEntry, check_attrs, check_form, check_module_attrs, check_module_rest, check_optimizer,
-    check_state, check_takes, check_tensors, check_value, present, refuse)
+from .before import Before, gradient
+from .check import WrongEntry, check_form, check_optimizer, present, refuse
 from .fingerprint import own_loss
-from .generators import check_notes, put_notes, rng_state, set_rng_state, take_notes, users_methods
+from .generators import keep_notes, put_notes, rng_state, set_rng_state, take_notes, users_methods
+from .kinds import has_state_dict, scalars
 from .loaders import make_persistent, persistent, sampler_weights
-from .values import Values, has_state_dict, scalars
+from .values import Values, module_attrs, put_module, put_module_attrs, take_module
 from ..core.functions import closure_of, set_closure
 from ..core.host import stays_on_host, to_host
 from ..core.memory import device_of
@@ -26,274 +27,13 @@ from ..loop.optimizers import params_of
 __all__ = []
 
 # %% ../../nbs/api/checkpoint/03_state.ipynb #e04a1332
-# The state of a `Learner` between two batches, after an optimizer step, or between two fits
-class LearnerState:
-    def __init__(self, learn, given=None):
-        self.learn,self.given,self.model,self.loss = learn,given or Given(),get_model(learn.model),own_loss(learn)
-        self.cbs = [(cb.name, cb) for cb in learn.cbs.sorted('order')]
-        self.ours = {name: cb for name,cb in self.cbs if getattr(type(cb), 'needs_loop', False)}   # they save themselves
-        self.vs = Values(self._known())
-
-    wrong = property(lambda self: self.vs.wrong)      # path -> what could not be saved or restored
-    device = property(lambda self: learner_device(self.learn))
-
-    # Objects that are saved elsewhere, or made by the script: callbacks may refer to them without owning them
-    def _known(self):
-        learn = self.learn
-        # the loss scale, for example
-        res = {f'cbs.{name}.{k}': o for name,cb in self.ours.items() for k,o in vars(cb).items() if has_state_dict(o)}
-        res.update(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=self.loss,
-                   whole_model=learn.model)
-        for i,dl in enumerate(learn.dls.loaders): res.update({f'dls[{i}]': dl, f'dls[{i}].dataset': getattr(dl, 'dataset', None)})
-        res.update({f'cbs.{name}': cb for name,cb in self.cbs}, **{f'metrics[{i}]': m for i,m in enumerate(learn.metrics)})
-        for root,m in dict(model=self.model, loss_func=self.loss).items():
-            for named in (m.named_modules, m.named_parameters, m.named_buffers) if isinstance(m, nn.Module) else ():
-                res.update({f'{root}.{k}': o for k,o in named()})
-        return {k: o for k,o in res.items() if o is not None}
-
-    # -- save
-    # Everything that the further training depends on. A `TypeError` if an essential part cannot be saved.
-    # `weights`: model and optimizer too
-    def take(self, weights=True):
-        learn,vs = self.learn,self.vs
-        # in the order of `put`: what occurs twice is saved where it comes back first
-        here,res = vars(learn),self.take_weights() if weights else dict(has_grad=self._has_grad()) # `lr_find` leaves zeros as gradients
-        res.update(learner=loadable({k: here[k] for k in _of_learner if k in here}), model_attrs=self.given.changed_of(self.model, vs))
-        res['callbacks'] = [(name, state) for name,cb in self.cbs if _has_part(cb) and (state := self._of_callback(name, cb))]
-        res['more'] = vs.attrs(learn, 'learn', self._elsewhere() | self.given.unchanged(learn, vs))
-        res['metrics'] = [vs.encode(m, f'metrics[{i}]', own=True) for i,m in enumerate(self._users_metrics())]
-        res['samplers'] = [{k: vs.encode(v, f'dls[{i}].sampler.{k}') for k,v in sampler_weights(dl).items()}
-                           for i,dl in enumerate(learn.dls.loaders)]
-        res['notes'] = take_notes(learn.dls.loaders, vs)
-        res['persistent'] = persistent(learn.dls.loaders)
-        res['rng'] = self.take_rng()
-        return res
-
-    # Model, optimizer and loss
-    def take_weights(self):
-        whole,_,_ = self._sharding()
-        model,*more = self.vs.take_module(self.model, 'model', whole, attrs=False)
-        return dict(model=model, model_more=more, loss_func=self.vs.strict(_held(self.loss), 'loss_func', code=True),
-                    opt=self.vs.strict(whole(self.learn.opt.state_dict()), 'opt.state_dict()'),
-                    has_grad=self._has_grad(), frozen_idx=_inner(self.learn.opt).frozen_idx)
-
-    # Path -> why a checkpoint would leave it out: tries to save, without a file
-    def left_out(self):
-        torch.save(self.take(), _Nowhere())
-        return self.wrong
-
-    def take_rng(self): return rng_state(self.device, self.learn.dls.loaders, self._generator_places())
-
-    def _of_callback(self, name, cb):
-        vs = self.vs
-        if isinstance(cb, Recorder): return _take_recorder(cb, vs) if hasattr(cb, 'losses') else None
-        if has_state_dict(cb): return dict(state=vs.strict(cb.state_dict(), f'{name}.state_dict()'))
-        if name in self.ours: return
-        if isinstance(cb, CSVLogger): return dict(csv=_text_of(cb))
-        before = list(vs.wrong)
-        attrs = vs.attrs(cb, name, {'learn','_given', *self.given.unchanged(cb, vs)})
-        # fastai's callbacks do not need what cannot be saved
-        if type(cb).__module__.startswith('fastai.'): vs.wrong = {k: vs.wrong[k] for k in before}
-        return dict(attrs=attrs) if attrs else None
-
-    # -- check
-    # Make sure that all of what `take` returned fits, before `put` sets anything; else a `WrongEntry`
-    def check(self, state):
-        learn,vs = self.learn,self.vs
-        vs.seen.clear()
-        check_form(state, {**state_form, str: object}, '')
-        if 'model' in state: self._check_weights(state)
-        self._check_grads(state['has_grad'])
-        check_module_attrs(vs, state['model_attrs'], self.model, 'model')
-        self._check_callbacks([*state['callbacks']])
-        check_attrs(vs, self._more_of(state), learn, 'learn', exact=False)
-        for i,(m,s) in enumerate(zip(self._users_metrics(), state['metrics'])): check_value(vs, s, m, f'metrics[{i}]')
-        for i,(dl,s) in enumerate(zip(learn.dls.loaders, state['samplers'])): self._check_sampler(dl, s, f'dls[{i}].sampler')
-        check_notes(state['notes'], learn.dls.loaders, vs)
-        if state['rng'] is not None: self._check_rng(state['rng'], 'rng')
-        vs.seen.clear()
-
-    def _check_weights(self, state):
-        check_form(state, {**weights_form, str: object}, '')
-        many = self._sharding()[0] is not noop
-        if not many: check_tensors(state['model'], self.model.state_dict(), 'model')
-        check_module_rest(self.vs, state['model_more'], self.model, 'model')
-        check_value(self.vs, state['loss_func'], _held(self.loss), 'loss_func')
-        held = state['loss_func']
-        if isinstance(self.loss, partial) and not (type(held) is tuple and held[0] == 'dict' and 'func' in held[2][0]):
-            raise WrongEntry('`loss_func` has no `func`')
-        check_value(self.vs, state['opt'], {}, 'opt')
-        if not many: check_optimizer(Values().decode(state['opt'], None, 'opt'), self.learn.opt, 'opt')
-        if not 0 <= state['frozen_idx'] <= len(self.learn.opt.param_lists):
-            refuse('frozen_idx', state['frozen_idx'], f'a number up to {len(self.learn.opt.param_lists)}')
-
-    def _check_grads(self, has_grad):
-        n = len([*params_of(self.learn.opt)])
-        if len(has_grad) != n: refuse('has_grad', has_grad, f'a list of {n}')
-        for i,v in enumerate(has_grad):
-            if v not in (None, 'torch.strided', 'torch.sparse_coo'): refuse(f'has_grad[{i}]', v, "None or 'torch.strided'")
-
-    def _check_callbacks(self, states):
-        vs = self.vs
-        for i,s in enumerate(states): check_form(s, (tuple,list), f'callbacks[{i}]')
-        for i,s in enumerate(states):
-            if len(s) != 2: refuse(f'callbacks[{i}]', s, 'a name and a state')
-            check_form(dict(name=s[0], state=s[1]), dict(name=str, state={str: object}), f'callbacks[{i}]')
-        for name,cb in self.cbs:
-            found = first(s for s in states if s[0] == name)
-            if found is None: continue
-            states.remove(found)
-            state = found[1]
-            if isinstance(cb, Recorder): check_recorder(cb, state, vs)
-            elif has_state_dict(cb):
-                check_form(state, dict(state=object), name)
-                check_state(vs, state['state'], cb, f'{name}.state_dict()')
-            elif isinstance(cb, CSVLogger): check_form(state, {'csv': (str,_none), str: object}, name)
-            elif name not in self.ours:
-                check_form(state, dict(attrs={str: object}), name)
-                check_attrs(vs, _settable(cb, state['attrs'], {'learn'}), cb, name)
-
-    def _check_sampler(self, dl, s, path):
-        now = sampler_weights(dl)
-        for k,e in s.items():
-            if k not in now: refuse(f'{path}.keys()', k, 'the name of the weights')
-            check_value(self.vs, e, now[k], f'{path}.{k}', exact=True)
-            new = Values().decode(e, None, path)
-            if new.shape != now[k].shape: refuse(f'{path}.{k}', e, f'weights of shape {tuple(now[k].shape)}')
-            if not bool((new >= 0).all()): refuse(f'{path}.{k}', e, 'weights of at least 0')
-
-    # Each kind of generators takes its state, and gets its old one back
-    def _check_rng(self, rng, path):
-        now = self.take_rng()
-        check_form(rng, {**rng_form, 'device?': (list,Tensor)}, path)
-        if len(rng['loaders']) != len(now['loaders']): refuse(f'{path}.loaders', rng['loaders'], f'a list of {len(now["loaders"])}')
-        check_value(Values(), rng['numpy'], None, f'{path}.numpy')
-        for k,e in rng['generators'].items(): check_value(Values(), e, None, f'{path}.generators.{k}')
-        for s in (rng['python'], *filter(None, rng['loaders'])):
-            if len(s) != 3 or type(s[2]) not in (float,type(None)): refuse(f'{path}.python', s, 'the state of a generator')
-        for k in rng: check_takes(self.put_rng, {**now, k: rng[k]}, now, f'{path}.{k}')
-
-    # -- restore
-    # Restore what `take` returned, except for the random numbers
-    def put(self, state):
-        learn,vs = self.learn,self.vs
-        if 'model' in state: self.put_weights(state)
-        else: self._set_grads(state['has_grad'])
-        vs.put_module_attrs(self.model, state['model_attrs'], 'model')
-        for k,v in state['learner'].items():
-            if k in _of_learner: setattr(learn, k, L(v) if k == 'final_record' else v)
-        self._put_callbacks(list(state['callbacks']))
-        vs.set_attrs(learn, self._more_of(state), 'learn')
-        for i,(m,s) in enumerate(zip(self._users_metrics(), state['metrics'])): vs.decode(s, m, f'metrics[{i}]')
-        for i,(dl,s) in enumerate(zip(learn.dls.loaders, state['samplers'])):
-            vs.set_attrs(dl if isinstance(dl, DataLoader) else dl.sampler, s, f'dls[{i}].sampler')
-        put_notes(state['notes'], learn.dls.loaders, vs)
-        make_persistent(learn.dls.loaders, state['persistent'])
-
-    def _more_of(self, state):
-        return _settable(self.learn, state['more'], self._elsewhere())
-
-    # Attributes of the Learner that are no state, or are saved elsewhere
-    def _elsewhere(self):
-        ours = getattr(vars(self.learn).get('of_fastaccum'), 'ours', ())     # in the place of the Learner's methods
-        return {*_of_learner, *_no_state, *ours, *(name for name,_ in self.cbs)}
-
-    def put_weights(self, state):
-        _,parts,load_opt = self._sharding()
-        self.vs.put_module(self.model, [parts(state['model']), *state['model_more']], 'model')
-        _put_held(self.loss, self.vs.decode(state['loss_func'], _held(self.loss), 'loss_func'))
-        opt = self.learn.opt
-        load_opt(self.vs.decode(state['opt'], None, 'opt.state_dict()'))
-        if isinstance(opt, Optimizer):
-            opt = _inner(opt)
-            opt.hypers,opt.state = L(opt.hypers),defaultdict(dict, opt.state)
-        opt.frozen_idx = state['frozen_idx']
-        self._set_grads(state['has_grad'])
-
-    # `state`: from `take_rng`; None leaves the random numbers as they are
-    def put_rng(self, state):
-        if state is not None: set_rng_state(state, self.device, self.learn.dls.loaders, self._generator_places())
-
-    def _put_callbacks(self, states):
-        for name,cb in self.cbs:
-            found = first(s for s in states if s[0] == name)
-            if found is None: continue
-            states.remove(found)
-            state = found[1]
-            if isinstance(cb, Recorder): _put_recorder(cb, state, self.vs)
-            elif has_state_dict(cb): cb.load_state_dict(self.vs.decode(state['state'], None, f'{name}.state_dict()'))
-            elif isinstance(cb, CSVLogger): _put_text(cb, state['csv'])
-            elif name not in self.ours: self.vs.set_attrs(cb, _settable(cb, state['attrs'], {'learn'}), name)
-
-    # -- parts of the Learner
-    # How the weights are spread over several ranks, if they are: functions that gather sharded tensors, return this rank's parts of whole
-    # tensors, and load the optimizer's state. The callback that `saves_learner` provides them
-    def _sharding(self):
-        cb = declared(self.learn.cbs, 'saves_learner')
-        return (noop, noop, self.learn.opt.load_state_dict) if cb is None or not cb.many else cb.sharding()
-
-    def _has_grad(self): return [None if p.grad is None else str(p.grad.layout) for p in params_of(self.learn.opt)]
-
-    # Zeros or None: fastai decays the weights of a parameter with zero gradients, even a frozen one
-    def _set_grads(self, has_grad):
-        for p,layout in zip(params_of(self.learn.opt), has_grad):
-            dtype = getattr(p, 'grad_dtype', None)
-            p.grad = None if layout is None else torch.zeros_like(p, dtype=dtype, layout=getattr(torch, layout.split('.')[1]))
-            if stays_on_host(p): to_host(p)
-
-    def _users_metrics(self):
-        return [m for m in self.learn.metrics if not type(m).__module__.startswith(('fastai.','fastaccum.'))]
-
-    # Where random number generators may be, besides the loaders
-    def _generator_places(self):
-
-        cbs = {name: {**{k: v for k,v in vars(cb).items() if k not in ('learn','_given')}, 'methods': users_methods(type(cb))}
-               for name,cb in self.cbs if _has_part(cb) and 'brings_ranks' not in vars(cb)}
-        return {'loss_func': self.loss, **cbs, 'model': self.model}
-
-# %% ../../nbs/api/checkpoint/03_state.ipynb #9d83124d
-_of_learner = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','smooth_loss','final_record','training','loss'
-_of_settings = 'lr','wd','moms'       # arguments of a `Learner` that training may change
-_no_state = {*inspect.signature(Learner.__init__).parameters, *L.split('xb yb x y pred loss_grad dl lock logger create_mbar all_batches '
-                                                                       '_metrics opt')} - {*_of_settings}
-
 _number,_none = (int,float,bool),type(None)
-# The outline of what `take` returns; the rest is compared with the objects that it is for
-weights_form = dict(model=(dict,OrderedDict), model_more=list, opt=tuple, has_grad=list, frozen_idx=int, loss_func=object)
-rng_form = dict(python=tuple, numpy=tuple, torch=Tensor, loaders=[(tuple,_none)], generators={str: object})
-_loss = Tensor,*_number,_none
-learner_form:dict = {**{f'{k}?': int for k in ('epoch','n_epoch','iter','n_iter','train_iter')}, 'pct_train?': _number, 'training?': bool,
-                     'smooth_loss?': _loss, 'loss?': _loss, 'final_record?': [(*_loss,str,list)], str: object}
-state_form = {'learner': learner_form, 'model_attrs': {str: dict}, 'has_grad': list, 'callbacks': list, 'more': {str: object},
-              'metrics': list, 'samplers': [{str: object}], 'notes': {str: {str: object}}, 'persistent': [bool], 'rng': (dict,_none),
-              'file?': str, 'ranks?': list}
 
 # Does a callback have something to save? What connects the ranks has only what it gives itself
 def _has_part(cb): return getattr(type(cb), 'in_checkpoint', True) and ('brings_ranks' not in vars(cb) or has_state_dict(cb))
 
-def _inner(opt): return getattr(opt, 'opt', opt) if isinstance(opt, Lookahead) else opt
-
-# A loss; if it is a function, the variables that it uses from outside
-def _held(f):
-    if isinstance(f, types.FunctionType): return closure_of(f)
-    if isinstance(f, types.MethodType): return dict(self=f.__self__)
-    if isinstance(f, partial): return dict(func=_held(f.func), args=f.args, keywords=f.keywords)
-    return f
-
-# Those of the saved attributes that a file may set. Names of files and folders are the script's: texts that the constructor was given
-def _settable(o, attrs, never):
-    def is_named(v): return isinstance(v, (str,Path)) or isinstance(v, tuple) and v[:1] == ('path',)
-    given = inspect.signature(type(o).__init__).parameters
-    return {k: v for k,v in attrs.items() if k not in never and not isinstance(vars(o).get(k), Path)
-            and not (k in given and (is_named(v) or is_named(vars(o).get(k))))}
-
-def _put_held(f, values):
-    if isinstance(f, types.FunctionType): set_closure(f, values)
-    elif isinstance(f, partial): _put_held(f.func, values['func'])
-
-class _Nowhere:
-    def write(self, b): return len(b)
-    def flush(self): pass
+# Does it save itself, with the loop?
+def _is_ours(cb): return getattr(type(cb), 'needs_loop', False)
 
 # The device of the model, or the one that it moves to when it trains
 def learner_device(learn):
@@ -312,7 +52,92 @@ def loadable(o):
     raise TypeError(f"A {type(o).__name__} cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists and tuples "
                     "of them can.")
 
+# %% ../../nbs/api/checkpoint/03_state.ipynb #9d83124d
+# The outline of what `take` returns; the rest is compared with the objects that it is for
+trained_form = dict(model=(dict,OrderedDict), model_more=list, opt=tuple, has_grad=list, frozen_idx=int, loss_func=object)
+
+def _inner(opt): return getattr(opt, 'opt', opt) if isinstance(opt, Lookahead) else opt
+
+# A loss; if it is a function, the variables that it uses from outside
+def _held(f):
+    if isinstance(f, types.FunctionType): return closure_of(f)
+    if isinstance(f, types.MethodType): return dict(self=f.__self__)
+    if isinstance(f, partial): return dict(func=_held(f.func), args=f.args, keywords=f.keywords)
+    return f
+
+def _put_held(f, values):
+    if isinstance(f, types.FunctionType): set_closure(f, values)
+    elif isinstance(f, partial): _put_held(f.func, values['func'])
+
+# Model, optimizer and loss
+class TrainedState:
+    def __init__(self, learn, loss, vs): self.learn,self.model,self.loss,self.vs = learn,get_model(learn.model),loss,vs
+
+    def take(self):
+        whole,_,_ = self._sharding()
+        model,*more = take_module(self.vs, self.model, 'model', whole, attrs=False)
+        return dict(model=model, model_more=more, loss_func=self.vs.strict(_held(self.loss), 'loss_func', code=True),
+                    opt=self.vs.strict(whole(self.learn.opt.state_dict()), 'opt.state_dict()'),
+                    has_grad=self.has_grad(), frozen_idx=_inner(self.learn.opt).frozen_idx)
+
+    def keep(self, before):
+        before.keep(self.model, self.learn.opt)
+        for p in params_of(self.learn.opt): before.add(gradient(p))
+        held = _held(self.loss)
+        before.keep(held)
+        before.add(partial(_put_held, self.loss, held))
+
+    # The model first: its shapes are compared before anything is set
+    def put(self, state):
+        check_form(state, {**trained_form, str: object}, '')
+        most = len(self.learn.opt.param_lists)
+        if not 0 <= state['frozen_idx'] <= most: refuse('frozen_idx', state['frozen_idx'], f'a number up to {most}')
+        whole,parts,load_opt = self._sharding()
+        one_rank = whole is noop
+        put_module(self.vs, self.model, [parts(state['model']), *state['model_more']], 'model', whole=one_rank)
+        self._put_loss(state['loss_func'])
+        self._put_opt(state['opt'], load_opt, one_rank)
+        _inner(self.learn.opt).frozen_idx = state['frozen_idx']
+        self.put_grads(state['has_grad'])
+
+    def _put_loss(self, e):
+        held = self.vs.decode(e, _held(self.loss), 'loss_func')
+        if isinstance(self.loss, partial) and not (isinstance(held, dict) and 'func' in held): raise WrongEntry('`loss_func` has no `func`')
+        _put_held(self.loss, held)
+
+    def _put_opt(self, e, load, one_rank):
+        state,opt = self.vs.decode(e, {}, 'opt.state_dict()'),self.learn.opt
+        if one_rank: check_optimizer(state, opt, 'opt')
+        load(state)
+        if not isinstance(opt, Optimizer): return
+        opt = _inner(opt)
+        opt.hypers = L(opt.hypers)
+        opt.state = defaultdict(dict, opt.state)
+
+    # How the weights are spread over several ranks, if they are: functions that gather sharded tensors, return this rank's parts of whole
+    # tensors, and load the optimizer's state. The callback that `saves_learner` provides them
+    def _sharding(self):
+        cb = declared(self.learn.cbs, 'saves_learner')
+        return (noop, noop, self.learn.opt.load_state_dict) if cb is None or not cb.many else cb.sharding()
+
+    def has_grad(self): return [None if p.grad is None else str(p.grad.layout) for p in params_of(self.learn.opt)]
+
+    # Zeros or None: fastai decays the weights of a parameter with zero gradients, even a frozen one
+    def put_grads(self, has_grad):
+        ps = [*params_of(self.learn.opt)]
+        if len(has_grad) != len(ps): refuse('has_grad', has_grad, f'a list of {len(ps)}')
+        for i,(p,layout) in enumerate(zip(ps, has_grad)):
+            if layout not in (None, 'torch.strided', 'torch.sparse_coo'): refuse(f'has_grad[{i}]', layout, "None or 'torch.strided'")
+            dtype = getattr(p, 'grad_dtype', None)
+            p.grad = None if layout is None else torch.zeros_like(p, dtype=dtype, layout=getattr(torch, layout.split('.')[1]))
+            if stays_on_host(p): to_host(p)
+
 # %% ../../nbs/api/checkpoint/03_state.ipynb #2782457c
+_of_learner = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','smooth_loss','final_record','training','loss'
+_of_settings = 'lr','wd','moms'       # arguments of a `Learner` that training may change
+_no_state = {*inspect.signature(Learner.__init__).parameters, *L.split('xb yb x y pred loss_grad dl lock logger create_mbar all_batches '
+                                                                       '_metrics opt')} - {*_of_settings}
+
 # The arguments that the script passed to callbacks, the `Learner` and the model, to tell them from what training has changed
 class Given:
     def __init__(self): self.args,self.models = {},{}     # id of an object -> the object, its arguments
@@ -323,7 +148,7 @@ class Given:
         here = {id(o): o for o in (*cbs, learn, model)}
         for known in (self.args, self.models):
             for i in known.keys() - here.keys(): del known[i]   # objects of earlier fits would never be freed
-        for o in (*cbs, learn):
+        for o in (*filter(_has_part, cbs), learn):
             names = [k for k in inspect.signature(type(o).__init__).parameters if k in vars(o) and not (o is learn and k in _no_state)]
             if id(o) not in self.args: self.args[id(o)] = o,{k: vs.digest_of(vars(o)[k]) for k in names}
         if id(model) not in self.models:
@@ -338,54 +163,103 @@ class Given:
     def changed_of(self, model, vs):
         was = self.models.get(id(model), (model, {}))[1]
         def changed(n, k, v): return (n,k) not in was or was[n,k] != _mark(v, vs)
-        return vs.module_attrs(model, 'model', changed) if self.models else {}
+        return module_attrs(vs, model, 'model', changed) if self.models else {}
 
 # The same for the same value. A tensor may be large: it is known by its version
 def _mark(v, vs): return v if type(v) in scalars else _Version(v) if isinstance(v, Tensor) else vs.digest_of(v)
 
 class _Version:
-    def __init__(self, t): self.t,self.n = t,None if t.is_inference() else t._version
+    def __init__(self, t):
+        self.t = t
+        self.n = None if t.is_inference() else t._version
     def __eq__(self, o): return type(o) is _Version and o.t is self.t and o.n == self.n
 
 # %% ../../nbs/api/checkpoint/03_state.ipynb #842b7ed4
+# Those of the saved attributes that a file may set. Names of files and folders are the script's: texts that the constructor was given
+def _settable(o, attrs, never):
+    def is_named(v): return isinstance(v, (str,Path)) or isinstance(v, tuple) and v[:1] == ('path',)
+    given = inspect.signature(type(o).__init__).parameters
+    return {k: v for k,v in attrs.items() if k not in never and not isinstance(vars(o).get(k), Path)
+            and not (k in given and (is_named(v) or is_named(vars(o).get(k))))}
+
+# A callback's attributes
+class AttrsState:
+    def __init__(self, name, cb, vs, given): self.name,self.cb,self.vs,self.given = name,cb,vs,given
+
+    def take(self):
+        vs,cb = self.vs,self.cb
+        # fastai's callbacks do not need what cannot be saved
+        with vs.silent() if type(cb).__module__.startswith('fastai.') else nullcontext():
+            attrs = vs.attrs(cb, self.name, {'learn','_given', *self.given.unchanged(cb, vs)})
+        return dict(attrs=attrs) if attrs else None
+
+    def keep(self, before): before.keep(self.cb)
+
+    def put(self, state):
+        check_form(state, dict(attrs={str: object}), self.name)
+        self.vs.set_attrs(self.cb, _settable(self.cb, state['attrs'], {'learn'}), self.name)
+
+# %% ../../nbs/api/checkpoint/03_state.ipynb #429d6551
+# What a callback gives itself
+class OwnState:
+    def __init__(self, name, cb, vs, given): self.path,self.cb,self.vs = f'{name}.state_dict()',cb,vs
+    def take(self): return dict(state=self.vs.strict(self.cb.state_dict(), self.path))
+    def keep(self, before): before.keep(self.cb)
+    def put(self, state):
+        check_form(state, dict(state=object), self.path)
+        self.vs.load_state(self.cb, state['state'], self.path)
+
+# %% ../../nbs/api/checkpoint/03_state.ipynb #6fb3ccb1
 # What a `Recorder` has recorded during a fit, and its partial means
-def _take_recorder(rec, vs):
-    s,losses,own = rec.smooth_loss,rec.losses,{}
-    for k,v in vars(rec).items():
-        if k in ('losses','start_epoch','learn'): continue
-        with suppress(TypeError): own[k] = loadable(v)
-    mets = ([vs.encode(m, f'recorder.train_metrics[{i}]', own=True) for i,m in enumerate(rec._train_mets[1:])]
-            if hasattr(rec, 'cancel_train') else [])
-    return dict(own=own, losses=loadable(torch.stack(losses) if losses else torch.zeros(0)), smooth=loadable((s.count, s.val)), mets=mets)
+class RecorderState:
+    def __init__(self, name, cb, vs, given): self.rec,self.vs = cb,vs
 
-# Restore it in the `Recorder` of a fit that begins, to continue recording
-def _put_recorder(rec, state, vs):
-    for k,v in state['own'].items(): object.__setattr__(rec, k, L(v) if isinstance(vars(rec).get(k), L) else v)
-    rec.values,rec.losses = [L(v) for v in rec.values],list(state['losses'].unbind())
-    rec.smooth_loss.count,rec.smooth_loss.val = state['smooth']
-    for i,(m,s) in enumerate(zip(rec._train_mets[1:], state['mets'])): vs.decode(s, m, f'recorder.train_metrics[{i}]')
+    def take(self):
+        rec = self.rec
+        if not hasattr(rec, 'losses'): return
+        own,s = {},rec.smooth_loss
+        for k,v in vars(rec).items():
+            if k in ('losses','start_epoch','learn'): continue
+            with suppress(TypeError): own[k] = loadable(v)
+        losses = torch.stack(rec.losses) if rec.losses else torch.zeros(0)
+        return dict(own=own, losses=loadable(losses), smooth=loadable((s.count, s.val)), mets=self._means())
 
-# Make sure that what `_take_recorder` returned fits
-def check_recorder(rec, state, vs):
-    check_form(state, dict(own={str: object}, losses=Tensor, smooth=(tuple,list), mets=list), 'recorder')
-    for k,v in state['own'].items():
-        old = present(rec, k, v, 'recorder')
+    def _means(self):
+        if not hasattr(self.rec, 'cancel_train'): return []
+        return [self.vs.encode(m, f'recorder.train_metrics[{i}]', own=True) for i,m in enumerate(self.rec._train_mets[1:])]
+
+    def keep(self, before): before.keep(self.rec)
+
+    # In the `Recorder` of a fit that begins, to continue recording
+    def put(self, state):
+        check_form(state, dict(own={str: object}, losses=Tensor, smooth=(tuple,list), mets=list), 'recorder')
+        rec,(own,losses,smooth) = self.rec,(state[k] for k in ('own','losses','smooth'))
+        for k,v in own.items(): self._check_own(k, v)
+        check_losses(losses, smooth)
+        for k,v in own.items(): object.__setattr__(rec, k, L(v) if isinstance(vars(rec).get(k), L) else v)
+        rec.values = [L(v) for v in rec.values]
+        rec.losses = list(losses.unbind())
+        rec.smooth_loss.count,rec.smooth_loss.val = smooth
+        for i,(m,s) in enumerate(zip(rec._train_mets[1:], state['mets'])): self.vs.decode(s, m, f'recorder.train_metrics[{i}]')
+
+    def _check_own(self, k, v):
+        old = present(self.rec, k, v, 'recorder')
         want = list if isinstance(old, (list,L)) else type(old)
         fits = old is None or type(v) is want or want is float and type(v) is int
         if not fits: refuse(f'recorder.{k}', v, f'a {want.__name__}')
         if isinstance(v, list): check_form(v, [_in_records], f'recorder.{k}')
-    for k in ('values','lrs','iters'):
-        form = [list] if k == 'values' else [(int,float,Tensor)]
-        if k in state['own']: check_form(state['own'][k], form, f'recorder.{k}')
-    if len(state['smooth']) != 2: refuse('recorder.smooth', state['smooth'], 'a count and a loss')
-    count,val = state['smooth']
-    check_form(dict(count=count, val=val), dict(count=int, val=(Tensor,float,int)), 'recorder.smooth')
-    if state['losses'].ndim != 1 or isinstance(val, Tensor) and val.ndim:
-        refuse('recorder.losses', state['losses'], 'a tensor of one loss a step')
-    for i,(m,s) in enumerate(zip(rec._train_mets[1:], state['mets'])): check_value(vs, s, m, f'recorder.train_metrics[{i}]')
+        if k in ('lrs','iters'): check_form(v, [(int,float,Tensor)], f'recorder.{k}')
+        if k == 'values': check_form(v, [list], 'recorder.values')
 
 _in_records = (*scalars, Tensor, list, tuple)
 
+def check_losses(losses, smooth):
+    if len(smooth) != 2: refuse('recorder.smooth', smooth, 'a count and a loss')
+    count,val = smooth
+    check_form(dict(count=count, val=val), dict(count=int, val=(Tensor,float,int)), 'recorder.smooth')
+    if losses.ndim != 1 or isinstance(val, Tensor) and val.ndim: refuse('recorder.losses', losses, 'a tensor of one loss a step')
+
+# %% ../../nbs/api/checkpoint/03_state.ipynb #da762b0b
 # The content of the file of a `CSVLogger`; None outside a fit
 def _text_of(cb):
     file = vars(cb).get('file')
@@ -397,3 +271,207 @@ def _text_of(cb):
 def _put_text(cb, text):
     if _text_of(cb) is None: return           # the fit is over
     cb.file.seek(0); cb.file.truncate(); cb.file.write(text); cb.file.flush()
+
+# The rows of a `CSVLogger`
+class RowsState:
+    def __init__(self, name, cb, vs, given): self.name,self.cb = name,cb
+    def take(self): return dict(csv=_text_of(self.cb))
+    def keep(self, before): before.add(partial(_put_text, self.cb, _text_of(self.cb)))
+    def put(self, state):
+        check_form(state, {'csv': (str,_none), str: object}, self.name)
+        if state['csv'] is not None: _put_text(self.cb, state['csv'])
+
+# %% ../../nbs/api/checkpoint/03_state.ipynb #bba3acdb
+# How a callback is saved; None if it is not
+def way_of(cb):
+    if not _has_part(cb): return None
+    if isinstance(cb, Recorder): return RecorderState
+    if has_state_dict(cb): return OwnState
+    if _is_ours(cb): return None
+    return RowsState if isinstance(cb, CSVLogger) else AttrsState
+
+# All callbacks of a Learner, in their order
+class CallbackStates:
+    def __init__(self, cbs, vs, given):
+        ways = [(name, cb, way_of(cb)) for name,cb in cbs]
+        self.parts = [(name, way(name, cb, vs, given)) for name,cb,way in ways if way is not None]
+
+    def take(self): return [(name, state) for name,part in self.parts if (state := part.take())]
+
+    def keep(self, before):
+        for _,part in self.parts: part.keep(before)
+
+    # Those that the checkpoint has. There may be several of one name
+    def put(self, states):
+        for i,s in enumerate(states):
+            check_form(s, (tuple,list), f'callbacks[{i}]')
+            if len(s) != 2: refuse(f'callbacks[{i}]', s, 'a name and a state')
+            check_form(dict(name=s[0], state=s[1]), dict(name=str, state={str: object}), f'callbacks[{i}]')
+        left = list(states)
+        for name,part in self.parts:
+            found = first(s for s in left if s[0] == name)
+            if found is None: continue
+            left.remove(found)
+            part.put(found[1])
+
+# %% ../../nbs/api/checkpoint/03_state.ipynb #5c70cb79
+# What the loaders hold besides their random numbers: weights of samplers, notes of transforms, running workers
+class LoaderStates:
+    def __init__(self, loaders, vs): self.loaders,self.vs = loaders,vs
+
+    def take(self):
+        return dict(samplers=[{k: self.vs.encode(v, f'dls[{i}].sampler.{k}') for k,v in sampler_weights(dl).items()}
+                              for i,dl in enumerate(self.loaders)],
+                    notes=take_notes(self.loaders, self.vs), persistent=persistent(self.loaders))
+
+    def keep(self, before):
+        for dl in self.loaders:
+            if isinstance(dl, DataLoader): before.attrs(dl, {'rng'})          # a new one in each epoch
+            if weights := sampler_weights(dl): before.attrs(_sampler(dl), weights)
+        keep_notes(self.loaders, before)
+
+    def put(self, state):
+        for i,(dl,s) in enumerate(zip(self.loaders, state['samplers'])): self._put_weights(dl, s, f'dls[{i}].sampler')
+        put_notes(state['notes'], self.loaders, self.vs)
+        make_persistent(self.loaders, state['persistent'])
+
+    def _put_weights(self, dl, state, path):
+        now = sampler_weights(dl)
+        for k,e in state.items():
+            if k not in now: refuse(f'{path}.keys()', k, 'the name of the weights')
+            shape = tuple(now[k].shape)
+            self.vs.set_attrs(_sampler(dl), {k: e}, path, exact=True)
+            new = vars(_sampler(dl))[k]
+            if tuple(new.shape) != shape: refuse(f'{path}.{k}', new, f'weights of shape {shape}')
+            if not bool((new >= 0).all()): refuse(f'{path}.{k}', new, 'weights of at least 0')
+
+def _sampler(dl): return dl if isinstance(dl, DataLoader) else dl.sampler
+
+# %% ../../nbs/api/checkpoint/03_state.ipynb #c927abe7
+rng_form = dict(python=tuple, numpy=tuple, torch=Tensor, loaders=[(tuple,_none)], generators={str: object})
+
+# All random numbers of a Learner: also those of generators that its loss, its model or a callback in `cbs` may hold
+class RandomNumbers:
+    def __init__(self, learn, loss, cbs): self.learn,self.loss,self.cbs = learn,loss,cbs
+
+    def take(self): return rng_state(learner_device(self.learn), self.learn.dls.loaders, self._places())
+    def keep(self, before): before.add(partial(self._set, self.take()))
+
+    # None leaves them as they are
+    def put(self, state):
+        if state is None: return
+        check_form(state, {**rng_form, 'device?': (list,Tensor)}, 'rng')
+        n = len(self.learn.dls.loaders)
+        if len(state['loaders']) != n: refuse('rng.loaders', state['loaders'], f'a list of {n}')
+        for s in (state['python'], *filter(None, state['loaders'])):
+            if len(s) != 3 or type(s[2]) not in (float,_none): refuse('rng.python', s, 'the state of a generator')
+        self._set(state)
+
+    def _set(self, state): set_rng_state(state, learner_device(self.learn), self.learn.dls.loaders, self._places())
+
+    # Where random number generators may be, besides the loaders
+    def _places(self):
+        def held(cb): return {k: v for k,v in vars(cb).items() if k not in ('learn','_given')}
+        cbs = {name: {**held(cb), 'methods': users_methods(type(cb))} for name,cb in self.cbs
+               if _has_part(cb) and 'brings_ranks' not in vars(cb)}
+        return {'loss_func': self.loss, **cbs, 'model': get_model(self.learn.model)}
+
+# %% ../../nbs/api/checkpoint/03_state.ipynb #9be3d4c4
+_loss = Tensor,*_number,_none
+learner_form:dict = {**{f'{k}?': int for k in ('epoch','n_epoch','iter','n_iter','train_iter')}, 'pct_train?': _number, 'training?': bool,
+                     'smooth_loss?': _loss, 'loss?': _loss, 'final_record?': [(*_loss,str,list)], str: object}
+state_form = {'learner': learner_form, 'model_attrs': {str: dict}, 'has_grad': list, 'callbacks': list, 'more': {str: object},
+              'metrics': list, 'samplers': [{str: object}], 'notes': {str: {str: object}}, 'persistent': [bool], 'rng': (dict,_none),
+              'file?': str, 'ranks?': list}
+
+# Objects that are saved elsewhere, or made by the script: callbacks may refer to them without owning them
+def known_of(learn, loss, cbs):
+    # the loss scale, for example
+    res = {f'cbs.{name}.{k}': o for name,cb in cbs if _is_ours(cb) for k,o in vars(cb).items() if has_state_dict(o)}
+    res.update(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=loss,
+               whole_model=learn.model)
+    for i,dl in enumerate(learn.dls.loaders): res.update({f'dls[{i}]': dl, f'dls[{i}].dataset': getattr(dl, 'dataset', None)})
+    res.update({f'cbs.{name}': cb for name,cb in cbs}, **{f'metrics[{i}]': m for i,m in enumerate(learn.metrics)})
+    for root,m in dict(model=get_model(learn.model), loss_func=loss).items():
+        for named in (m.named_modules, m.named_parameters, m.named_buffers) if isinstance(m, nn.Module) else ():
+            res.update({f'{root}.{k}': o for k,o in named()})
+    return {k: o for k,o in res.items() if o is not None}
+
+# The state of a `Learner` between two batches, after an optimizer step, or between two fits
+class LearnerState:
+    def __init__(self, learn, given=None):
+        self.learn,self.given = learn,given or Given()
+        loss,cbs = own_loss(learn),[(cb.name, cb) for cb in learn.cbs.sorted('order')]
+        self.cbs = [cb for _,cb in cbs]
+        self.vs = Values(known_of(learn, loss, cbs))
+        self.trained = TrainedState(learn, loss, self.vs)
+        self.callbacks = CallbackStates(cbs, self.vs, self.given)
+        self.loaders = LoaderStates(learn.dls.loaders, self.vs)
+        self.random = RandomNumbers(learn, loss, cbs)
+
+    wrong = property(lambda self: self.vs.wrong)      # path -> what could not be saved or restored
+
+    # Everything that the further training depends on. A `TypeError` if an essential part cannot be saved.
+    # `weights`: model and optimizer too
+    def take(self, weights=True):
+        learn,vs = self.learn,self.vs
+        # in the order of `put`: what occurs twice is saved where it comes back first
+        res = self.trained.take() if weights else dict(has_grad=self.trained.has_grad())      # `lr_find` leaves zeros as gradients
+        res['learner'] = loadable({k: vars(learn)[k] for k in _of_learner if k in vars(learn)})
+        res['model_attrs'] = self.given.changed_of(self.trained.model, vs)
+        res['callbacks'] = self.callbacks.take()
+        res['more'] = vs.attrs(learn, 'learn', self._elsewhere() | self.given.unchanged(learn, vs))
+        res['metrics'] = [vs.encode(m, f'metrics[{i}]', own=True) for i,m in enumerate(self._users_metrics())]
+        res.update(self.loaders.take())
+        res['rng'] = self.random.take()
+        return res
+
+    # Restore what `take` returned, except for the random numbers. A `WrongEntry` if something does not fit
+    def put(self, state):
+        learn,vs = self.learn,self.vs
+        check_form(state, {**state_form, str: object}, '')
+        if 'model' in state: self.trained.put(state)
+        else: self.trained.put_grads(state['has_grad'])
+        put_module_attrs(vs, self.trained.model, state['model_attrs'], 'model')
+        for k,v in state['learner'].items():
+            if k in _of_learner: setattr(learn, k, L(v) if k == 'final_record' else v)
+        self.callbacks.put(state['callbacks'])
+        vs.set_attrs(learn, _settable(learn, state['more'], self._elsewhere()), 'learn', exact=False)
+        for i,(m,s) in enumerate(zip(self._users_metrics(), state['metrics'])): vs.decode(s, m, f'metrics[{i}]')
+        self.loaders.put(state)
+
+    # Context in which the state is restored: as a whole, or not at all
+    @contextmanager
+    def all_or_nothing(self):
+        before = self._before()
+        try: yield
+        except BaseException:
+            before.put_back()
+            raise
+
+    # Random numbers first, so that they come back last
+    def _before(self):
+        learn = self.learn
+        datasets = [getattr(dl, 'dataset', None) for dl in learn.dls.loaders]
+        res = Before([learn, learn.dls, learn.cbs, *learn.dls.loaders, *datasets, *self.cbs])
+        for part in (self.random, self.trained, self.callbacks, self.loaders): part.keep(res)
+        res.attrs(learn, {*vars(learn)} - self._elsewhere() | {*_of_learner})
+        res.keep(*self._users_metrics())
+        return res
+
+    # Path -> why a checkpoint would leave it out: tries to save, without a file
+    def left_out(self):
+        torch.save(self.take(), _Nowhere())
+        return self.wrong
+
+    # Attributes of the Learner that are no state, or are saved elsewhere
+    def _elsewhere(self):
+        ours = getattr(vars(self.learn).get('of_fastaccum'), 'ours', ())     # in the place of the Learner's methods
+        return {*_of_learner, *_no_state, *ours, *(cb.name for cb in self.cbs)}
+
+    def _users_metrics(self):
+        return [m for m in self.learn.metrics if not type(m).__module__.startswith(('fastai.','fastaccum.'))]
+
+class _Nowhere:
+    def write(self, b): return len(b)
+    def flush(self): pass

@@ -6,48 +6,38 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/values.html.md"""
 
 # %% ../../nbs/api/checkpoint/04_values.ipynb #d63cc3e5
 from __future__ import annotations
-import hashlib, sys, sysconfig, threading, types, weakref
+import hashlib
 from collections import Counter, deque
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 import pandas as pd
 from fastai.basics import *
-from fastai.callback.hook import Hook, Hooks
-from torch.utils.hooks import RemovableHandle
+from fastaccum.checkpoint.check import (WrongEntry, check_form, check_key, check_same, check_tensors, check_type, is_saved, present, refuse,
+    taking)
 from .files import bytes_of, placed_as, storage_id
+from .kinds import is_code, is_users, kind_of, scalars
 from ..core.functions import notes_of
-from ..core.random import generator_types, put_state, state_of
+from ..core.random import put_state, state_of
 
 # %% auto #0
 __all__ = []
 
 # %% ../../nbs/api/checkpoint/04_values.ipynb #13caa6d0
-scalars = type(None),bool,int,float,str
-_of_modules = {*vars(nn.Module())}
-
-# Takes objects apart for a checkpoint, and puts the saved values back into existing objects
-class Values:
-    # `known`: name -> object for which only the name is saved
-    def __init__(self, known={}):
-        self.known,self.wrong,self.seen,self.used,self.kinds = known,{},{},{},{}   # wrong: path -> what cannot be saved or restored
-        self.code = True                                                           # are functions allowed?
-        self.names = {id(o): n for n,o in known.items()}
-        self.storages = {storage_id(o): n for n,o in known.items() if isinstance(o, Tensor) and o.numel()}
-        self.homes,self.taken = {},{*self.storages}      # storage of a saved tensor -> both tensors; storages that hold something else
-
-    # -- take apart
-    # What `decode` puts back: tensors, numbers, strings, lists and tuples. `own`: the content, even of a known object
+# Takes objects apart for a checkpoint: into tensors, numbers, strings, lists and tuples
+class _TakesApart:
+    # What `decode` puts back. `own`: the content, even of a known object
     def encode(self, o, path, own=False):
         if type(o) in scalars: return o
         if id(o) in self.names and not own: return 'known',self.names[id(o)],None
         if isinstance(o, np.generic): return self.encode(o.item(), path)
-        if type(o) not in self.kinds: self.kinds[type(o)] = _is_code(o),first(k for k,(fits,*_) in kinds.items() if fits(o))
-        is_code,kind = self.kinds[type(o)]
-        if is_code and self.code: return 'kept',None,None
+        if type(o) not in self.kinds: self.kinds[type(o)] = is_code(o),kind_of(o)
+        code,kind = self.kinds[type(o)]
+        if code and self.code: return 'kept',None,None
         if id(o) in self.seen: return 'same',None,self.seen[id(o)][0]
         self.seen[id(o)] = path,o         # keeps `o` alive, so that no other object gets its id
         if isinstance(o, Tensor): return self.take_tensor(o)
-        if kind is not None: return kind,type(o).__name__,kinds[kind][1](self, o, path)
+        if kind is not None: return kind,type(o).__name__,kinds[kind][0](self, o, path)
         self.wrong[path] = f'a {type(o).__name__} cannot be saved'
         return 'kept',None,None
 
@@ -67,6 +57,13 @@ class Values:
         alone = copy(self)
         alone.seen,alone.wrong = {},{}
         return digest(alone.encode(o, ''))
+
+    # Context in which nothing is `wrong`
+    @contextmanager
+    def silent(self):
+        before = dict(self.wrong)
+        try: yield
+        finally: self.wrong = before
 
     def each(self, parts, path):
         return [v if type(v) in scalars else self.encode(v, f'{path}[{i}]') for i,v in enumerate(parts)]
@@ -89,48 +86,52 @@ class Values:
         self.wrong = wrong
         while len(self.seen) > n: self.seen.popitem()
 
-    # What modules hold besides parameters and buffers, where `chosen` agrees: name of the module -> attribute -> content.
-    # What cannot be saved is left out; it is `wrong` if training changes it
-    def module_attrs(self, m, path, chosen=lambda n, k, v: True):
-        res = {}
-        for n,o in m.named_modules():
-            for k,v in vars(o).items():
-                noted = k in notes_of(type(o))
-                if k in _of_modules or not (noted or chosen(n, k, v)): continue
-                e = v if type(v) in scalars else self.tried(v, where := f'{path}.{n}.{k}')
-                if e is not None or v is None: res.setdefault(n, {})[k] = e
-                elif noted and is_users(type(o)): self.wrong[where] = f'a {type(v).__name__} cannot be saved'
-        return res
+# %% ../../nbs/api/checkpoint/04_values.ipynb #812658a7
+# Kinds that are compared with the object itself
+_in_place = 'module','generator','state','enum','object'
 
-    def put_module_attrs(self, m, attrs, path):
-        for n,own in attrs.items(): self.set_attrs(m.get_submodule(n), own, f'{path}.{n}')
-
-    # The state of a module, without copies. `whole` makes whole tensors of sharded ones. `attrs`: its other attributes too?
-    def take_module(self, m, path, whole=noop, attrs=True):
-        state = whole(m.state_dict())
-        for k,v in state.items(): state[k] = v.detach().as_subclass(Tensor) if isinstance(v, Tensor) else self.strict(v, f'{path}.{k}')
-        others = {k: b.detach().as_subclass(Tensor) for k,b in m.named_buffers() if k not in state}
-        return [state, others, [k for k,p in m.named_parameters() if not p.requires_grad],
-                [k for k,o in m.named_modules() if not o.training], self.module_attrs(m, path) if attrs else {}]
-
-    # -- put back
-    # Put the saved value into `old` if possible (a tensor, a list, a dict, an object); else a new value
-    def decode(self, e, old, path):
-        if not isinstance(e, (Tensor,tuple)): return e
+# Puts saved values back into existing objects
+class _PutsBack:
+    # Put the saved value into `old` if possible (a tensor, a list, a dict, an object); else a new value. A `WrongEntry` if it does not
+    # fit there. `exact`: as in `check_type`
+    def decode(self, e, old, path, exact=False):
+        if type(e) in scalars or isinstance(e, Tensor): check_type(e, old, path, exact)
+        elif not is_saved(e): refuse(path, e, 'a saved value')
+        if type(e) in scalars: return e
         if isinstance(e, Tensor): res = self.into(old, e)
-        else:
-            kind,name,e = e
-            if kind == 'same' and e not in self.seen: return self.lacks(path, f'it was one object with {e}, which is not there', old)
-            if kind in ('kept','same','known'): return {'kept': {}, 'same': self.seen, 'known': self.known}[kind].get(name or e, old)
-            res = kinds[kind][2](self, old, name, e, path)
+        elif e[0] in ('kept','known','same'): return self._live(*e, old, path)
+        else: res = self._of_kind(e, old, path, exact)
         self.seen[path] = res
         return res
+
+    # An object that is there: in this place, saved elsewhere, or put back before
+    def _live(self, kind, name, place, old, path):
+        if kind == 'kept': return old
+        if kind == 'known': place = name
+        if type(place) is not str: refuse(path, place, 'the name of another value')
+        if kind == 'same' and place not in self.seen: return self.lacks(path, f'it was one object with {place}, which is not there', old)
+        res = (self.known if kind == 'known' else self.seen).get(place, old)
+        check_same(res, old, path)
+        return res
+
+    def _of_kind(self, e, old, path, exact):
+        kind,name,parts = e
+        if kind not in kinds: refuse(path, kind, 'a kind of value that checkpoints have')
+        if kind not in _in_place: check_type(e, old, path, exact)
+        return kinds[kind][1](self, old, name, parts, path, exact)
+
+    # Context in which values are compared with existing ones, but are new objects
+    @contextmanager
+    def apart(self):
+        before,self.in_place = self.in_place,False
+        try: yield
+        finally: self.in_place = before
 
     # Copy a tensor into `old`, if that is alike and holds nothing else; else `t`, where the tensors now are that had one storage with it
     def into(self, old, t):
         key = storage_id(t)
         _,home = self.homes.get(key, (None, None))
-        fits = id(old) not in self.used and _alike(old, t)
+        fits = self.in_place and id(old) not in self.used and _alike(old, t)
         if fits and key is not None: fits = storage_id(old) == storage_id(home) if home is not None else storage_id(old) not in self.taken
         if fits: self.used[id(old)] = _copy(old, t)
         res = old if fits else t
@@ -145,54 +146,79 @@ class Values:
         self.taken.add(storage_id(live))
 
     def each_back(self, es, old, path):
+        check_form(es, [object], path)
         old = list(old) if isinstance(old, (list,tuple,L)) else []
-        return [e if type(e) in scalars else self.decode(e, old[i] if i < len(old) else None, f'{path}[{i}]') for i,e in enumerate(es)]
+        return [e if type(e) in scalars and i >= len(old) else self.decode(e, old[i] if i < len(old) else None, f'{path}[{i}]')
+                for i,e in enumerate(es)]
 
-    # Restore the attributes that `attrs` returned
-    def set_attrs(self, o, state, path):
+    # Restore the attributes that `attrs` returned. `exact`: by default, for all but objects of the user's
+    def set_attrs(self, o, state, path, exact=None):
+        check_form(state, {str: object}, path)
+        if exact is None: exact = not is_users(type(o))
         self.seen[path] = o
         for k,e in state.items():
-            old = vars(o).get(k)
-            new = self.decode(e, old, f'{path}.{k}')
+            old,like = vars(o).get(k),present(o, k, e, path)
+            if k in vars(o): new = self.decode(e, old, f'{path}.{k}', exact)
+            else: new = self._instead(like, e, f'{path}.{k}', exact)
             if new is not old or e is None and k not in vars(o): object.__setattr__(o, k, new)
+
+    # An attribute that the object has from its class, if at all, and that stays there
+    def _instead(self, like, e, path, exact):
+        if is_saved(e) and e[0] in ('kept',*_in_place) and e[0] != 'enum': like = None
+        with self.apart(): return self.decode(e, like, path, exact)
+
+    # What an object gets by its `load_state_dict`: all that it has in its `state_dict`
+    def load_state(self, o, e, path):
+        now = o.state_dict()
+        with self.apart(): state = self.decode(e, now, path, not is_users(type(o)))
+        lost = [k for k in now if k not in state] if isinstance(now, dict) and isinstance(state, dict) else []
+        if lost: raise WrongEntry(f'`{path}` has no `{lost[0]}`')
+        o.load_state_dict(state)
 
     # `old` with these values, if it is of the right type and not used yet; else a new object
     def fill(self, old, name, values, path, simple):
-        if type(old).__name__ == name and id(old) not in self.used: res = self.used[id(old)] = old
+        if self.in_place and type(old).__name__ == name and id(old) not in self.used: res = self.used[id(old)] = old
         elif type(old).__name__ == name: res = copy(old)
         elif name in _made: res = _made[name]()
         else: res = self.lacks(path, f'there is no {name} for its values: they are in a {simple.__name__}', simple())
         inner = vars(res) if isinstance(res, SimpleNamespace) else res.items if isinstance(res, L) else res
         inner.clear()
-        (inner.update if hasattr(inner, 'update') else inner.extend)(values)
+        with taking(path): (inner.update if hasattr(inner, 'update') else inner.extend)(values)
         return res
-
-    # Restore the state of a module; its parameters stay the same tensors
-    def put_module(self, m, state, path):
-        tensors,others,frozen,evaluated,attrs = state
-        extra = {k: self.decode(v, None, f'{path}.{k}') for k,v in tensors.items() if not isinstance(v, Tensor)}
-        tensors.update(extra)         # in place, as this `OrderedDict` holds the versions of its modules
-        m.load_state_dict(tensors)
-        buffers,live = dict(m.named_buffers()),m.state_dict(keep_vars=True)
-        for k,v in others.items():
-            if k in buffers and buffers[k].shape == v.shape: _copy(buffers[k], v)
-        for k,v in {**tensors, **others}.items():
-            if _alike(now := live.get(k, buffers.get(k)), v): self.settle(v, now)
-        for k,p in m.named_parameters():
-            if p.requires_grad == (k in frozen): p.requires_grad_(k not in frozen)
-        for k,o in m.named_modules(): o.training = k not in evaluated
-        self.put_module_attrs(m, attrs, path)
 
     # Record what cannot be restored, and use `res` instead
     def lacks(self, path, why, res):
         self.wrong[path] = why
         return res
 
+# %% ../../nbs/api/checkpoint/04_values.ipynb #49e8fb5f
+# Takes objects apart for a checkpoint, and puts the saved values back into existing objects
+class Values(_TakesApart, _PutsBack):
+    # `known`: name -> object for which only the name is saved
+    def __init__(self, known={}):
+        self.known = known
+        self.wrong = {}                   # path -> what cannot be saved or restored
+        self.seen = {}                    # id -> path and object, or path -> object, of what came before
+        # on the way out
+        self.kinds = {}                   # type -> is it code, and of which kind?
+        self.code = True                  # are functions allowed?
+        self.names = {id(o): n for n,o in known.items()}
+        self.storages = {storage_id(o): n for n,o in known.items() if isinstance(o, Tensor) and o.numel()}
+        # on the way back
+        self.used = {}                    # id -> object that holds a value already
+        self.in_place = True              # do existing lists, dicts and tensors take the values?
+        self.homes = {}                   # storage of a saved tensor -> that tensor, and the one that holds it now
+        self.taken = {*self.storages}     # storages that hold something else
+
 # %% ../../nbs/api/checkpoint/04_values.ipynb #2c3ddda6
 # A kind without identity: it is created again from its parts
-def _value(cls, parts, make):
-    return (lambda o: type(o) is cls, lambda vs, o, path: vs.each(parts(o), path),
-            lambda vs, old, name, e, path: make(vs.each_back(e, old, path)))
+def _value(make, parts=list):
+    def take(vs, o, path): return vs.each(parts(o), path)
+    def put(vs, old, name, e, path, exact): return _made_of(make, vs.each_back(e, old, path), path)
+    return take,put
+
+def _made_of(make, parts, path):
+    with taking(path, 'cannot be made'): return make(parts)
 
 def _bytes_of(a):
     if not a.size: return torch.zeros(0, dtype=torch.uint8)
@@ -205,94 +231,145 @@ def _frame_of(columns, index, dtypes, data):
     res = pd.DataFrame({i: pd.Series(d, index, t) for i,(d,t) in enumerate(zip(data, dtypes))}, index=index)
     return res.set_axis(columns, axis=1)
 
-kinds = dict(
-    tuple=_value(tuple, list, tuple), frozenset=_value(frozenset, list, frozenset),
-    bytes=_value(bytes, lambda o: [np.frombuffer(o, np.uint8)], lambda v: v[0].tobytes()),
-    slice=_value(slice, lambda o: [o.start, o.stop, o.step], lambda v: slice(*v)),
-    range=_value(range, lambda o: [o.start, o.stop, o.step], lambda v: range(*v)),
-    path=_value(type(Path()), lambda o: [str(o)], lambda v: Path(*v)), size=_value(torch.Size, list, torch.Size),
-    device=_value(torch.device, lambda o: [str(o)], lambda v: torch.device(*v)),
-    dtype=_value(torch.dtype, lambda o: [str(o)], lambda v: getattr(torch, v[0].split('.')[1])),
-    time=_value(datetime, lambda o: [o.isoformat()], lambda v: datetime.fromisoformat(*v)),
-    span=_value(timedelta, lambda o: [o.days, o.seconds, o.microseconds], lambda v: timedelta(*v)),
-    frame=_value(pd.DataFrame, _frame_parts, lambda v: _frame_of(*v)),
-    series=_value(pd.Series, lambda o: [o.name, o.to_frame('x')], lambda v: v[1]['x'].rename(v[0])))
+def _dtype_of(v):
+    res = getattr(torch, v[0].split('.')[1])
+    if not isinstance(res, torch.dtype): raise TypeError(f'torch.{v[0]} is none')
+    return res
 
+# Kind -> functions that take an object apart, and that put its parts back
+kinds = dict(
+    tuple=_value(tuple), frozenset=_value(frozenset), size=_value(torch.Size),
+    bytes=_value(lambda v: v[0].tobytes(), lambda o: [np.frombuffer(o, np.uint8)]),
+    slice=_value(lambda v: slice(*v), lambda o: [o.start, o.stop, o.step]),
+    range=_value(lambda v: range(*v), lambda o: [o.start, o.stop, o.step]),
+    path=_value(lambda v: Path(*v), lambda o: [str(o)]),
+    device=_value(lambda v: torch.device(*v), lambda o: [str(o)]),
+    dtype=_value(_dtype_of, lambda o: [str(o)]),
+    time=_value(lambda v: datetime.fromisoformat(*v), lambda o: [o.isoformat()]),
+    span=_value(lambda v: timedelta(*v), lambda o: [o.days, o.seconds, o.microseconds]),
+    frame=_value(lambda v: _frame_of(*v), _frame_parts),
+    series=_value(lambda v: v[1]['x'].rename(v[0]), lambda o: [o.name, o.to_frame('x')]))
+
+# %% ../../nbs/api/checkpoint/04_values.ipynb #05b1edd9
 _made = {c.__name__: c for c in (list, L, set, dict, OrderedDict, Counter, SimpleNamespace, deque)}
 
 def _take_dict(vs, o, path):
     d = vars(o) if isinstance(o, SimpleNamespace) else o
     return [vs.each(list(d), f'{path}.keys()'), [v if type(v) in scalars else vs.encode(v, f'{path}[{k!r}]') for k,v in d.items()]]
 
-def _put_dict(vs, old, name, e, path):
-    now = vars(old) if isinstance(old, SimpleNamespace) else old if isinstance(old, dict) else {}
+def _put_dict(vs, old, name, e, path, exact):
+    check_form(e, [list], path)
+    if len(e) != 2 or len(e[0]) != len(e[1]): refuse(path, e, 'as many keys as values')
+    for k in e[0]: check_key(k, path)
     keys = vs.each_back(e[0], None, f'{path}.keys()')
-    return vs.fill(old, name, {k: vs.decode(v, now.get(k), f'{path}[{k!r}]') for k,v in zip(keys, e[1])}, path, dict)
+    with taking(f'{path}.keys()'): len({*keys})
+    now = vars(old) if isinstance(old, SimpleNamespace) else old if isinstance(old, dict) else {}
+    # those of a key that was made again are of no known type
+    values = {k: vs.decode(v, now.get(k), f'{path}[{k!r}]', exact and k in now) for k,v in zip(keys, e[1])}
+    return vs.fill(old, name, values, path, dict)
 
-def _put_list(vs, old, name, e, path): return vs.fill(old, name, vs.each_back(e, old, path), path, list)
+def _put_list(vs, old, name, e, path, exact): return vs.fill(old, name, vs.each_back(e, old, path), path, list)
 
-def _put_deque(vs, old, name, e, path):
-    maxlen,*v = vs.each_back(e, None, path)
-    return vs.fill(old if type(old) is deque and old.maxlen == maxlen else deque(maxlen=maxlen), name, v, path, list)
+def _put_deque(vs, old, name, e, path, exact):
+    maxlen,*values = _made_of(list, vs.each_back(e, None, path), path) or [None]
+    same = type(old) is deque and old.maxlen == maxlen
+    return vs.fill(old if same else _made_of(lambda n: deque(maxlen=n), maxlen, path), name, values, path, list)
 
-def _put_named(vs, old, name, e, path):
-    v = vs.each_back(e, old, path)
-    if type(old).__name__ == name: return type(old)(*v)
-    return vs.lacks(path, f'there is no {name} to copy: its values are in a tuple', tuple(v))
+def _put_named(vs, old, name, e, path, exact):
+    values = vs.each_back(e, old, path)
+    if type(old).__name__ == name: return _made_of(lambda v: type(old)(*v), values, path)
+    return vs.lacks(path, f'there is no {name} to copy: its values are in a tuple', tuple(values))
+
+kinds.update(
+    namedtuple=(_TakesApart.each, _put_named),
+    deque=(lambda vs, o, path: vs.each([o.maxlen, *o], path), _put_deque),
+    list=(_TakesApart.each, _put_list),
+    dict=(_take_dict, _put_dict))
 
 def _take_array(vs, o, path): return [o.dtype.str, list(o.shape), vs.each(o.ravel().tolist(), path) if o.dtype.hasobject else _bytes_of(o)]
 
-def _put_array(vs, old, name, e, path):
-    dtype,shape,data = np.dtype(e[0]),e[1],e[2]
-    if dtype.hasobject: new = np.empty(len(data), dtype); new[:] = vs.each_back(data, None, path)
-    else: new = np.frombuffer(data.numpy().tobytes(), dtype).copy()
-    new = new.reshape(shape)
-    if not (isinstance(old, np.ndarray) and old.dtype == dtype and old.shape == new.shape and old.flags.writeable): return new
+def _put_array(vs, old, name, e, path, exact):
+    check_form(e, [object], path)
+    with taking(path, 'is no array'): new = _array_of(vs, path, *e)
+    if exact and isinstance(old, np.ndarray) and old.dtype != new.dtype: refuse(path, new, f'an array of {old.dtype}')
+    fits = vs.in_place and isinstance(old, np.ndarray) and old.dtype == new.dtype and old.shape == new.shape and old.flags.writeable
+    if not fits: return new
     old[...] = new
     return old
 
-kinds.update(
-    array=(lambda o: isinstance(o, np.ndarray), _take_array, _put_array),
-    namedtuple=(lambda o: isinstance(o, tuple), Values.each, _put_named),
-    deque=(lambda o: isinstance(o, deque), lambda vs, o, path: vs.each([o.maxlen, *o], path), _put_deque),
-    list=(lambda o: isinstance(o, (list,L,set)), Values.each, _put_list),
-    dict=(lambda o: isinstance(o, (dict,SimpleNamespace)), _take_dict, _put_dict))
+def _array_of(vs, path, dtype, shape, data):
+    dtype = np.dtype(dtype)
+    if not dtype.hasobject: return np.frombuffer(data.numpy().tobytes(), dtype).copy().reshape(shape)
+    new = np.empty(len(data), dtype)
+    new[:] = vs.each_back(data, None, path)
+    return new.reshape(shape)
+
+kinds['array'] = _take_array,_put_array
+
+# %% ../../nbs/api/checkpoint/04_values.ipynb #b1517221
+_of_modules = {*vars(nn.Module())}
+
+# What modules hold besides parameters and buffers, where `chosen` agrees: name of the module -> attribute -> content.
+# What cannot be saved is left out; it is `wrong` if training changes it
+def module_attrs(vs, m, path, chosen=lambda n, k, v: True):
+    res = {}
+    for n,o in m.named_modules():
+        for k,v in vars(o).items():
+            noted,where = k in notes_of(type(o)),f'{path}.{n}.{k}'
+            if k in _of_modules or not (noted or chosen(n, k, v)): continue
+            e = v if type(v) in scalars else vs.tried(v, where)
+            if e is not None or v is None: res.setdefault(n, {})[k] = e
+            elif noted and is_users(type(o)): vs.lacks(where, f'a {type(v).__name__} cannot be saved', None)
+    return res
+
+def put_module_attrs(vs, m, attrs, path):
+    check_form(attrs, {str: dict}, path)
+    modules = dict(m.named_modules())
+    for n,own in attrs.items():
+        if n not in modules: refuse(f'{path}.keys()', n, 'the name of a module')
+        vs.set_attrs(modules[n], own, f'{path}.{n}')
+
+# The state of a module, without copies. `whole` makes whole tensors of sharded ones. `attrs`: its other attributes too?
+def take_module(vs, m, path, whole=noop, attrs=True):
+    state = whole(m.state_dict())
+    for k,v in state.items(): state[k] = v.detach().as_subclass(Tensor) if isinstance(v, Tensor) else vs.strict(v, f'{path}.{k}')
+    others = {k: b.detach().as_subclass(Tensor) for k,b in m.named_buffers() if k not in state}
+    return [state, others, [k for k,p in m.named_parameters() if not p.requires_grad],
+            [k for k,o in m.named_modules() if not o.training], module_attrs(vs, m, path) if attrs else {}]
+
+# Restore it. Parameters stay the same tensors. `whole`: are the saved tensors as large as the module's?
+def put_module(vs, m, state, path, whole=True):
+    check_form(state, [(list,dict,OrderedDict)], path)
+    if len(state) != 5: refuse(path, state, 'the five parts of a module')
+    tensors,others,frozen,evaluated,attrs = state
+    if whole: check_tensors(tensors, m.state_dict(), path)
+    check_form(dict(buffers=others, frozen=frozen, evaluated=evaluated), dict(buffers={str: Tensor}, frozen=[str], evaluated=[str]), path)
+    extra = {k: vs.decode(v, None, f'{path}.{k}') for k,v in tensors.items() if not isinstance(v, Tensor)}
+    tensors.update(extra)         # in place, as this `OrderedDict` holds the versions of its modules
+    m.load_state_dict(tensors)
+    _settle_all(vs, m, tensors, others)
+    for k,p in m.named_parameters():
+        if p.requires_grad == (k in frozen): p.requires_grad_(k not in frozen)
+    for k,o in m.named_modules(): o.training = k not in evaluated
+    put_module_attrs(vs, m, attrs, path)
+
+# Buffers that are in no `state_dict`, too
+def _settle_all(vs, m, tensors, others):
+    buffers,live = dict(m.named_buffers()),m.state_dict(keep_vars=True)
+    for k,v in others.items():
+        if k in buffers and buffers[k].shape == v.shape: _copy(buffers[k], v)
+    for k,v in {**tensors, **others}.items():
+        if _alike(now := live.get(k, buffers.get(k)), v): vs.settle(v, now)
 
 # %% ../../nbs/api/checkpoint/04_values.ipynb #e91bd247
-# its own methods: `GetAttr` would find the model's
-def has_state_dict(o): return hasattr(type(o), 'state_dict') and hasattr(type(o), 'load_state_dict')
-
 # A kind that is restored in the existing object
-def _there(put):
-    def back(vs, old, name, e, path):
+def _there(kind, put):
+    def back(vs, old, name, e, path, exact):
         if type(old).__name__ != name: return vs.lacks(path, f'there is no {name} for its state', old)
+        if kind_of(old) != kind: refuse(path, (kind, name, e), f'a {name}')
         put(vs, old, e, path)
         return old
     return back
-
-_shown = 'matplotlib','fastprogress','IPython','tqdm','ipywidgets','logging','typing'
-
-_code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.GenericAlias, types.UnionType, type,
-         np.ufunc, partial, property, weakref.ref, type(threading.Lock()), type(threading.RLock()), Hook, Hooks, RemovableHandle)
-_libraries = tuple(sysconfig.get_path(k) for k in ('stdlib', 'platstdlib', 'purelib', 'platlib'))
-
-def _is_code(o):
-    return isinstance(o, _code) or type(o).__module__.split('.')[0] in _shown
-
-# How a value is saved; None if it is code, or cannot be
-def kind_of(o): return None if _is_code(o) else first(k for k,(fits,*_) in kinds.items() if fits(o))
-
-# Do its attributes hold all of its state, and is its class the user's or fastai's?
-def _is_plain_object(o):
-    cls = type(o)
-    in_c = any(not c.__flags__ & 1<<9 or '__slots__' in vars(c) for c in cls.__mro__[:-1])    # or in slots
-    if not hasattr(o, '__dict__') or in_c or cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
-        return False
-    return cls.__module__.split('.')[0] in ('fastai','fastcore','fastaccum') or is_users(cls)
-
-# Is it a class of the script or of a project, not of an installed library?
-def is_users(cls):
-    return not (getattr(sys.modules.get(cls.__module__), '__file__', None) or '').startswith(_libraries)
 
 # Have two tensors the same place in storages of the same size? Not if they are expanded: their elements share memory
 def _alike(a, b):
@@ -304,22 +381,32 @@ def _alike(a, b):
 def _copy(old, t):
     with torch.no_grad(): return old.copy_(t)
 
-def _put_view(vs, old, name, e, path):
+def _put_view(vs, old, name, e, path, exact):
+    check_form(e, [object], path)
+    check_form(dict(zip('abc', e)), dict(a=int, b=[int], c=[int]), path)
     base = vs.known.get(name)
     if base is None or (isinstance(old, Tensor) and storage_id(old) == storage_id(base)): return old
     offset,shape,stride = e
-    return base.detach().as_strided(shape, stride, offset)
+    with taking(path, 'is no view'): return base.detach().as_strided(shape, stride, offset)
+
+def _put_generator(vs, g, e, path):
+    state = vs.decode(e, None, path)
+    with taking(path): put_state(g, state)
+
+def _put_enum(vs, old, name, e, path, exact):
+    if type(old).__name__ != name: return old
+    if kind_of(old) != 'enum': refuse(path, ('enum', name, e), f'a {name}')
+    if type(e) is not str or e not in type(old).__members__: refuse(path, e, f'a name of {name}')
+    return type(old)[e]
 
 kinds.update(
-    module=(lambda o: isinstance(o, nn.Module), Values.take_module, _there(Values.put_module)),
-    generator=(lambda o: type(o) in generator_types, lambda vs, o, path: vs.encode(state_of(o), path),
-               _there(lambda vs, o, e, path: put_state(o, vs.decode(e, None, path)))),
-    state=(has_state_dict, lambda vs, o, path: vs.encode(o.state_dict(), f'{path}.state_dict()'),
-           _there(lambda vs, o, e, path: o.load_state_dict(vs.decode(e, None, f'{path}.state_dict()')))),
-    enum=(lambda o: isinstance(o, Enum), lambda vs, o, path: o.name,
-          lambda vs, old, name, e, path: type(old)[e] if type(old).__name__ == name else old),
-    object=(_is_plain_object, Values.attrs, _there(Values.set_attrs)),
-    view=(lambda o: False, None, _put_view))
+    module=(take_module, _there('module', put_module)),
+    generator=(lambda vs, o, path: vs.encode(state_of(o), path), _there('generator', _put_generator)),
+    state=(lambda vs, o, path: vs.encode(o.state_dict(), f'{path}.state_dict()'),
+           _there('state', lambda vs, o, e, path: vs.load_state(o, e, f'{path}.state_dict()'))),
+    enum=(lambda vs, o, path: o.name, _put_enum),
+    object=(_TakesApart.attrs, _there('object', _PutsBack.set_attrs)),
+    view=(None, _put_view))
 
 # %% ../../nbs/api/checkpoint/04_values.ipynb #90bfe741
 # A hash of what `encode` returned, or of a tensor: the same for values that are equal bit for bit. Eight bytes, in hexadecimal digits

@@ -56,9 +56,6 @@ class ShardedDL(TfmdDL):
     # The rest of an epoch, after `done` batches; `order`: indices of all ranks' items that are left
     def take_up(self, order, done=0): self.order,self.done = order,done
 
-    # The items of all ranks that are left after `done` more batches, in order
-    def left(self, done): return self.order[done*self.dl.bs:]
-
     # Indices of this rank's items in batch `i` of the epoch
     def part(self, i):
         row,start = self.rows[i],(i-self.done)*self.dl.bs

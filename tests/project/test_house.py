@@ -23,8 +23,7 @@ as_fastai_calls_them = {'GradientAccumulation','MixedPrecision','WandbCallback'}
 
 # Modules that a check still complains about
 debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(),
-             written_by_methods=set(('checkpoint/state core/losses core/measured core/probe '
-                                     'loop/batch_loop loop/rows').split()),
+             written_by_methods=set('core/losses core/measured core/probe loop/batch_loop loop/rows'.split()),
              warned=set(), too_deep=set(), below_internals=set())
 
 @cache
@@ -74,7 +73,7 @@ def named_above(trees):
 def namespaces(trees):
     "State without a class. Values may name the type, as one that checkpoints can save"
     for mod,tree in trees.items():
-        if mod == 'checkpoint/values': continue
+        if mod in ('checkpoint/kinds','checkpoint/values'): continue
         yield from ((mod, f'SimpleNamespace, line {n.lineno}') for n in ast.walk(tree) if names_of(n) == 'SimpleNamespace')
 
 def patches(trees):
