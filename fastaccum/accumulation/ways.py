@@ -14,6 +14,7 @@ from ..core.coupled import CoupledBatch, find_head, up_to
 from ..core.lockstep.run import LockstepBatch
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, split_batch
+from ..core.private import check_parts
 from ..core.watch import batchnorms, hooks_of_others
 from .arguments import places
 from .checks import check_coupled, check_encoder, check_head, check_lockstep, check_with_tokens
@@ -61,6 +62,8 @@ class Whole:
     # An error for other arguments with which this way cannot work
     def check_arguments(self):
         if self.cb.activations == 'device' and not self.holds_activations: raise ValueError(places.format('device'))
+        check_parts('accumulation')
+        if self.cb.grad_device is not None: check_parts('grad_device')
 
     # An error for settings of the Learner with which this way cannot work
     def check(self): pass
@@ -280,6 +283,10 @@ class Lockstep(Coupled):
     checks_buffers = pools_norms = holds_activations = True
     message = property(lambda self: getattr(self.coupled, 'message', None))
     page = 'tutorials/batchnorm.html#every-batchnorm-sees-all-items'
+
+    def check_arguments(self):
+        super().check_arguments()
+        check_parts('batchnorm')
 
     def check(self):
         super().check()

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from .checks import is_count
 from .losses import LossInfo, LossRule, at_least, ignore_empty, is_known, loss_weight, n_items
 from .microbatch import map_tensors, part_sizes, tensors_in
+from .private import check_parts, plain_tensors
 from .probe import LossProbe
 from .values import LossValues
 from .warnings import warn
@@ -39,6 +40,7 @@ class ChunkedLoss:
     ):
         if not is_count(n_chunks): raise ValueError(f"n_chunks={n_chunks!r}: pass the number of chunks, an int of at least 1.")
         check_head(head)
+        check_parts('chunks')
         self.loss_func,self.head = loss_func,head
         self.n_chunks,self.scaler = n_chunks,scaler
         self.rule = LossRule(ChunkProbe if check_loss else None, check_loss == 'always')
@@ -159,7 +161,7 @@ class ChunkProbe(LossProbe):
 # A plain tensor, as fastai's classes make a view of each result. A tensor without data stays what it is
 def without_class(t):
     if type(t) is Tensor: return t
-    with torch._C.DisableTorchFunctionSubclass(): return t.view_as(t)
+    with plain_tensors(): return t.view_as(t)
 
 def with_input(context, x):
     res = HeadInput.__new__(HeadInput)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from .memory import backend, side_stream
+from .private import after_backward, in_backward, never_asked
 from .random import RandomState, same
 
 # %% auto #0
@@ -93,7 +94,7 @@ class HostGradient(Tensor):
         self.host,self.whole = host,whole
         self.is_zero = False
     def __repr__(self): return f'HostGradient({self.bring()})'
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = never_asked
 
     # A new one, with the values of `t`, a tensor on the device
     @classmethod
@@ -186,12 +187,12 @@ class Lane:
     # f(), which reads `g`, on this stream: in `backward`, which goes on meanwhile, as long as the gradients that are held take no more than
     # two of the largest size
     def run(self, f, g):
-        if self.stream is None or torch._C._current_graph_task_id() < 0: self.join(); return f()
+        if self.stream is None or not in_backward(): self.join(); return f()
         mod = backend(self.device)
         now = mod.current_stream(self.device)
         self.stream.wait_stream(now)
         with mod.stream(self.stream): res,done = f(),self.stream.record_event()
-        if not self.held: torch.autograd.Variable._execution_engine.queue_callback(self.join)
+        if not self.held: after_backward(self.join)
         self.held.append((g, done))
         self.size,self.most = self.size+g.nbytes,max(self.most, g.nbytes)
         while self.size > 2*self.most:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import numpy as np, torch
 from torch import Tensor, nn
 from .memory import device_of
+from .private import same_version
 
 # %% auto #0
 __all__ = []
@@ -82,7 +83,7 @@ class Snapshot:
     def restore(self):
         with torch.no_grad():
             for m,k,b,old in self.buffers:               # a frozen BatchNorm's may be saved in a graph
-                with torch.autograd._unsafe_preserve_version_counter(b): m._buffers[k] = b.copy_(old) # forward may have put another there
+                with same_version(b): m._buffers[k] = b.copy_(old) # forward may have put another there
             for p,g in zip(self.params, self.grads):
                 if g is None: p.grad = None
                 elif isinstance(g, Tensor): p.grad.copy_(g)

@@ -12,6 +12,7 @@ from math import inf
 from numbers import Integral, Real
 import torch
 from torch import Tensor
+from .private import check_parts, update_scale
 
 # %% auto #0
 __all__ = ['DynamicLossScaler']
@@ -33,6 +34,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
     ):
         _check_args(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval,
                     min_scale=min_scale, max_scale=max_scale, hysteresis=hysteresis, patience=patience)
+        if enabled: check_parts('scaler')
         super().__init__(device, float(init_scale), float(growth_factor), float(backoff_factor), int(growth_interval), enabled)
         self.min_scale = float(min_scale)
         self.max_scale = float(max_scale)
@@ -102,8 +104,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
             self._last_found,self._last_skipped = found,self.last_skipped
             self._record.add(self._scale, found)
         if new_scale is None and found is not None:
-            torch._amp_update_scale_(self._scale, self._overflow_tracker, 1-found, self._backoff_factor, 1., self.hysteresis)
-            torch._amp_update_scale_(self._scale, self._growth_tracker, found, self._growth_factor, 1., self._growth_interval)
+            update_scale(self._scale, self._overflow_tracker, 1-found, self._backoff_factor, 1., self.hysteresis)
+            update_scale(self._scale, self._growth_tracker, found, self._growth_factor, 1., self._growth_interval)
             self.reset_step()
         else: super().update(new_scale)  # sets the scale, or raises an error because there was no step
         self._scale.clamp_(self.min_scale, self.max_scale)

@@ -19,6 +19,7 @@ import gc, inspect, io, itertools, logging, operator, os, sys, sysconfig, thread
 import numpy as np, torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from .private import same_version
 from .random import RandomState, generator_types
 from .warnings import _libraries
 
@@ -237,7 +238,7 @@ class TensorPart:
     def __init__(self, name, t, copied):
         self.name,self.t = name,t
         self.kind = _kind_of(t)
-        self.version = None if t.is_inference() else torch.autograd._unsafe_preserve_version_counter(t)
+        self.version = None if t.is_inference() else same_version(t)
         self.number = None if t.is_inference() else t._version
         self.old = t.detach().as_subclass(Tensor).clone() if copied else None
 

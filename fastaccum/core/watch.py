@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .memory import device_of
 from .microbatch import check_others, map_tensors, others_in, part_sizes, split_items, tensors_in
+from .private import next_number, number_of
 from .random import RandomState, Snapshot, generator_types
 from .untouched import Moved, Untouched
 
@@ -24,7 +25,7 @@ __all__ = []
 class Passes:
     def __init__(self, module):
         self.module = module
-        self.begin = _next_node()
+        self.begin = next_number()
         self.outs = []
         self.held = []
         self.off = None                            # on the device: how far apart are the passes?
@@ -33,10 +34,10 @@ class Passes:
     def first_pass(self, i, last, out):
         self.outs.append([_thin(t) for t in tensors_in(out) if t.is_floating_point()])
         if i in (0, last): self.held.append(held_by(self.module))
-        if i == last: self.end = _next_node()
+        if i == last: self.end = next_number()
 
     # In place of `first_pass`, if there is but one: `held()` is what modules keep of the first part and of the last
-    def one_pass(self, held): self.held,self.end = held(),_next_node()
+    def one_pass(self, held): self.held,self.end = held(),next_number()
 
     # How far are the outputs of the part `i` in the second pass from these?
     def second_pass(self, i, out):
@@ -47,7 +48,7 @@ class Passes:
 
     # Does `loss` depend on what was computed in the first pass, except through the outputs?
     def reach(self, loss):
-        return any(self.begin < f._sequence_nr() < self.end for f in nodes_of(loss))
+        return any(self.begin <= number_of(f) < self.end for f in nodes_of(loss))
 
     # The names of activations that modules keep, for a message; None if all depend on weights alone, and so are the same for all parts
     def kept_names(self):
@@ -70,9 +71,6 @@ def nodes_of(tensors):
 def held_by(module):
     mine = ((f'{name}.{k}'.strip('.'), v) for name,m in module.named_modules() for k,v in vars(m).items())
     return {k: v.detach() for k,v in mine if isinstance(v, Tensor) and v.grad_fn is not None}
-
-# The number of the next node of the graph; all nodes of later operations have larger ones
-def _next_node(): return torch.ones((), requires_grad=True).clone().grad_fn._sequence_nr()
 
 # Some of the elements, if there are very many
 def _thin(t): return t.detach().flatten()[::t.numel()//2**16|1].clone()

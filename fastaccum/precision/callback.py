@@ -17,6 +17,7 @@ from fastai.callback.channelslast import ChannelsLast
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
 from ..core.microbatch import map_tensors
+from ..core.private import unscale
 from ..loop.batch_loop import LoopCallback, check_single
 from ..loop.learner import has_own_loop
 from ..loop.optimizers import params_of
@@ -204,7 +205,7 @@ def can_compute_in(
             with torch.autocast(device, dtype=mode.dtype): y = x@x
         y.float().sum().backward()
         found_inf,scale = torch.zeros(1, device=device),torch.ones(1, device=device)
-        if mode is AMPMode.FP16: torch._amp_foreach_non_finite_check_and_unscale_([x.grad], found_inf, scale)
+        if mode is AMPMode.FP16: unscale([x.grad], found_inf, scale)
         return y.dtype == mode.dtype
     except (RuntimeError, UserWarning, TypeError, AssertionError, NotImplementedError): return False
 
