@@ -7,6 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/logs/steps.html.md"""
 # %% ../../nbs/api/logs/01_steps.ipynb #5ba4614b
 from __future__ import annotations
 import math
+from typing import Callable, NamedTuple
 from time import perf_counter
 import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
@@ -30,19 +31,32 @@ class StepLogger(LoopCallback):
         times:bool=False        # Log the seconds of loading, forward, backward and the optimizer?
     ):
         store_attr()
-        self.rows,self.axis,self.n_fits,self._first,self.norm = StepTable(),EpochAxis(),0,True,None
-        self.clock,self._clipped,self._measured = StepClock(self),None,{}
-        if not times: self.unused_events = ('before_batch','before_backward','after_backward') + (() if clipped_norm else ('after_step',))
+        self.rows = StepTable()
+        self.axis = EpochAxis()
+        self.clock = StepClock(self)
+        self.n_fits = 0
+        self._first = True                                # is no row of this fit there?
+        self._now = {}                                    # values of this step, of those in `on_request`
+        if not times:
+            unused = {'before_batch','before_backward','after_backward','after_step'}
+            self.unused_events = tuple(sorted(unused - {v.event for v in on_request if v.is_asked_of(self)}))
 
     @property
-    def step_values(self):
-        res = {**self._measured}
-        if self.norm is not None: res['grad_norm'] = self.norm
-        if self._clipped is not None: res['clipped_norm'] = self._clipped
-        return res
+    def step_values(self): return {v.name: self._now[v.name] for v in on_request if v.name in self._now}
+
+    @property
+    def norm(self): return self._now.get('grad_norm')
+
+    # What is there at this event
+    def _take(self, event):
+        for v in on_request:
+            if v.event != event or not v.is_asked_of(self): continue
+            value = v.of(self)
+            if value is not None: self._now[v.name] = value
 
     def before_fit(self):
-        self._first,self.norm,self._clipped,self._measured = True,None,None,{}
+        self._first = True
+        self._now = {}
         self.clock.check()
     def before_train(self): self.axis.begin(); self.clock.begin()
     def before_batch(self): self.clock.mark('data')
@@ -50,20 +64,20 @@ class StepLogger(LoopCallback):
     def after_backward(self): self.clock.mark('backward')
     def after_step(self):
         self.clock.mark('step')
-        if self.clipped_norm: self._clipped = grad_norm(params_of(self.learn.opt))
+        self._take('after_step')
     def after_train(self):
         if not self.loop.lr_finder: self.axis.end()
 
     def before_step(self):
-        if self.grad_norm: self.norm = grad_norm(params_of(self.learn.opt))
-        if self.times: self.clock.mark(None)
+        self._take('before_step')
+        self.clock.mark(None)
 
     def after_batch(self):
         if not self.loop.now.closed or self.loop.lr_finder: return   # lr_find undoes its steps
         self.n_fits += self._first
         self._first = False
         self.axis.move(self.learn)
-        self._measured = self.clock.measure()     # for callbacks that come later too
+        self._take('after_batch')                 # for callbacks that come later too
         row = step_row(self.learn)
         self.rows.append(dict(step=len(self.rows)+1, fit=self.n_fits, epoch=self.axis.done, **row))
         to_tensorboard(self.learn, row)
@@ -131,25 +145,52 @@ def plot_times(self:StepLogger,
     "Draw how the time of each step is spent, with advice in the title"
     if not len(self.rows) or 'forward_s' not in self.rows.cols: raise ValueError("There are no times: train with StepLogger(times=True).")
     df = self.to_df()
-    times = df[[f'{k}_s' for k in _parts]].fillna(0.)
+    times = df[[f'{k}_s' for k in parts]].fillna(0.)
     share = times.sum()/times.sum().sum()
     most = max(dict(data=share.data_s, model=share.forward_s+share.backward_s, step=share.step_s).items(), key=lambda o: o[1])
     ax = ax or plt.subplots(figsize=(7, 2.8), layout='constrained')[1]
-    ax.stackplot(df.step, 1e3*times.T.values/df['items'].values, labels=[f'{k} {share[f"{k}_s"]:.0%}' for k in _parts], step='mid')
+    ax.stackplot(df.step, 1e3*times.T.values/df['items'].values, labels=[f'{k} {share[f"{k}_s"]:.0%}' for k in parts], step='mid')
     ax.set(xlabel='step', ylabel='ms an item', title=f'{most[1]:.0%}: {_slow_part[most[0]]}')
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax
 
 # %% ../../nbs/api/logs/01_steps.ipynb #62c8019a
-# Right after a step, its values: `items`, `accum_bs`, `loss`, `lr`, the `step_values` of callbacks, and whether the step was `skipped`.
+parts = 'data','forward','backward','step'                # of a step's time
+
+# A value of a step. There is one row for each: **whoever adds a value adds a row**
+class Value(NamedTuple):
+    name:str                  # of its column
+    event:str                 # when it is there
+    of:Callable               # of the `StepLogger`, or of the Learner: a number, or a tensor with one element on its device; None: none
+    argument:str|None=None    # of `StepLogger`, which asks for it; None: it is always logged
+
+    def is_asked_of(self, log): return self.argument is None or bool(getattr(log, self.argument))
+
+# Of every step, for all loggers
+of_step = [
+    Value('items', 'after_batch', lambda learn: find_bs(learn.yb)),
+    Value('accum_bs', 'after_batch', lambda learn: find_bs(learn.yb)),
+    Value('loss', 'after_batch', lambda learn: learn.one_batch.step_loss),
+    Value('lr', 'after_batch', lambda learn: learn.opt.hypers[-1]['lr']),
+    Value('skipped', 'after_batch', lambda learn: learn.one_batch.now.stepped == False)]     # noqa: a tensor, where the device decides
+
+# Of a `StepLogger`, which all loggers get through its `step_values`
+on_request = [
+    Value('items_per_s', 'after_batch', lambda log: log.clock.items_per_s(), 'speed'),
+    Value('peak_mb', 'after_batch', lambda log: log.clock.peak_mb(), 'memory'),
+    *[Value(f'{part}_s', 'after_batch', lambda log, part=part: log.clock.seconds(part), 'times') for part in parts],
+    Value('grad_norm', 'before_step', lambda log: grad_norm(params_of(log.learn.opt)), 'grad_norm'),
+    Value('clipped_norm', 'after_step', lambda log: grad_norm(params_of(log.learn.opt)), 'clipped_norm')]
+
+# Right after a step, its values, and the `step_values` of callbacks, which may know better how many items it had; `skipped` comes last.
 # Name -> number, or tensor on the device
 def step_row(learn) -> dict:
-    loop,n = learn.one_batch,find_bs(learn.yb)
-    row = dict(items=n, accum_bs=n, loss=loop.step_loss, lr=learn.opt.hypers[-1]['lr'])
+    row = {v.name: v.of(learn) for v in of_step}
+    skipped = row.pop('skipped')
     for cb in learn.cbs:
         if hasattr(type(cb), 'step_values'): row.update(cb.step_values)
-    return {**row, 'skipped': loop.now.stepped == False}  # noqa: a tensor where fp16 decides on the device
+    return {**row, 'skipped': skipped}
 
 # %% ../../nbs/api/logs/01_steps.ipynb #ca2c2354
 # Time between pairs of events of a device. The device knows it only later; reading it too early makes the host wait
@@ -244,8 +285,6 @@ def _kind(v):
     return 0 if isinstance(v, bool) else 1 if isinstance(v, int) else 2
 
 # %% ../../nbs/api/logs/01_steps.ipynb #8d765c96
-_parts = 'data','forward','backward','step'
-
 # Measures what `StepLogger` needs. Uses the clock on a CPU and the device's events elsewhere, so that the host never waits
 class StepClock:
     def __init__(self, logger): self.logger,self.device,self._since = logger,torch.device('cpu'),None
@@ -260,7 +299,7 @@ class StepClock:
     def begin(self): self._since = perf_counter(); self.begin_row()
 
     def begin_row(self):
-        self._waits,self._last,self._spans = perf_counter(),None,{k: [] for k in _parts}
+        self._waits,self._last,self._spans = perf_counter(),None,{k: [] for k in parts}
         if self.logger.memory: backend(self.device).reset_peak_memory_stats(self.device)
 
     # End `part` and begin the next one. The host waits for data, so the clock measures that part on every device
@@ -271,19 +310,19 @@ class StepClock:
         if part not in (None,'data') and self._last is not None: self._spans[part].append((self._last, now))
         self._last,self._waits = now,perf_counter()   # time after the last part counts as waiting for the next loader batch
 
-    # The measured values of the step that ends now, once
-    def measure(self) -> dict:
-        log,res = self.logger,{}
-        if self._since is None: return res
-        if log.speed:
-            now = perf_counter()
-            items = getattr(log.loop.accumulation, 'items', None) or find_bs(log.learn.yb)
-            res['items_per_s'],self._since = items/(now-self._since),now
-        if log.memory: res['peak_mb'] = backend(self.device).max_memory_allocated(self.device)/2**20
-        if log.times: res.update({f'{k}_s': self._seconds(k, v) for k,v in self._spans.items()})
-        return res
+    # -- values of the step that ends now; None before the first one began
+    def items_per_s(self):
+        if self._since is None: return None
+        log,now = self.logger,perf_counter()
+        items = getattr(log.loop.accumulation, 'items', None) or find_bs(log.learn.yb)
+        since,self._since = self._since,now
+        return items/(now-since)
 
-    def _seconds(self, part, spans):
+    def peak_mb(self): return None if self._since is None else backend(self.device).max_memory_allocated(self.device)/2**20
+
+    def seconds(self, part):
+        if self._since is None: return None
+        spans = self._spans[part]
         if part == 'data' or not spans: return float(sum(spans))
         return sum(b-a for a,b in spans) if self.device.type == 'cpu' else DeviceSeconds(spans)
 

@@ -19,7 +19,7 @@ except ImportError as e: raise ImportError("fastaccum.logs.wandb needs the SDK o
 from fastai.callback import wandb as fastai_wandb
 from fastai.callback.wandb import log_model, wandb_process
 from ..loop.batch_loop import LoopCallback
-from .steps import EpochAxis, step_row, to_host
+from .steps import EpochAxis, Value, step_row, to_host
 
 # %% auto #0
 __all__ = ['WandbCallback', 'offline_history']
@@ -78,8 +78,8 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         known = step_row(learn) if loop.closed else loop.accumulation.so_far
         known = {k: v for k,v in known.items() if k not in ('loss','lr')}
         hypers = {f'{k}_{i}': v for i,h in enumerate(learn.opt.hypers) for k,v in h.items() if isinstance(v, (Number,Tensor))}
-        speed = known['items']/(time.perf_counter() - self.ti_batch)
-        return dict(epoch=self.axis.done, train_loss=learn.smooth_loss, raw_loss=learn.loss, **hypers, **known, train_samples_per_sec=speed)
+        known.update(hypers)
+        return {**known, **{v.name: v.of(self, known) for v in of_row}}
 
     def _at_step(self, step):
         "The step for the next row: after rows that other code has logged, but the same as before for rows repeated after a restart"
@@ -160,6 +160,14 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         save = self.learn.save_model
         if save.last_saved_path is None: print('WandbCallback could not retrieve a model to upload')
         else: log_model(save.last_saved_path, name=save.fname, metadata=epoch_values(self.learn.recorder))
+
+# %% ../../nbs/api/logs/02_wandb.ipynb #12289cc3
+# `of(cb, known)`: of the `WandbCallback`, and what is known of the step
+of_row = [
+    Value('epoch', 'after_batch', lambda cb, known: cb.axis.done),
+    Value('train_loss', 'after_batch', lambda cb, known: cb.learn.smooth_loss),
+    Value('raw_loss', 'after_batch', lambda cb, known: cb.learn.loss),
+    Value('train_samples_per_sec', 'after_batch', lambda cb, known: known['items']/(time.perf_counter() - cb.ti_batch))]
 
 # %% ../../nbs/api/logs/02_wandb.ipynb #143af827
 def offline_history(
