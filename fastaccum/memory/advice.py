@@ -22,7 +22,7 @@ from ..accumulation.callback import GradientAccumulation
 from ..checkpoint.loaders import texts_in_order
 from .activations import ActivationCheckpointing, ActivationOffload, find_blocks
 from .chunks import ChunkedHead
-from ..core.checks import is_positive
+from ..core.checks import is_count, is_positive
 from ..core.coupled import CoupledBatch
 from ..core.grads import summed_for
 from ..core.losses import count_items, n_items
@@ -66,10 +66,13 @@ class MemoryAdvice:
         self.micro_batch_size = self._largest(self.now)
 
     def peak_at(self,
-        k:int # Largest number of items of a micro-batch
+        k:int # Largest number of items of a micro-batch, at most those of a loader batch
     ) -> int: # Bytes
         "The `peak` with micro-batches of `k` items"
-        if k < 1: raise ValueError(f"k={k}: a micro-batch has at least 1 item.")
+        if not is_count(k): raise ValueError(f"k={k!r}: a micro-batch has at least 1 item, so pass an int from 1 to {self.bs}.")
+        if k > self.bs:
+            raise ValueError(f"k={k}: a micro-batch is a part of a loader batch, and the Learner's has {self.bs} items. For the memory of "
+                             f"{k} items, make its loaders with bs={k}, and ask again.")
         return self.cost(replace(self.now, size=k)).peak
 
     def cost(self,

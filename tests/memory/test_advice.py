@@ -31,6 +31,13 @@ def advise(learn):
     advice = learn.memory_advice()
     return learn.memory_advice(gib=(advice.params+advice.peak_at(3))/.9/2**30)
 
+@pytest.mark.parametrize('k', [0, -1, 2.5, True, '4', 17, 64])
+def test_sizes_that_are_no_part_of_a_loader_batch(k):
+    "Not answered as if they were the loader batch"
+    advice = get_learner().memory_advice()
+    assert advice.peak_at(8) < advice.peak_at(16) == advice.peak
+    with pytest.raises(ValueError, match='make its loaders with bs=|pass an int from 1 to 16'): advice.peak_at(k)
+
 @pytest.mark.parametrize('setting', made)
 def test_line_keeps_what_is_attached(setting):
     learn = get_learner(made[setting]())
