@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 pytest.importorskip('greenlet')
-from fastaccum.core.lockstep import room as room_of_parts
+from fastaccum.core.lockstep import kept, room as room_of_parts
 from fastaccum.core.lockstep.run import Lockstep, LockstepBatch, LockstepFacts
 from fastaccum.core.lockstep.statistics import moments, pooled
 
@@ -227,6 +227,42 @@ def test_what_is_kept_later_is_noticed():
         assert rel(grads(net), ref) < 1e-12 and int(net.n.num_batches_tracked) == 1 + int(state['n.num_batches_tracked'])
         net.load_state_dict(state)
     assert '' in facts.kept.watched and net.kept.shape == (2, 4)      # the last part's, as after micro-batches
+
+def compared(monkeypatch, net, x, sizes):
+    "For each batch, in parts of so many items: how many objects were compared to find what modules keep?"
+    counts,holds,facts = [],kept.Box.holds,LockstepFacts()
+    def counted(box, content):
+        counts[-1] += len(content)
+        return holds(box, content)
+    monkeypatch.setattr(kept.Box, 'holds', counted)
+    for size in sizes:
+        counts.append(0)
+        run_parts(net, x, facts, size)
+    monkeypatch.undo()
+    return counts
+
+def test_only_what_can_change_is_compared(monkeypatch):
+    "The first part shows what changes, and the last one that nothing else has; later batches are looked at once"
+    net,x = nn.Sequential(*[m for _ in range(3) for m in (conv(), BN(4), nn.ReLU())]),torch.randn(16, 4, 5, 5)
+    can_change = sum(len(vars(m)) - len(vars(nn.Module())) + 4 + len(m._parameters) + len(m._buffers) for m in net.modules())
+    for size in (8, 4, 2): assert compared(monkeypatch, net, x, [size]*3) == [2*4*can_change, can_change, can_change]
+
+@pytest.mark.parametrize('i', range(5))
+def test_one_part_alone_keeps_something(i):
+    "Only the part with item `i` puts its activations into a list, and takes them out again behind two BatchNorms"
+    def f(m, x):
+        mine = m.a(x)
+        if (x == 7).any(): m.box['stack'].append(mine)
+        y = m.n2(m.b(m.n(mine)))
+        return y + (m.box['stack'].pop() if m.box['stack'] else mine)
+    net = seeded(Body, f, **three()).double()
+    net.box = {'stack': []}
+    x = torch.randn(5, 4, 5, 5).double()
+    x[i,0,0,0] = 7
+    ref = deepcopy_free(net, lambda: squares(net(x)).backward())
+    facts = LockstepFacts()
+    for _ in range(2): assert rel(deepcopy_free(net, lambda: run_parts(net, x, facts, 1)), ref) < 1e-12
+    assert net.box == {'stack': []}
 
 class Store: pass
 def stored(put, get, **layers):

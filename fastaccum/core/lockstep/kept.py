@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from functools import partial
+from itertools import repeat
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from torch import Tensor, nn
 
@@ -16,83 +17,127 @@ from torch import Tensor, nn
 __all__ = []
 
 # %% ../../../nbs/api/core/lockstep/03_kept.ipynb #5b0f0015
-# What the modules of a model keep, for each part. A box is a dict (of attributes) or a list, known by its name
+# What the modules of a model keep, for each part. A box is known by its name
 class Kept:
     def __init__(self):
-        self.watched = None       # names of boxes that passes change; None: look at all
+        self.watched = None       # names of boxes that passes change; None: not known yet
         self.boxes = {}
         self.before = {}          # what was in each box before the pass
         self.parts = []           # for each part, what it has put into boxes
-        self.changed = set()
+        self.changed = set()      # names of boxes that this pass has changed
+        self.mixed = False        # has a part in this pass found what another one has put there?
 
     def begin(self, module, n_parts):
         self.boxes = boxes_in(module)
-        self.before = {k: copy_of(b) for k,b in self.boxes.items()}
+        self.before = {k: b.content() for k,b in self.boxes.items()}
         self.parts = [{} for _ in range(n_parts)]
         self.changed = set()
+        self.mixed = False
 
     # Before a switch to part `i`
-    def enter(self, i):
-        for k,content in self.parts[i].items(): fill(self.boxes[k], content)
+    def enter(self, i): self._fill(self.parts[i])
 
     # After it
     def leave(self, i):
-        now = self.parts[i] = {}
-        for k in self.boxes if self.watched is None else self.watched & self.boxes.keys():
-            box = self.boxes[k]
-            if holds(box, self.before[k]): continue
-            now[k] = copy_of(box)
-            fill(box, self.before[k])
+        last = len(self.parts)-1
+        everywhere = self.watched is None and i in (0, last)
+        looked_at = self.boxes.keys() if everywhere else self.changed if self.watched is None else self.watched & self.boxes.keys()
+        now = self._different(looked_at)
+        if everywhere and 1 < last == i and now.keys() - self.changed: self.mixed = True       # which part was it?
+        self.parts[i] = now
+        self._put_back(now)
         self.changed.update(now)
 
-    # After a pass: has a box changed that was not watched? From now on it is
+    # After a pass: have parts mixed up what they keep? From now on these boxes are watched
     def surprised(self):
-        new = {k for k,b in self.boxes.items() if not holds(b, self.before[k])}
+        new = set() if self.watched is None else self._different(self.boxes.keys() - self.watched).keys()
         self.watched = (self.watched or set()) | self.changed | new
-        for k in new: fill(self.boxes[k], self.before[k])
-        return bool(new)
+        self._put_back(new)
+        return self.mixed or bool(new)
 
     # Leave what part `last` has put there; after an error what was there before
     def end(self, last=None):
-        self._put_back()
-        if last is not None: self.enter(last)
+        if last is None: self._put_back(self.boxes)
+        else: self._show(last)
         self.boxes = {}
         self.before = {}
         self.parts = []
 
     # `f()` with what part `i` has put there
     def of(self, i, f):
-        self._put_back()
-        self.enter(i)
+        self._show(i)
         return f()
 
-    def _put_back(self):
-        for k,b in self.boxes.items(): fill(b, self.before[k])
+    # The content of the boxes of these names in which something else is than before
+    def _different(self, names): return {k: self.boxes[k].content() for k in names if not self.boxes[k].holds(self.before[k])}
+
+    def _show(self, i):
+        self._put_back({k for part in self.parts for k in part})
+        self._fill(self.parts[i])
+
+    def _put_back(self, names): self._fill({k: self.before[k] for k in names})
+
+    def _fill(self, contents):
+        for k,content in contents.items(): self.boxes[k].fill(content)
+
+# %% ../../../nbs/api/core/lockstep/03_kept.ipynb #5b120012
+# Where modules keep things: a dict (of attributes), a list or a deque. `fixed`: names in it that never change
+class Box:
+    def __init__(self, holder, fixed=frozenset()):
+        self.holder = holder
+        self.is_dict = isinstance(holder, dict)
+        self.fixed = fixed & holder.keys() if self.is_dict else fixed
+
+    # What is in it now, but for what never changes
+    def content(self):
+        if not self.is_dict: return list(self.holder)
+        return {k: v for k,v in self.holder.items() if k not in self.fixed}
+
+    # Are the same objects in it?
+    def holds(self, content):
+        if len(self.holder) != len(content) + len(self.fixed): return False
+        if not self.is_dict: return all(map(operator.is_, self.holder, content))
+        return all(map(operator.is_, map(self.holder.get, content, repeat(_nothing)), content.values()))
+
+    # Put the content back
+    def fill(self, content):
+        if self.holds(content): return               # not every dict can be written to
+        if self.is_dict:
+            for k in self.holder.keys() - content.keys() - self.fixed: del self.holder[k]
+            self.holder.update(content)
+        elif isinstance(self.holder, list): self.holder[:] = content
+        else:
+            self.holder.clear()
+            self.holder.extend(content)
+
+_nothing = object()
 
 # %% ../../../nbs/api/core/lockstep/03_kept.ipynb #c0a2d020
-# What the modules keep: name -> box, a dict (of attributes), a list or a deque
+# What the modules keep: name -> box
 def boxes_in(module):
     boxes = {}
     for name,m in module.named_modules():
-        boxes[name] = own = vars(m)
-        boxes.update({(name, k): own[k] for k in _swapped if k in own})
+        own = vars(m)
+        boxes[name] = Box(own, _of_torch)
+        boxes.update({(name, k): Box(own[k]) for k in _swapped if k in own})
         for k,o in own.items():
-            if k not in _of_torch: add_boxes(boxes, (name, k), o)
+            if k not in _of_torch and k not in _swapped: add_boxes(boxes, (name, k), o)
         for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
-            if keeps_values(o := owner_of(h)): boxes[name,'hook',id(o)] = vars(o)
+            if keeps_values(o := owner_of(h)): boxes[name,'hook',id(o)] = Box(vars(o))
     return boxes
 
 # The boxes in `o`: containers in containers, and in an object
 def add_boxes(boxes, name, o, inside=False):
     key = *name,id(o)
-    if key in boxes or not (isinstance(o, (list,dict,deque,tuple)) or keeps_values(o) and not inside): return
-    if isinstance(o, (list,dict,deque)): boxes[key] = o
-    elif not isinstance(o, tuple): boxes[key],inside = vars(o),True
-    content = boxes.get(key, o)
+    is_container = isinstance(o, (list,dict,deque,tuple))
+    if key in boxes or not (is_container or keeps_values(o) and not inside): return
+    content = o if is_container else vars(o)
+    if not isinstance(o, tuple): boxes[key] = Box(content)
+    inside = inside or not is_container
     for v in [*(content.values() if isinstance(content, dict) else content)]: add_boxes(boxes, name, v, inside)
 
-_of_torch = {k for k in vars(nn.Module()) if k != 'training'}
 _swapped = '_parameters','_buffers','_forward_hooks'     # as by `torch.func.functional_call`
+_of_torch = frozenset(vars(nn.Module())) - {'training', *_swapped}
 
 # The object that a hook belongs to
 def owner_of(f):
@@ -102,25 +147,3 @@ def owner_of(f):
 def keeps_values(o):
     others = nn.Module,Tensor,type,FunctionType,MethodType,BuiltinFunctionType,ModuleType
     return hasattr(o, '__dict__') and not isinstance(o, others)
-
-# %% ../../../nbs/api/core/lockstep/03_kept.ipynb #5b120012
-def copy_of(box): return dict(box) if isinstance(box, dict) else list(box)
-
-# Are the same objects in the box?
-def holds(box, content):
-    if len(box) != len(content): return False
-    if isinstance(box, dict): return all(box.get(k, _nothing) is v for k,v in content.items())
-    return all(map(operator.is_, box, content))
-
-_nothing = object()
-
-# Put the content back
-def fill(box, content):
-    if holds(box, content): return               # not every dict can be written to
-    if isinstance(box, dict):
-        for k in [k for k in box if k not in content]: del box[k]
-        box.update(content)
-    elif isinstance(box, list): box[:] = content
-    else:
-        box.clear()
-        box.extend(content)
