@@ -60,12 +60,12 @@ def _nodes_are_numbered():
     x = torch.ones((), requires_grad=True)
     with torch.enable_grad():
         first = next_number()
-        nodes = x.clone().grad_fn,_Same.apply(x).grad_fn        # those of Python functions, too
-    return [number_of(f)-first for f in nodes] == [0, 1]
+        outs = x.clone(),_Same.apply(x)        # those of Python functions, too: they live as long as their outputs
+    return [number_of(o.grad_fn)-first for o in outs] == [0, 1]
 
 def _gradients_have_types():
-    with torch.enable_grad(): node = _Same.apply(torch.ones((), dtype=torch.float64, requires_grad=True)).grad_fn
-    return gradient_dtype(node, 0) == torch.float64
+    with torch.enable_grad(): out = _Same.apply(torch.ones((), dtype=torch.float64, requires_grad=True))
+    return gradient_dtype(out.grad_fn, 0) == torch.float64
 
 def _hooks_can_be_moved():
     pair = _same,_same

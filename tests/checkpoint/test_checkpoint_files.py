@@ -1,5 +1,5 @@
 "Checkpoints touch only files that they wrote, whatever a run ends with; a disk that is full or read-only stops nothing"
-import errno, json, multiprocessing, os, random, signal, subprocess, sys, threading, zipfile
+import errno, json, multiprocessing, os, pathlib, random, signal, subprocess, sys, threading, zipfile
 import pytest
 from reference import *
 from fastai.callback.tracker import SaveModelCallback
@@ -220,7 +220,12 @@ def failing(monkeypatch, name, error, when=lambda *a: True):
     def fails(*args, **kwargs):
         if when(*args): raise error
         return real(*args, **kwargs)
-    monkeypatch.setattr(module, name, fails)
+    replace_in(monkeypatch, module, name, fails)
+
+def replace_in(monkeypatch, module, name, f):
+    monkeypatch.setattr(module, name, f)
+    accessor = getattr(pathlib, '_NormalAccessor', None)       # Python 3.10: its `Path` has these functions from the beginning
+    if module is os and hasattr(accessor, name): monkeypatch.setattr(accessor, name, staticmethod(f))
 
 read_only = OSError(errno.EROFS, 'Read-only file system')
 def in_models(*args):
@@ -236,7 +241,7 @@ def test_failing_operations(name, monkeypatch):
     good = {p: p.read_bytes() for p in Path('models/checkpoint').glob('*.pt')}
     with pytest.MonkeyPatch.context() as m:
         failing(m, name, read_only, (lambda *a: True) if name == 'fsync' else in_models)
-        if name == 'unlink': m.setattr(os, 'rmdir', os.unlink)
+        if name == 'unlink': replace_in(m, os, 'rmdir', os.unlink)
         with warnings.catch_warnings(record=True) as w:
             warnings.simplefilter('always')
             learn = run({}, TrainingCheckpoint(every_steps=4))
