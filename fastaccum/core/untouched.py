@@ -163,6 +163,7 @@ _plain = {int,float,bool,str,bytes,type(None)}
 _atoms = Number,str,bytes,type(None),type(NotImplemented)
 _missing = object()
 
+# %% ../../nbs/api/core/19_untouched.ipynb #b46a0023
 # Attributes and items, as a list of names and values
 def _flat(d): return [*d.keys(), *d.values()]
 
@@ -188,6 +189,7 @@ _containers = {
 @lru_cache(1024)
 def _way_of(kind): return next(_containers[c] for c in kind.__mro__ if c in _containers)
 
+# %% ../../nbs/api/core/19_untouched.ipynb #b46a0026
 # Iterators that are not written in Python. Pickle's protocol reads their state
 @lru_cache(1024)
 def is_iterator(kind):
@@ -213,6 +215,7 @@ def _set_memory_file(o, old):
     o.write(old[1])
     o.seek(old[0])
 
+# %% ../../nbs/api/core/19_untouched.ipynb #b46a0029
 # What supports Python's protocol for memory: arrays of NumPy and ctypes, `mmap`
 def state_of_memory(o):
     if isinstance(o, np.ndarray): return o.tobytes()
@@ -230,8 +233,7 @@ def _memory_of(o):
 def _set_objects(o, old):
     for i,v in zip(np.ndindex(o.shape), old): o[i] = v
 
-# ---- tensors
-
+# %% ../../nbs/api/core/19_untouched.ipynb #b46a002c
 # A tensor, a copy of which is kept if it is not too large. Of a large one the version tells whether it has changed
 class TensorPart:
     write = None
