@@ -42,8 +42,7 @@ class BatchPass:
         self.is_alone = False            # is it one micro-batch, and that a step?
         self.looks = []                  # the witnesses that look at it
         self.first = len(cb.acc.losses)  # its first micro-batch, among those of the accumulated batch
-        self.values = None               # what the loss keeps
-        self.keeps_values = False        # are values that the loss keeps put together for its micro-batches?
+        self.values = None               # a `BatchValues`, if the loss keeps values
 
     # Does the accumulated batch end with `n` items?
     def ends(self, n): return n >= self.acc.accum_bs or self.last and n > 0 and self.fate(n) is Fate.STEP
@@ -63,7 +62,8 @@ class BatchPass:
     def run(self):
         cb,learn,way = self.cb,self.learn,self.way
         loop = self.loop = learn.one_batch                                     # a callback may remove it on the way
-        weights,self.values = cb.weights,cb.facts.values
+        weights,values = cb.weights,cb.facts.values
+        if values.holder is not None: self.values = BatchValues(self, values)
         shown = self.shown = Shown(learn, self._beside())
         self.micros = way.cut(self, shown)
         self.is_alone = self._is_alone()
@@ -71,7 +71,7 @@ class BatchPass:
         listeners = loop.events.table['backward']                              # usually there are none
         weights.begin(self)
         looks = self.looks = cb.witnesses.looks(self)
-        self._begin_values()
+        if self.values is not None: self.values.begin()
         try:
             with shown:
                 for micro in self.micros:
@@ -100,7 +100,7 @@ class BatchPass:
         for w in self.looks: w.after_backward(micro)
         loss = learn.loss.detach() if learn.loss.requires_grad else learn.loss
         acc.count(loss, weight.adds, micro.counts, weight.divided_by, weight.n_sharing)
-        if self.keeps_values: self._add_values(micro)
+        if self.values is not None: self.values.add(micro)
 
     # Afterwards `learn` is as if the loader batch had gone through the model in one piece
     def _join(self, preds):
@@ -109,7 +109,7 @@ class BatchPass:
         if self.cb.learn is not learn: raise removed_in_batch(self.cb)
         done = len(acc.losses) - self.first
         if done: learn.loss = acc.mean(self.first, self.cb.weights.stacked if done == len(self.micros) else None)[0]
-        if self.keeps_values and len(self.micros) > 1: self.values.join(self.first, acc.so_far.weights, acc.normalize)
+        if self.values is not None: self.values.join()
         for w in self.looks: w.after_batch(self)
 
     # The items of all ranks count, whether or not this rank has counted its own. Returns the accumulated loss if this was the end
@@ -123,7 +123,7 @@ class BatchPass:
         if not self.closes: return None
         cb.witnesses.call('before_step')
         loss = acc.finish()
-        if self.keeps_values and self.first: self.values.join(0, acc.closed.weights, acc.normalize)
+        if self.values is not None: self.values.join_step()
         cb.params.end()
         return loss
 
@@ -146,21 +146,12 @@ class BatchPass:
         reads = self.loop.events.table['reads_pred'] or getattr(recorder, 'train_metrics', False)
         return reads and self.shown.is_cut(self.micros)
 
-    # -- values that the loss keeps
     # What belongs to the items, too, as (dict, key): MixUp keeps targets and shares of its own, and a loss may have been given weights
     def _beside(self):
-        mixers,holder = self.loop.events.table['mixers'],self.values.holder
-        if not mixers and holder is None: return ()
+        mixers = self.loop.events.table['mixers']
+        if not mixers and self.values is None: return ()
         kept = [(vars(o), k) for o in mixers if o.run and {'yb1','lam'} <= vars(o).keys() for k in ('yb1','lam')]
-        return kept if holder is None else kept + [(vars(holder), k) for k in self.values.look(self.n)]
-
-    def _begin_values(self):
-        self.keeps_values = self.values.holder is not None and (self.shown.is_cut(self.micros) or not (self.opens and self.closes))
-        if self.keeps_values: self.values.begin(self.first)
-
-    def _add_values(self, micro):
-        learn,shown = self.learn,partial(self.shown.items, micro.n)
-        self.values.add(len(self.acc.losses)-1, micro.n, learn.pred, learn.yb, self.cb.rule.info, shown, micro.rows)
+        return kept if self.values is None else kept + self.values.given()
 
 # Epoch and number of the present loader batch. Outside a fit there may be none
 def _place_of(learn): return learn.__dict__.get('epoch'),learn.__dict__.get('iter')
@@ -214,3 +205,37 @@ class Shown:
         for (d,k),v in zip(self.places, values): d[k] = v
 
 _replacing = contextmanager(replacing_yield)
+
+# %% ../../nbs/api/accumulation/02_batch.ipynb #82c0a002
+# The values of a loader batch's micro-batches
+class BatchValues:
+    def __init__(self, batch, values):
+        self.batch = batch               # a `BatchPass`, which is only read
+        self.values = values             # a `LossValues`
+        self.has_parts = False           # does the loss see a part of the step at a time?
+
+    # What callbacks have given to the loss for the items, as (dict, key)
+    def given(self): return [(vars(self.values.holder), k) for k in self.values.look(self.batch.n)]
+
+    # The batch is cut
+    def begin(self):
+        batch = self.batch
+        self.has_parts = batch.shown.is_cut(batch.micros) or not (batch.opens and batch.closes)
+        if self.has_parts: self.values.begin(batch.first)
+
+    def add(self, micro):
+        if not self.has_parts: return
+        batch,learn = self.batch,self.batch.learn
+        i = len(batch.acc.losses) - 1
+        shown = partial(batch.shown.items, micro.n)
+        self.values.add(i, micro.n, learn.pred, learn.yb, batch.cb.rule.info, shown, micro.rows)
+
+    # Those of the loader batch
+    def join(self):
+        batch,acc = self.batch,self.batch.acc
+        if self.has_parts and len(batch.micros) > 1: self.values.join(batch.first, acc.so_far.weights, acc.normalize)
+
+    # Those of the step, which has several loader batches
+    def join_step(self):
+        batch,acc = self.batch,self.batch.acc
+        if self.has_parts and batch.first: self.values.join(0, acc.closed.weights, acc.normalize)

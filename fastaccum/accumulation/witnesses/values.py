@@ -19,11 +19,12 @@ class ValueReaders(Witness):
     def new_rule(self): self.due = self.cb.facts.values.holder is not None
 
     def after_batch(self, batch):
-        for name in batch.values.take_news():
+        values = self.cb.facts.values
+        for name in values.take_news():
             who = reader_of(self.learn, name)
             most = max(batch.n, self.cb.accum_bs)
             if who is not None: self.tell(message.format(who=who, name=name, n=batch.micros[-1].n, all=most))
-        stuck = batch.values.message()
+        stuck = values.message()
         if stuck is not None: self.cb.warn_once(stuck, 'troubleshooting.html#the-loss-is-off')
 
 # Who reads an attribute of the loss after a batch, as far as the code tells, or None
