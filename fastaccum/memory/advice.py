@@ -59,8 +59,8 @@ class MemoryAdvice:
         self.forecast = f
         self.now = f.now
         self.params = f.params
-        self.grads = f.grads
-        self.state = f.state
+        self.grads = f.optimizer.grads
+        self.state = f.optimizer.state
         self.bs = f.bs
         self.peak = self.peak_at(self.now.size)
         self.micro_batch_size = self._largest(self.now)
@@ -141,36 +141,7 @@ class MemoryAdvice:
         if i: lines.append(f"learn.add_cb(ActivationCheckpointing({'selective=True' if tools[i].selective else ''}))")
         return '\n'.join(lines)
 
-    # What to try when not even one item fits
-    def _ways_out(self):
-        now,on_host = self.now,getattr(self.now.acc, 'grad_device', None) is not None
-        ways = [(self.state, f"an optimizer that keeps less than {as_bytes(self.state)}"),
-                (now.recompute is None and not now.way.pools_norms, 'ActivationCheckpointing()'),
-                (now.offload is None, 'ActivationOffload() on a GPU'),
-                (not on_host, f"GradientAccumulation(..., grad_device='cpu') on a GPU: gradients take {as_bytes(self.grads)}"),
-                (True, 'FullyShard() on several GPUs'), (True, 'smaller pictures or shorter texts, or a smaller model')]
-        head = 'What takes less (the page "Fit it into memory" has what each saves and costs):'
-        return [head, *(f'- {text}' for helps,text in ways if helps)]
-
-    def __str__(self):
-        peak,_,when = self.cost(self.now)
-        items = f'batches of {self.forecast.valid.n} items' if when == 'validation' else f'micro-batches of {self.now.size} items'
-        shown = self.table.assign(**{k: [*map(as_bytes, self.table[k]*2**20)] for k in ('peak_mib','saves_mib')})
-        shown = shown.rename(columns=dict(peak_mib='peak', saves_mib='saves')).round(2).to_string()
-        lines = [f"parameters {as_bytes(self.params)}, gradients {as_bytes(self.grads)}, optimizer state {as_bytes(self.state)}; a peak of "
-                 f'{as_bytes(peak)} on top of the parameters, in {when}, with {items}', '', shown, '',
-                 'compute: floating-point operations of an item, compared with now; passes: forward and backward passes for a loader batch']
-        if self.gib is not None:
-            k = self.micro_batch_size
-            enough = f'are enough for micro-batches of at most {k} items' if k else 'are not enough for even one item'
-            lines += ['', f'{self.gib:g} GiB, less a tenth, {enough}', *([self.call] if self.call else [])]
-            if not k and not self.call: lines += self._ways_out()
-            if k and k < self.bs and not self.forecast.can_split:
-                lines += [f'This model keeps state from batch to batch, so its batches cannot be split: load {k} items at a time (bs={k}).']
-            if 'micro_batch_size' in (self.call or '') and not self.now.way.is_coupled and batchnorms(self.forecast.learn.model):
-                lines += [f"BatchNorm sees {k} items then. With GradientAccumulation(micro_batch_size={k}, coupled='batchnorm') it "
-                          'sees the loader batch, in about 1.3 times the time.']
-        return '\n'.join([*lines, *(['', *self.forecast.notes] if self.forecast.notes else [])])
+    def __str__(self): return text_of(self)
     __repr__ = __str__
 
 # %% ../../nbs/api/memory/02_advice.ipynb #a56397db
@@ -315,40 +286,24 @@ class Sampled:
         return out
 
 # %% ../../nbs/api/memory/02_advice.ipynb #0a85813d
-# What a fit of `learn` takes. The model runs on fake tensors or, if `why` says that it cannot, with few real items. `learn` is not changed
+# What a fit of `learn` takes, with one plan or another. `learn` is not changed
 class Forecast:
     def __init__(self, learn):
         self.learn = learn
-        self.device = torch.device(learn.dls.device or 'cpu')
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.train,self.valid = (example(learn.dls, dl) for dl in (learn.dls.train, learn.dls.valid))
         self.bs = self.train.n
-        self.ps = [p for p in learn.model.parameters() if p.requires_grad]
-        self.costs = {}
-        self.runs = {}
-        self.now,self.params = present_plan(learn, self.bs),sum(p.nbytes for p in learn.model.parameters())
-        self.grad_dtype = getattr(self.now.acc, 'grad_dtype', None)
-        # modules may have tensors beside parameters and buffers
-        self.fakes = {id(t): self.fake(t) for m in learn.model.modules() for t in tree_leaves(vars(m)) if isinstance(t, Tensor)}
-        self.most = 16                            # items of a real run
+        self.now = present_plan(learn, self.bs)
+        self.params = sum(p.nbytes for p in learn.model.parameters())
         self.measures = first(cb for cb in learn.cbs if hasattr(type(cb), 'norms_of'))    # gradients of micro-batches
-        self.no_state = self.no_loss = None       # why is the optimizer's state, or the loss, not known?
-        self.measured = 0                         # bytes of a prediction, if the loss is measured on it
-        try: self.optimizer()
-        except Exception as e:                    # an optimizer of anybody's: the advice says what it raised
-            self.no_state = reason(e)
-            self.state = 0
-            self.keeps = True
-            self.grads = self.step = sum(p.nbytes for p in self.ps)
-        self.on_host = getattr(self.now.acc, 'grad_device', None) is not None and self.device.type != 'cpu'
-        if self.on_host:                          # on the device are one and its sum, two more if copies have a stream of their own
-            most = self.grads*max((p.numel() for p in self.ps), default=0)//max(1, sum(p.numel() for p in self.ps))
-            self.step,self.grads = self.step-self.grads+most,most*(1 if side_stream(self.device, 'gradients') is None else 3)
-        self.why = needs_run(learn.model)
+        copies = Copies(learn)
+        self.device = copies.device
+        self.optimizer = OptimizerCost(copies, self.now.acc)
+        self.passes = PassCosts(copies, self.train, self.valid, self.now.acc, self.measures)
+        self.costs = {}
         try: self.cost(self.now)
         except Exception as e:                    # the user's model: it is run with values then, and raises again
-            if self.why is not None: raise
-            self.why = f'it does not run on tensors without values ({reason(e)})'
+            if self.passes.why is not None: raise
+            self.passes.need_values(f'it does not run on tensors without values ({reason(e)})')
 
     @property
     def has_blocks(self):
@@ -361,47 +316,19 @@ class Forecast:
     # What cannot be known, and why
     @property
     def notes(self) -> list:
+        runs,opt = self.passes,self.optimizer
         outside = ', '.join(type(cb).__name__ for cb in self.learn.cbs if changes_batches(cb))
         return [text for why,text in (
-            (self.why, f'The model ran with at most {self.most} items, from which memory grows in proportion, because {self.why}.'),
-            (self.no_loss, f'The loss is not counted: without callbacks it fails ({self.no_loss}).'),
-            (self.measured, 'The loss function is measured now and then, which may take a few predictions more, of '
-                            f'{as_bytes(self.measured)} each.'),
-            (self.no_state, f"The optimizer's state is not counted: it does not step tensors without values ({self.no_state})."),
-            (self.on_host, 'Gradients are on the host: those on their way there are counted as the largest.'),
+            (runs.why, f'The model ran with at most {runs.most} items, from which memory grows in proportion, because {runs.why}.'),
+            (runs.no_loss, f'The loss is not counted: without callbacks it fails ({runs.no_loss}).'),
+            (runs.measured, 'The loss function is measured now and then, which may take a few predictions more, of '
+                            f'{as_bytes(runs.measured)} each.'),
+            (opt.why, f"The optimizer's state is not counted: it does not step tensors without values ({opt.why})."),
+            (opt.on_host, 'Gradients are on the host: those on their way there are counted as the largest.'),
             (self.now.way.pools_norms, "With coupled='batchnorm' this is the forecast of micro-batches alone: activations wait on "
-                                              "the host. On a CPU, or with activations='device', a step takes as much as the whole batch."),
+                                        "the host. On a CPU, or with activations='device', a step takes as much as the whole batch."),
             (outside, f'What {outside} may do to batches, predictions or losses is not counted.'),
             (self.device.type != 'cpu', 'What kernels take for themselves, such as the workspace of cuDNN, is not counted.')) if why]
-
-    # A tensor of the same shape without data
-    def fake(self, t):
-        o = self.mode.from_tensor(t.as_subclass(Tensor).detach()).to(self.device)
-        return nn.Parameter(o, t.requires_grad) if isinstance(t, nn.Parameter) else o
-
-    # A copy of the model on these
-    @cached_property
-    def model(self): return deepcopy(self.learn.model, dict(self.fakes))
-
-    # Step fake parameters, for the bytes of gradients, of the optimizer's state, and of a step with the gradients. Do zero gradients stay?
-    def optimizer(self):
-        learn,of,ps = self.learn,lambda p: self.fakes[id(p)],[self.fakes[id(p)] for p in self.ps]
-        made,first_step,later = [Costs(reads=False) for _ in range(3)]
-        with self.mode:
-            with made:
-                if isinstance(learn.opt_func, OptimWrapper): opt = deepcopy(learn.opt_func, dict(self.fakes))
-                else:
-                    groups = [of(g) if isinstance(g, Tensor) else [*map(of, g)] for g in L(learn.splitter(learn.model))]
-                    opt = learn.opt_func(groups, lr=learn.lr)
-            if learn.wd is not None: opt.set_hypers(wd=learn.wd)
-            with summed_for(ps, self.grad_dtype, opt):
-                for c in (first_step, later):
-                    with c:
-                        self.grads = zero_grads(ps, self.grad_dtype)
-                        opt.step()
-                opt.zero_grad()
-                self.keeps = any(p.grad is not None for p in ps)
-        self.state,self.step = made.live + first_step.live,later.peak       # the gradients of the first step are gone
 
     # What training with `plan` takes; computed once
     def cost(self, plan) -> Cost:
@@ -409,106 +336,24 @@ class Forecast:
         return self.costs[plan]
 
     def compute(self, plan):
-        learn,t,v,acc = self.learn,self.train,self.valid,plan.acc
+        learn,t,v = self.learn,self.train,self.valid
+        acc,opt = plan.acc,self.optimizer
         k,accum_bs = part_sizes(t.n, plan.size)[0],t.n if acc is None or acc.per_loader_batch else acc.size_at(0, len(learn.dls.train), 1)
-        keeps,n = self.keeps or accum_bs > plan.size,t.n if plan.way.is_coupled else k
-        train = last = self.passed(plan, True, n, k, keeps)
+        keeps,n = opt.keeps or accum_bs > plan.size,t.n if plan.way.is_coupled else k
+        train = last = self.passes.passed(plan, True, n, k, keeps)
         if v is not None:
             splits = plan.size < t.n or acc is not None and acc.splits
             whole = not splits or not self.can_split or hooks_of_others(learn.model)
-            last = self.passed(plan, False, v.n, v.n if whole else min(plan.size, v.n), False)
+            last = self.passes.passed(plan, False, v.n, v.n if whole else min(plan.size, v.n), False)
         # enumerate, in fastai's `all_batches`, holds on to the first batch, the third, ... Only among these a coupled batch is checked
         held = t.nbytes*t.several
-        peaks = {'training': max(0, held-train.checked) + keeps*self.grads + train.peak(max(t.several*train.pred, last.pred)),
-                 "the optimizer's step": held + train.pred + self.step}
+        peaks = {'training': max(0, held-train.checked) + keeps*opt.grads + train.peak(max(t.several*train.pred, last.pred)),
+                 "the optimizer's step": held + train.pred + opt.step}
         peaks = {when: t.nbytes + peak for when,peak in peaks.items()}
         if v is not None:
-            peaks['validation'] = v.nbytes*(1+v.several) + self.keeps*self.grads + last.peak(max(v.several*last.pred, train.pred))
+            peaks['validation'] = v.nbytes*(1+v.several) + opt.keeps*opt.grads + last.peak(max(v.several*last.pred, train.pred))
         when = max(peaks, key=peaks.get)
-        return Cost(int(self.state + getattr(self.measures, 'kept_bytes', 0) + peaks[when]), train.flops/n, when)
-
-    # What `n` items in micro-batches of `k` take
-    def passed(self, plan, train, n, k, keeps) -> Pass:
-        sizes = [k] if self.why is None or k <= self.most else [self.most//2, self.most]
-        try: costs = {i: self.follow(plan, train, n, n if i == k else i*-(-n//k), i, keeps) for i in sizes}
-        except Exception as e:
-            if self.why is None or not is_out_of_memory(e) or max(sizes) == 1: raise
-            self.most = max(sizes)//2
-        else: return Pass(costs, k)
-        return self.passed(plan, train, n, k, keeps)    # outside `except`, because the traceback keeps the activations alive
-
-    # The costs of a micro-batch, or of all those that share a loss, in training or in validation: of `n` items, chosen `among` so many
-    def follow(self, plan, train, among, n, k, keeps):
-        key = replace(plan, size=k),train,among,n,keeps
-        if key in self.runs: return self.runs[key]
-        learn,ex,real = self.learn,self.train if train else self.valid,self.why is not None
-        model,ps = (learn.model,self.ps) if real else (self.model,[self.fakes[id(p)] for p in self.ps])
-        def tensor(t): return t.as_subclass(Tensor).to(device_of(model)) if real else self.fake(t)
-        xb,yb = (map_tensors(tensor, some_items(b, n, among, ex.n)) for b in (ex.xb, ex.yb))
-        with untouched(model) if real else self.mode, nullcontext() if real else no_subclasses():
-            costs = self.run(model, ps, xb, yb, n, key[0], train, keeps)
-        self.runs[key] = costs
-        return costs
-
-    # As the batch loop and a `GradientAccumulation` do it
-    def run(self, model, ps, xb, yb, n, plan, train, keeps):
-        learn,k,m = self.learn,plan.size,-(-n//plan.size)
-        def call(f, *xb):
-            with torch.autocast(device_of(model).type, plan.amp) if plan.amp else nullcontext(): pred = f(*xb)
-            return _in_fp32(pred) if plan.amp else pred
-        model.train(train)
-        with ExitStack() as stack:
-            coupled,norms = None,None
-            if train:
-                stack.enter_context(summed_for(ps, self.grad_dtype))
-                if keeps: zero_grads(ps, self.grad_dtype)
-                if plan.recompute is not None: stack.enter_context(plan.recompute.recomputed(model))
-                if plan.offload is not None: stack.enter_context(gone(plan.offload.mover(model)))
-                norms = self.measures and self.measures.norms_of(ps)
-                if norms is not None: stack.callback(norms.remove)
-            else: stack.enter_context(torch.no_grad())
-            costs = stack.enter_context(Costs())
-            loss_func = learn.loss_func
-            if plan.head is not None and (train or plan.head.only_loss):
-                loss_func = stack.enter_context(plan.head.in_chunks(model, lambda: True, check_loss=False))
-            has_head = train and n > k and plan.way.head is not None
-            part,rest = cut_at_head(call, model, plan.way.head) if has_head else (partial(call, model), noop)
-            if n > k: part = Sampled(part, m, costs)
-            if n == k: pred = rest(part(*xb))
-            elif train:
-                passes = Passes(model)            # as in the first loader batch of a coupled fit
-                coupled = CoupledBatch(part, xb, n, k, model, views=known_views(), looks=[passes])
-                pred = rest(coupled.outputs())
-            else: pred = predict_in_parts(part, xb, n, k, plan.way.is_coupled)
-            costs.predicted(pred)
-            loss = self.loss(costs, loss_func, pred, yb, train, n)
-            if train: loss.backward()
-            before = costs.flops
-            if coupled is not None:
-                coupled.backward()
-                costs.checks(passes.outs)
-                costs.add((m-1)*(costs.flops - before - m*part.flops))    # the backward passes of the others
-            if norms is not None: norms.end()
-        return costs
-
-    # The loss, with what fastai's callbacks for text models do, and as a `GradientAccumulation` measures it
-    def loss(self, costs, loss_func, pred, yb, train, n):
-        learn,acc,now = self.learn,self.now.acc,StandIn(pred, train)
-        cbs = [copy(cb) for cb in learn.cbs.sorted('order') if type(cb).__module__ == 'fastai.callback.rnn']
-        def fire(event):
-            for cb in cbs: cb(event)
-        for cb in cbs: cb.learn = now; setattr(now, cb.name, cb)
-        fire('after_pred')
-        try: now.loss_grad = loss_func(now.pred, *yb)
-        except Exception as e:
-            if self.why is None: raise
-            self.no_loss,now.loss_grad = reason(e),sum(t.float().sum() for t in tensors_in(now.pred) if t.is_floating_point())
-        fire('after_loss')
-        if train and acc is not None and acc.check_loss and acc.normalize and acc.weight is None and not self.now.way.is_coupled:
-            probe = LossProbe(learn.loss_func)
-            with nullcontext() if self.why is not None else costs.without_values(): probe.look(now.pred, yb, n, now.loss_grad)
-            self.measured = 0 if probe.known else costs.pred
-        return now.loss_grad.mean()
+        return Cost(int(opt.state + getattr(self.measures, 'kept_bytes', 0) + peaks[when]), train.flops/n, when)
 
 # %% ../../nbs/api/memory/02_advice.ipynb #846b3c2d
 # A batch, and whether its loader has others
@@ -592,3 +437,201 @@ def changes_batches(cb):
     return any(hasattr(type(cb), e) for e in ('before_batch','after_pred','after_loss','before_backward'))
 
 def reason(e): return f'{type(e).__name__}: {e}'.splitlines()[0]
+
+# %% ../../nbs/api/memory/02_advice.ipynb #d2c0a001
+# Copies of a Learner's tensors that have a shape and no data
+class Copies:
+    def __init__(self, learn):
+        self.learn = learn
+        self.device = torch.device(learn.dls.device or 'cpu')
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.ps = [p for p in learn.model.parameters() if p.requires_grad]
+        # modules may have tensors beside parameters and buffers
+        self.fakes = {id(t): self.fake(t) for m in learn.model.modules() for t in tree_leaves(vars(m)) if isinstance(t, Tensor)}
+
+    # A tensor of the same shape without data
+    def fake(self, t):
+        o = self.mode.from_tensor(t.as_subclass(Tensor).detach()).to(self.device)
+        return nn.Parameter(o, t.requires_grad) if isinstance(t, nn.Parameter) else o
+
+    def of(self, t): return self.fakes[id(t)]
+
+    # A copy of the model on these
+    @cached_property
+    def model(self): return deepcopy(self.learn.model, dict(self.fakes))
+
+# Bytes of gradients (`grads`), of the optimizer's state, and of a `step` with the gradients
+class OptimizerCost:
+    def __init__(self, copies, acc):
+        self.grad_dtype = getattr(acc, 'grad_dtype', None)
+        self.why = None                           # is its state not known?
+        try: self._steps(copies)
+        except Exception as e:                    # an optimizer of anybody's: the advice says what it raised
+            self.why = reason(e)
+            self.state = 0
+            self.keeps = True
+            self.grads = self.step = sum(p.nbytes for p in copies.ps)
+        self.on_host = getattr(acc, 'grad_device', None) is not None and copies.device.type != 'cpu'
+        if self.on_host: self._take_to_host(copies)
+
+    # On the device are one and its sum, two more if copies have a stream of their own
+    def _take_to_host(self, copies):
+        sizes = [p.numel() for p in copies.ps]
+        most = self.grads*max(sizes, default=0)//max(1, sum(sizes))
+        self.step = self.step - self.grads + most
+        self.grads = most*(1 if side_stream(copies.device, 'gradients') is None else 3)
+
+    # Step fake parameters. Do zero gradients stay?
+    def _steps(self, copies):
+        learn,of,ps = copies.learn,copies.of,[*map(copies.of, copies.ps)]
+        made,first_step,later = [Costs(reads=False) for _ in range(3)]
+        with copies.mode:
+            with made:
+                if isinstance(learn.opt_func, OptimWrapper): opt = deepcopy(learn.opt_func, dict(copies.fakes))
+                else:
+                    groups = [of(g) if isinstance(g, Tensor) else [*map(of, g)] for g in L(learn.splitter(learn.model))]
+                    opt = learn.opt_func(groups, lr=learn.lr)
+            if learn.wd is not None: opt.set_hypers(wd=learn.wd)
+            with summed_for(ps, self.grad_dtype, opt):
+                for c in (first_step, later):
+                    with c:
+                        self.grads = zero_grads(ps, self.grad_dtype)
+                        opt.step()
+                opt.zero_grad()
+                self.keeps = any(p.grad is not None for p in ps)
+        self.state,self.step = made.live + first_step.live,later.peak       # the gradients of the first step are gone
+
+# %% ../../nbs/api/memory/02_advice.ipynb #d2c0a002
+# What passes of the model take. It runs on fake tensors or, if `why` says that it cannot, with few real items
+class PassCosts:
+    def __init__(self, copies, train, valid, acc, measures):
+        self.copies,self.learn = copies,copies.learn
+        self.train,self.valid = train,valid
+        self.acc,self.measures = acc,measures
+        self.grad_dtype = getattr(acc, 'grad_dtype', None)
+        self.why = needs_run(self.learn.model)
+        self.most = 16                            # items of a real run
+        self.no_loss = None                       # why is the loss not known?
+        self.measured = 0                         # bytes of a prediction, if the loss is measured on it
+        self.runs = {}
+
+    def need_values(self, why): self.why = why
+
+    # What `n` items in micro-batches of `k` take
+    def passed(self, plan, train, n, k, keeps) -> Pass:
+        sizes = [k] if self.why is None or k <= self.most else [self.most//2, self.most]
+        try: costs = {i: self.follow(plan, train, n, n if i == k else i*-(-n//k), i, keeps) for i in sizes}
+        except Exception as e:
+            if self.why is None or not is_out_of_memory(e) or max(sizes) == 1: raise
+            self.most = max(sizes)//2
+        else: return Pass(costs, k)
+        return self.passed(plan, train, n, k, keeps)    # outside `except`, because the traceback keeps the activations alive
+
+    # The costs of a micro-batch, or of all those that share a loss, in training or in validation: of `n` items, chosen `among` so many
+    def follow(self, plan, train, among, n, k, keeps):
+        key = replace(plan, size=k),train,among,n,keeps
+        if key in self.runs: return self.runs[key]
+        learn,copies = self.learn,self.copies
+        ex,real = self.train if train else self.valid,self.why is not None
+        model,ps = (learn.model,copies.ps) if real else (copies.model,[*map(copies.of, copies.ps)])
+        def tensor(t): return t.as_subclass(Tensor).to(device_of(model)) if real else copies.fake(t)
+        xb,yb = (map_tensors(tensor, some_items(b, n, among, ex.n)) for b in (ex.xb, ex.yb))
+        with untouched(model) if real else copies.mode, nullcontext() if real else no_subclasses():
+            costs = self.run(model, ps, xb, yb, n, key[0], train, keeps)
+        self.runs[key] = costs
+        return costs
+
+    # As the batch loop and a `GradientAccumulation` do it
+    def run(self, model, ps, xb, yb, n, plan, train, keeps):
+        learn,k,m = self.learn,plan.size,-(-n//plan.size)
+        def call(f, *xb):
+            with torch.autocast(device_of(model).type, plan.amp) if plan.amp else nullcontext(): pred = f(*xb)
+            return _in_fp32(pred) if plan.amp else pred
+        model.train(train)
+        with ExitStack() as stack:
+            coupled,norms = None,None
+            if train:
+                stack.enter_context(summed_for(ps, self.grad_dtype))
+                if keeps: zero_grads(ps, self.grad_dtype)
+                if plan.recompute is not None: stack.enter_context(plan.recompute.recomputed(model))
+                if plan.offload is not None: stack.enter_context(gone(plan.offload.mover(model)))
+                norms = self.measures and self.measures.norms_of(ps)
+                if norms is not None: stack.callback(norms.remove)
+            else: stack.enter_context(torch.no_grad())
+            costs = stack.enter_context(Costs())
+            loss_func = learn.loss_func
+            if plan.head is not None and (train or plan.head.only_loss):
+                loss_func = stack.enter_context(plan.head.in_chunks(model, lambda: True, check_loss=False))
+            has_head = train and n > k and plan.way.head is not None
+            part,rest = cut_at_head(call, model, plan.way.head) if has_head else (partial(call, model), noop)
+            if n > k: part = Sampled(part, m, costs)
+            if n == k: pred = rest(part(*xb))
+            elif train:
+                passes = Passes(model)            # as in the first loader batch of a coupled fit
+                coupled = CoupledBatch(part, xb, n, k, model, views=known_views(), looks=[passes])
+                pred = rest(coupled.outputs())
+            else: pred = predict_in_parts(part, xb, n, k, plan.way.is_coupled)
+            costs.predicted(pred)
+            loss = self.loss(costs, loss_func, pred, yb, train, n)
+            if train: loss.backward()
+            before = costs.flops
+            if coupled is not None:
+                coupled.backward()
+                costs.checks(passes.outs)
+                costs.add((m-1)*(costs.flops - before - m*part.flops))    # the backward passes of the others
+            if norms is not None: norms.end()
+        return costs
+
+    # The loss, with what fastai's callbacks for text models do, and as a `GradientAccumulation` measures it
+    def loss(self, costs, loss_func, pred, yb, train, n):
+        learn,acc,now = self.learn,self.acc,StandIn(pred, train)
+        cbs = [copy(cb) for cb in learn.cbs.sorted('order') if type(cb).__module__ == 'fastai.callback.rnn']
+        def fire(event):
+            for cb in cbs: cb(event)
+        for cb in cbs: cb.learn = now; setattr(now, cb.name, cb)
+        fire('after_pred')
+        try: now.loss_grad = loss_func(now.pred, *yb)
+        except Exception as e:
+            if self.why is None: raise
+            self.no_loss = reason(e)
+            now.loss_grad = sum(t.float().sum() for t in tensors_in(now.pred) if t.is_floating_point())
+        fire('after_loss')
+        if train and acc is not None and acc.check_loss and acc.normalize and acc.weight is None and not way_of(acc).is_coupled:
+            probe = LossProbe(learn.loss_func)
+            with nullcontext() if self.why is not None else costs.without_values(): probe.look(now.pred, yb, n, now.loss_grad)
+            self.measured = 0 if probe.known else costs.pred
+        return now.loss_grad.mean()
+
+# %% ../../nbs/api/memory/02_advice.ipynb #d2c0a008
+# What to try when not even one item fits
+def ways_out(advice):
+    now,on_host = advice.now,getattr(advice.now.acc, 'grad_device', None) is not None
+    ways = [(advice.state, f"an optimizer that keeps less than {as_bytes(advice.state)}"),
+            (now.recompute is None and not now.way.pools_norms, 'ActivationCheckpointing()'),
+            (now.offload is None, 'ActivationOffload() on a GPU'),
+            (not on_host, f"GradientAccumulation(..., grad_device='cpu') on a GPU: gradients take {as_bytes(advice.grads)}"),
+            (True, 'FullyShard() on several GPUs'), (True, 'smaller pictures or shorter texts, or a smaller model')]
+    head = 'What takes less (the page "Fit it into memory" has what each saves and costs):'
+    return [head, *(f'- {text}' for helps,text in ways if helps)]
+
+# What a `MemoryAdvice` says
+def text_of(advice):
+    peak,_,when = advice.cost(advice.now)
+    items = f'batches of {advice.forecast.valid.n} items' if when == 'validation' else f'micro-batches of {advice.now.size} items'
+    shown = advice.table.assign(**{k: [*map(as_bytes, advice.table[k]*2**20)] for k in ('peak_mib','saves_mib')})
+    shown = shown.rename(columns=dict(peak_mib='peak', saves_mib='saves')).round(2).to_string()
+    params,grads,state = map(as_bytes, (advice.params, advice.grads, advice.state))
+    lines = [f'parameters {params}, gradients {grads}, optimizer state {state}; a peak of {as_bytes(peak)} on top of the parameters, '
+             f'in {when}, with {items}', '', shown, '',
+             'compute: floating-point operations of an item, compared with now; passes: forward and backward passes for a loader batch']
+    if advice.gib is not None:
+        k = advice.micro_batch_size
+        enough = f'are enough for micro-batches of at most {k} items' if k else 'are not enough for even one item'
+        lines += ['', f'{advice.gib:g} GiB, less a tenth, {enough}', *([advice.call] if advice.call else [])]
+        if not k and not advice.call: lines += ways_out(advice)
+        if k and k < advice.bs and not advice.forecast.can_split:
+            lines += [f'This model keeps state from batch to batch, so its batches cannot be split: load {k} items at a time (bs={k}).']
+        if 'micro_batch_size' in (advice.call or '') and not advice.now.way.is_coupled and batchnorms(advice.forecast.learn.model):
+            lines += [f"BatchNorm sees {k} items then. With GradientAccumulation(micro_batch_size={k}, coupled='batchnorm') it "
+                      'sees the loader batch, in about 1.3 times the time.']
+    return '\n'.join([*lines, *(['', *advice.forecast.notes] if advice.forecast.notes else [])])
