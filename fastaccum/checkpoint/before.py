@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/before.html.md"""
 from __future__ import annotations
 from collections import deque
 from fastai.basics import *
-from .files import storage_id
+from .files import bytes_of, storage_id
 from .kinds import kind_of, scalars
 from ..core.random import put_state, state_of
 
@@ -44,8 +44,11 @@ def generator(o): return partial(put_state, o, state_of(o))
 
 # All bytes of a tensor's memory, which may belong to other tensors too
 def memory(t):
-    here = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-    return partial(here.copy_, here.to('cpu', copy=True))
+    here = bytes_of(t.conj() if t.is_conj() else t)
+    then = here.to('cpu', copy=True)
+    def put_back():
+        with torch.inference_mode(t.is_inference()): here.copy_(then)
+    return put_back
 
 # Is it trained, and what is its gradient?
 def gradient(t):
@@ -110,7 +113,7 @@ class Before:
         if t.is_leaf: self.add(gradient(t))
         if hasattr(t, 'to_local'): return [t.to_local()]                          # one of several ranks' parts
         if hasattr(t, '__tensor_flatten__'): return [getattr(t, k) for k in t.__tensor_flatten__()[0]]
-        if t.layout != torch.strided: self.add(partial(t.copy_, t.detach().clone()))
+        if t.layout != torch.strided or t.is_quantized: self.add(partial(t.copy_, t.detach().clone()))
         elif t.device.type != 'meta' and storage_id(t) not in self.memories:
             self.memories.add(storage_id(t))
             self.add(memory(t))

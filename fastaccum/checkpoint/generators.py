@@ -22,18 +22,18 @@ __all__ = []
 
 # %% ../../nbs/api/checkpoint/08_generators.ipynb #690fdf8b
 # The state of all random number generators, for `set_rng_state`: of the CPU and `device`, of the loaders, and of those that `others`
-# (name -> object: a callback) may hold
-def rng_state(device=None, loaders=(), others={}):
+# (name -> object: a callback) may hold. `apart`: objects that are not looked into
+def rng_state(device=None, loaders=(), others={}, apart=()):
     vs = Values()
     res = dict(python=random.getstate(), numpy=vs.encode(np.random.get_state(), 'numpy'), torch=torch.get_rng_state())
     if (module := device_rng(device or 'cpu')) is not None:
         res['device'] = module.get_rng_state_all() if hasattr(module, 'get_rng_state_all') else module.get_rng_state()
     res['loaders'] = [dl.rng.getstate() if isinstance(dl, DataLoader) else None for dl in loaders]
-    res['generators'] = {k: vs.encode(g, k) for k,g in generators(_places(loaders, others)).items()}
+    res['generators'] = {k: vs.encode(g, k) for k,g in generators(_places(loaders, others), apart).items()}
     return res
 
 # Restore what `rng_state` returned. `path`: the place that a state which does not fit is said to have
-def set_rng_state(state, device=None, loaders=(), others={}, path='rng'):
+def set_rng_state(state, device=None, loaders=(), others={}, apart=(), path='rng'):
     vs = Values()
     with taking(f'{path}.python'): random.setstate(state['python'])
     numpy = vs.decode(state['numpy'], None, f'{path}.numpy')
@@ -44,7 +44,11 @@ def set_rng_state(state, device=None, loaders=(), others={}, path='rng'):
     for i,(dl,own) in enumerate(zip(loaders, state['loaders'])):
         if own is None: continue
         with taking(f'{path}.loaders[{i}]'): dl.rng.setstate(own)
-    for k,g in generators(_places(loaders, others)).items():
+    places = _places(loaders, others)
+    found = generators(places, apart)
+    # older files have them under other paths, too
+    if state['generators'].keys() - found.keys(): found = {**generators(places), **found}
+    for k,g in found.items():
         if k in state['generators']: vs.decode(state['generators'][k], g, f'{path}.generators.{k}')
 
 def _set_device_rng(device, state):
@@ -60,11 +64,12 @@ _no_place = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray, pd.Da
 _no_users = 'torch','torchvision','numpy','pandas','fastcore','fastai','fastaccum','builtins'
 
 # Path -> generator: those that the objects in `places` (name -> object) hold, each once
-def generators(places): return {path: o for path,o in _held(places) if type(o) in generator_types}
+def generators(places, apart=()): return {path: o for path,o in _held(places, apart) if type(o) in generator_types}
 
-# All objects in `places`, each once, and the paths to them
-def _held(places):
-    res,todo,seen,methods = [],list(places.items())[::-1],{},{}
+# All objects in `places`, each once, and the paths to them. Those `apart` are not looked into, nor those that only look themselves
+def _held(places, apart=()):
+    res,todo,methods = [],list(places.items())[::-1],{}
+    seen = {id(o): o for o in apart}
     while todo and len(seen) < 20_000:
         path,o = todo.pop()
         if id(o) in seen or isinstance(o, _no_place): continue
@@ -78,6 +83,7 @@ def _held(places):
         elif isinstance(o, dict):      # numbers may be other ones in the next process: those of hooks
             inside = {str(i if isinstance(k, int) else k): v for i,(k,v) in enumerate(o.items())} if len(o) <= 64 else {}
         else:
+            if apart and getattr(type(o), 'in_checkpoint', True) is False: continue
             if type(o) not in methods: methods[type(o)] = users_methods(type(o))
             inside = {**getattr(o, '__dict__', {}), **methods[type(o)]}
         todo += [(f'{path}.{k}', v) for k,v in inside.items() if type(v) not in _no_place and not (isinstance(v, dict) and not v)][::-1]

@@ -20,7 +20,7 @@ from .values import Values, module_attrs, put_module, put_module_attrs, take_mod
 from ..core.functions import closure_of, set_closure
 from ..core.host import stays_on_host, to_host
 from ..core.memory import device_of
-from ..loop.learner import declared
+from ..loop.learner import declared, loop_of
 from ..loop.optimizers import params_of
 
 # %% auto #0
@@ -354,7 +354,7 @@ rng_form = dict(python=tuple, numpy=tuple, torch=Tensor, loaders=[(tuple,_none)]
 class RandomNumbers:
     def __init__(self, learn, loss, cbs): self.learn,self.loss,self.cbs = learn,loss,cbs
 
-    def take(self): return rng_state(learner_device(self.learn), self.learn.dls.loaders, self._places())
+    def take(self): return rng_state(learner_device(self.learn), self.learn.dls.loaders, self._places(), self._apart())
     def keep(self, before): before.add(partial(self._set, self.take()))
 
     # None leaves them as they are
@@ -367,7 +367,10 @@ class RandomNumbers:
             if len(s) != 3 or type(s[2]) not in (float,_none): refuse('rng.python', s, 'the state of a generator')
         self._set(state)
 
-    def _set(self, state): set_rng_state(state, learner_device(self.learn), self.learn.dls.loaders, self._places())
+    def _set(self, state): set_rng_state(state, learner_device(self.learn), self.learn.dls.loaders, self._places(), self._apart())
+
+    # Each callback is a place itself: what refers to it does not lead there
+    def _apart(self): return [*(cb for _,cb in self.cbs), loop_of(self.learn)]
 
     # Where random number generators may be, besides the loaders
     def _places(self):
@@ -387,7 +390,8 @@ state_form = {'learner': learner_form, 'model_attrs': {str: dict}, 'has_grad': l
 # Objects that are saved elsewhere, or made by the script: callbacks may refer to them without owning them
 def known_of(learn, loss, cbs):
     # the loss scale, for example
-    res = {f'cbs.{name}.{k}': o for name,cb in cbs if _is_ours(cb) for k,o in vars(cb).items() if has_state_dict(o)}
+    res = {f'cbs.{name}.{k}': o for name,cb in cbs if _is_ours(cb) for k,o in vars(cb).items()
+           if type(o) not in scalars and has_state_dict(o)}
     res.update(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=loss,
                whole_model=learn.model)
     for i,dl in enumerate(learn.dls.loaders): res.update({f'dls[{i}]': dl, f'dls[{i}].dataset': getattr(dl, 'dataset', None)})

@@ -10,6 +10,7 @@ from fastai.callback.training import GradientClip
 from fastai.data.all import RandomSplitter, TfmdDL
 from test_checkpoint import Interrupt, Stateless, data, fastai_dl, make, net, new_process, one_process, run, test_eq_bits
 from fastaccum.checkpoint.callback import *
+from fastaccum.checkpoint.files import read_checkpoint, write_checkpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 
 def check(case, at=(2, 3), every=3):
@@ -340,3 +341,29 @@ def test_data_replaced_in_the_middle():
     shutil.rmtree('models'); new_process()
     stopped(False, TrainingCheckpoint(every_steps=3), Interrupt((2, 6)))
     with pytest.raises(ValueError, match='replaced during the fit.*the items of `train`'): start(False, TrainingCheckpoint(every_steps=3))
+
+class Draws(Callback):
+    "Draws from a generator of its own"
+    run_valid = False
+    def __init__(self): self.rng,self.all = random.Random(3),[]
+    def after_batch(self): self.all.append(self.rng.random())
+
+class RefersTo(Callback):
+    "Comes first, and has another callback"
+    order = -90
+    def before_fit(self): self.other = self.learn.draws
+
+@pytest.mark.parametrize('older', [False, True])
+def test_paths_of_generators(older):
+    "A callback's generators stand under its name, whoever refers to it; in older files, where the walk came first"
+    case = dict(cbs=lambda: [RefersTo(), Draws(), GradientAccumulation(16)])
+    whole = run(case)
+    run(case, TrainingCheckpoint(every_steps=2), stop=Interrupt((1, 4)))
+    new_process()
+    for f in Path('models/checkpoint').glob('*.pt'):
+        state = read_checkpoint(f)
+        held = state['rng']['generators']
+        assert 'draws.rng' in held and not [k for k in held if 'witnesses' in k or 'refers_to' in k or '.now.' in k]
+        if older: held['refers_to.other.rng'] = held.pop('draws.rng')
+        write_checkpoint(state, f)
+    assert run(case, TrainingCheckpoint(every_steps=2)).draws.all == whole.draws.all

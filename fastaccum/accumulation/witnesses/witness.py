@@ -66,6 +66,7 @@ class Witness:
 events = 'before_epoch','opens','new_rule','before_step','void','drop','after_epoch','after_train','items_differ'
 
 class Witnesses:
+    in_checkpoint = False                          # they only look
     def __init__(self, cb, kinds=()):
         self.all = [kind(cb) for kind in kinds]
         self.heard = {event: self._methods(event) for event in events}
