@@ -32,8 +32,16 @@ def after_backward(f): torch.autograd.Variable._execution_engine.queue_callback(
 # The innermost pair, (pack, unpack), or None
 def top_hooks(): return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-def pop_hooks(): torch._C._autograd._pop_saved_tensors_default_hooks()
-def push_hooks(pack, unpack): torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+# Leave the hooks inside of `base`, and return them
+def pop_hooks(base):
+    hooks = []
+    while (top := top_hooks()) is not None and top != base:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    return hooks
+
+def push_hooks(hooks):
+    for pair in reversed(hooks): torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 # How many modes see each operation on this thread
 def n_modes(): return torch._C._len_torch_dispatch_stack()
@@ -68,12 +76,14 @@ def _gradients_have_types():
     return gradient_dtype(out.grad_fn, 0) == torch.float64
 
 def _hooks_can_be_moved():
-    pair = _same,_same
+    inner = torch._C._autograd
+    if not (hasattr(inner, '_pop_saved_tensors_default_hooks') and hasattr(inner, '_push_saved_tensors_default_hooks')): return False
     before = top_hooks()
-    push_hooks(*pair)
-    try: found = top_hooks()
-    finally: pop_hooks()
-    return found == pair and top_hooks() == before and n_modes() >= 0
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        hooks = pop_hooks(before)
+        is_popped = top_hooks() == before
+        push_hooks(hooks)
+    return hooks == [(_same, _same)] and is_popped and n_modes() >= 0
 
 def _versions_can_be_kept():
     t = torch.zeros(())

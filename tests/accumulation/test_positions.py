@@ -50,7 +50,7 @@ fits = dict(one_cycle=lambda l: l.fit_one_cycle(3, .1), discriminative=lambda l:
             one_epoch=lambda l: l.fit_one_cycle(1, .1),
             twice=lambda l: (l.fit_one_cycle(1, .1), l.fit(1, .05)), start_epoch=lambda l: l.fit_one_cycle(3, .1, start_epoch=1))
 
-def ours(recwarn):
+def told(recwarn):
     "Python and other libraries may warn at any time, as of a file that nobody has closed"
     return [str(w.message) for w in recwarn if issubclass(w.category, FastaccumWarning)]
 
@@ -59,7 +59,7 @@ def ours(recwarn):
 def test_big_batch(fit, remainder, recwarn):
     plain = trained(fits[fit], 32, dl_type=partial(DataLoader, drop_last=remainder=='drop'))
     same(trained(fits[fit], 8, GradientAccumulation(32, remainder=remainder)), plain)
-    assert ours(recwarn) == []
+    assert told(recwarn) == []
 
 @pytest.mark.parametrize('n,bs,accum_bs', [(77, 8, 32), (61, 5, 30), (100, 7, 14), (33, 32, 64), (80, 8, 40)])
 @pytest.mark.parametrize('remainder', ['step', 'drop'])
@@ -182,7 +182,7 @@ def test_not_known(name, recwarn):
                       Unknown() if d is data else d, batch_size=batch_size))
     learn = trained(fits['one_cycle'], 8, acc, dl_type=loader.get(name, DataLoader))
     by_batches(learn)
-    assert ours(recwarn) == []
+    assert told(recwarn) == []
 
 def test_several_rows_an_item(recwarn):
     "Each item has four views, so each loader batch has all rows of a step: the plan, which counts items, is left at the first of them"
@@ -191,7 +191,7 @@ def test_several_rows_an_item(recwarn):
     loader = lambda _, batch_size: torch_data.DataLoader(d, batch_size=batch_size, collate_fn=crops)
     ours = trained(fits['one_cycle'], 8, GradientAccumulation(32), dl_type=loader)     # 32, 32, 16 rows
     same(ours, trained(fits['one_cycle'], 32))
-    assert ours(recwarn) == []
+    assert told(recwarn) == []
 
 @pytest.mark.parametrize('remainder', remainders)
 @pytest.mark.parametrize('event,ex,at',

@@ -23,6 +23,7 @@ from .statistics import Gradient, LayerNames, Meeting, Normalized, batch_norms, 
 from ..memory import device_of
 from ..microbatch import Joined, part_sizes, split_items, tensors_in
 from ..offload import Mover
+from ..private import n_modes, next_number, number_of, pop_hooks, push_hooks, same_version, top_hooks
 from ..random import Snapshot
 from ..watch import batchnorms, buffers_of, changed_buffers, held_by, nodes_of
 
@@ -335,17 +336,17 @@ class Segments:
         self.hooked = False           # has the model set hooks on tensors?
         self.crossed = False          # has a view come from an earlier segment?
 
-    def begin(self): self.starts.append(torch._C._autograd._get_sequence_nr())
+    def begin(self): self.starts.append(next_number())
 
     # Was this node made in the present segment?
-    def is_new(self, f): return f._sequence_nr() >= self.starts[-1]
+    def is_new(self, f): return number_of(f) >= self.starts[-1]
 
     # Cut the graph at a tensor of an earlier segment: the backward pass of this one ends there
     def cut(self, t):
         if t.grad_fn is None or self.is_new(t.grad_fn): return
         if t._is_view(): self.crossed = True; return
         waiting = self.wait_at(get_gradient_edge(t))
-        with torch.autograd._unsafe_preserve_version_counter(t):
+        with same_version(t):
             t.detach_()
             Cut.apply(self.token, t, partial(waiting.add, mover=self.mover))
 
@@ -364,7 +365,7 @@ class Segments:
 
     # Where gradients wait until the backward pass reaches the node of this edge
     def wait_at(self, edge):
-        segment = max(0, bisect_right(self.starts, edge.node._sequence_nr())-1)
+        segment = max(0, bisect_right(self.starts, number_of(edge.node))-1)
         self.waiting.setdefault(segment, []).append(Gradient(edge))
         return self.waiting[segment][-1]
 
@@ -435,31 +436,17 @@ class Flags:
         auto = [(torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]
         self.types = types
         self.values = torch.is_grad_enabled(),torch.is_autocast_cache_enabled(),auto
-        self.fixed = torch.is_inference_mode_enabled(),torch._C._len_torch_dispatch_stack()     # they cannot be set
+        self.fixed = torch.is_inference_mode_enabled(),n_modes()     # they cannot be set
 
     # Set them; `now`: as they are
     def put(self, now):
         if self.values == now.values: return
         grad,cache,auto = self.values
-        torch._C._set_grad_enabled(grad)
+        torch.set_grad_enabled(grad)
         torch.set_autocast_cache_enabled(cache)
         for t,(on,dtype) in zip(self.types, auto):
             torch.set_autocast_enabled(t, on)
             torch.set_autocast_dtype(t, dtype)
-
-# The innermost hooks on what autograd saves, (pack, unpack), or None
-def top_hooks(): return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-# Leave the hooks inside of `base`, and return them
-def pop_hooks(base):
-    hooks = []
-    while (top := top_hooks()) is not None and top != base:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        hooks.append(top)
-    return hooks
-
-def push_hooks(hooks):
-    for pair in reversed(hooks): torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 # %% ../../../nbs/api/core/lockstep/01_run.ipynb #5b140022
 # Context in which `nn.SyncBatchNorm` computes as BatchNorm does

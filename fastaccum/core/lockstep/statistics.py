@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from ..offload import Mover
+from ..private import gradient_dtype
 
 # %% auto #0
 __all__ = []
@@ -179,7 +180,7 @@ class Meeting:
         if edge is not None: res.append((edge, self._of_input(c)))
         self.calls[i] = None
         c.release()
-        return [(e, g.to(e.node._input_metadata[e.output_nr].dtype)) for e,g in res]
+        return [(e, g.to(gradient_dtype(e.node, e.output_nr))) for e,g in res]
 
     # For `xhat = (x-mean)*inv`: `inv*(g*scale - means[0] - xhat*means[1])`
     def _of_input(self, c):
