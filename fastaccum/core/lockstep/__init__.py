@@ -1,4 +1,4 @@
-"""Exact BatchNorm: the micro-batches of a loader batch go through the model in lockstep, and their BatchNorm has the statistics of all items
+"""Exact BatchNorm: micro-batches go through the model in lockstep, and BatchNorm has the statistics of all items
 
 Docs: https://fastaccum.github.io/fastaccum/api/core/lockstep/index.html.md"""
 

@@ -41,7 +41,8 @@ class Kept:
     def leave(self, i):
         last = len(self.parts)-1
         everywhere = self.watched is None and i in (0, last)
-        looked_at = self.boxes.keys() if everywhere else self.changed if self.watched is None else self.watched & self.boxes.keys()
+        if everywhere: looked_at = self.boxes.keys()
+        else: looked_at = self.changed if self.watched is None else self.watched & self.boxes.keys()
         now = self._different(looked_at)
         if everywhere and 1 < last == i and now.keys() - self.changed: self.mixed = True       # which part was it?
         self.parts[i] = now
@@ -69,7 +70,9 @@ class Kept:
         return f()
 
     # The content of the boxes of these names in which something else is than before
-    def _different(self, names): return {k: self.boxes[k].content() for k in names if not self.boxes[k].holds(self.before[k])}
+    def _different(self, names):
+        different = [k for k in names if not self.boxes[k].holds(self.before[k])]
+        return {k: self.boxes[k].content() for k in different}
 
     def _show(self, i):
         self._put_back({k for part in self.parts for k in part})

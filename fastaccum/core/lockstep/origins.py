@@ -20,7 +20,7 @@ class Origins:
     def __init__(self):
         self.of = {}              # id of a tensor -> (weak reference to it, its part or 'earlier': an earlier batch)
         self.batches = 0          # that have ended
-        self.mixed = []           # where a tensor of another part was read: behind which call of `F.batch_norm`; None: before the first one
+        self.mixed = []           # where a tensor of another part was read: the last call of `F.batch_norm`, or None
         self.earlier = []         # the same for a tensor of an earlier batch
         self.registered = set()   # ids of weights and buffers: of buffers it is known whether they change
 
@@ -75,7 +75,9 @@ def made_unseen(part, t):
 def flat_tensors(objects):
     return [t for o in objects for t in (o if isinstance(o, (tuple,list)) else (o,)) if isinstance(t, Tensor)]
 
-# Those of the tensors `given` to a function whose values it reads: not where it writes, nor of which it takes the shape, type or device
+# Those of the tensors `given` to a function whose values it reads: not where it writes, nor of which it takes the
+# shape, type or device
 def values_of(name, given):
-    if name in ('copy_','__setitem__','zero_','fill_') or name.startswith('new_') or name.endswith('_like'): return given[1:]
+    writes = name in ('copy_','__setitem__','zero_','fill_')
+    if writes or name.startswith('new_') or name.endswith('_like'): return given[1:]
     return given[:1] if name in ('to','type_as','expand_as','view_as','reshape_as') else given

@@ -64,7 +64,8 @@ class PartTensors:
         if not self.room.away: return
         for t in ts: self.room.refill(storage_key(t))
 
-    # The function has returned `res`, of tensors `given`. What shares memory with a tensor from elsewhere is not this part's
+    # The function has returned `res`, of tensors `given`. What shares memory with a tensor from elsewhere is not this
+    # part's
     def add(self, res, given):
         others = {storage_key(t) for t in given} - self.own
         for t in flat_tensors((res,)):

@@ -1,4 +1,4 @@
-"""The run of the parts: all micro-batches of a loader batch are on their way through the model, and wait for each other at each BatchNorm
+"""The run of the parts: micro-batches go through the model side by side, and wait for each other at each BatchNorm
 
 Docs: https://fastaccum.github.io/fastaccum/api/core/lockstep/run.html.md"""
 
@@ -19,7 +19,8 @@ from ..coupled import CoupledBatch, Cut
 from .kept import Kept
 from .origins import Origins, flat_tensors, values_of
 from .room import PartTensors, Room
-from .statistics import Gradient, LayerNames, Meeting, Normalized, batch_norms, other_items, trains, unseen_norms
+from .statistics import Gradient, LayerNames, Meeting, Normalized, batch_norms
+from .statistics import other_items, trains, unseen_norms
 from ..memory import device_of
 from ..microbatch import Joined, part_sizes, split_items, tensors_in
 from ..offload import Mover
@@ -31,12 +32,13 @@ from ..watch import batchnorms, buffers_of, changed_buffers, held_by, nodes_of
 __all__ = []
 
 # %% ../../../nbs/api/core/lockstep/01_run.ipynb #5b0f0006
-# Like `CoupledBatch`, the outputs of `model` for a batch, computed in parts, but BatchNorm sees all of them, and the model is called once
+# Like `CoupledBatch`, the outputs of `model` for a batch, computed in parts, but BatchNorm sees all of them, and the
+# model is called once
 class LockstepBatch(CoupledBatch):
-    # `facts`: a `LockstepFacts`. `activations`: 'host' or 'device', where they wait for the backward pass; `others`: pools statistics with
-    # other ranks, as `JointNorms` does. The rest are those of `CoupledBatch`
-    def __init__(self, model, xb, n, size, module=None, gather=None, views=None, looks=(), lists=None, facts=None, activations='host',
-                 others=None):
+    # `facts`: a `LockstepFacts`. `activations`: 'host' or 'device', where they wait for the backward pass; `others`:
+    # pools statistics with other ranks, as `JointNorms` does. The rest are those of `CoupledBatch`
+    def __init__(self, model, xb, n, size, module=None, gather=None, views=None, looks=(), lists=None, facts=None,
+                 activations='host', others=None):
         super().__init__(model, xb, n, size, module, gather, views, looks, lists)
         on_host = activations == 'host' and device_of(self.module).type != 'cpu'
         mover = Mover(self.module, 2**16*size//n) if on_host else None
@@ -87,7 +89,8 @@ class LockstepFacts:
         if self.origins.looks: self.origins.end()
 
 # %% ../../../nbs/api/core/lockstep/01_run.ipynb #5b0f000b
-# All parts of a batch on their way through `module`. `mover`: takes activations to the host; `others`: what other ranks have to know
+# All parts of a batch on their way through `module`. `mover`: takes activations to the host; `others`: what other ranks
+# have to know
 class Lockstep:
     def __init__(self, module, mover=None, facts=None, others=None):
         self.module = module
@@ -109,7 +112,8 @@ class Lockstep:
     @property
     def last_call(self): return self.meetings[-1].calls[0] if self.meetings else None
 
-    # What the functions return, one for each part. After an error everything is as before. `looks` is told what the modules keep
+    # What the functions return, one for each part. After an error everything is as before. `looks` is told what the
+    # modules keep
     def forward(self, fs, looks=()):
         with unsynced(self.module): return self._forward(fs, looks)
 
@@ -190,9 +194,9 @@ def check_places(parts, at, names):
     i = next((i for i,k in enumerate(keys) if k != keys[0]), None)
     if i is None: return
     def place(i): return "has left the model" if keys[i] is None else f"is at {at[i].describe(names)}"
-    raise ValueError(f"coupled='batchnorm': all micro-batches must take the same way through the model, but micro-batch 1 of "
-                     f"{len(keys)} {place(0)}, and micro-batch {i+1} {place(i)}. Use coupled=True for such a model: its "
-                     "BatchNorm then sees micro-batches.")
+    raise ValueError(f"coupled='batchnorm': all micro-batches must take the same way through the model, but "
+                     f"micro-batch 1 of {len(keys)} {place(0)}, and micro-batch {i+1} {place(i)}. Use coupled=True for "
+                     "such a model: its BatchNorm then sees micro-batches.")
 
 # The package, or an error that says how to get it
 def import_greenlet():
@@ -209,12 +213,13 @@ def check_origins(origins, names):
     if origins.mixed: raise ValueError(mixed_up.format(place(origins.mixed[0])))
     if origins.earlier: return of_last_batch.format(place(origins.earlier[0]))
 
-mixed_up = ("coupled='batchnorm': {}, a micro-batch has read activations of another one. The model keeps them where all micro-batches "
-            "write, such as a global variable, a class, or one tensor that is written again and again. Keep them in attributes of its "
-            "modules, or pass them as arguments.")
+mixed_up = ("coupled='batchnorm': {}, a micro-batch has read activations of another one. The model keeps them where "
+            "all micro-batches write, such as a global variable, a class, or one tensor that is written again and "
+            "again. Keep them in attributes of its modules, or pass them as arguments.")
 
 of_last_batch = ("coupled='batchnorm': {}, the model reads activations that it has kept from one batch to the next, "
-                 "which are those of the last micro-batch only. Keep what the next batch reads in a callback, from the model's outputs.")
+                 "which are those of the last micro-batch only. Keep what the next batch reads in a callback, from "
+                 "the model's outputs.")
 
 own_mode = ("coupled='batchnorm': the model calls BatchNorm in a mode that it enters itself (inference mode, or a "
             "TorchDispatchMode), in which micro-batches cannot wait for each other.")
@@ -272,7 +277,7 @@ class Part(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.add_ and self.i and id(args[0]) in self.run.counters: return args[0]     # the first part counts for all
+        if func is Tensor.add_ and self.i and id(args[0]) in self.run.counters: return args[0]  # part 0 counts for all
         name = getattr(func, '__name__', '').split('.')[0]
         if name == '__get__': return self._get(func, args, kwargs)
         if func in (Tensor.register_hook, Tensor.retain_grad): return self.segments.hook(func, *args, **kwargs)
@@ -320,14 +325,16 @@ differentiates = torch.autograd.grad,torch.autograd.backward,Tensor.backward
 
 # The model computes gradients itself, of these outputs: an error if the graph is cut in between
 def check_gradients(outputs):
-    if any(isinstance(f, (Cut._backward_cls,Normalized._backward_cls)) for f in nodes_of(outputs)): raise ValueError(differentiated)
+    ends = Cut._backward_cls,Normalized._backward_cls
+    if any(isinstance(f, ends) for f in nodes_of(outputs)): raise ValueError(differentiated)
 
-differentiated = ("coupled='batchnorm': the model computes a gradient itself (`torch.autograd.grad` or `backward`) through a BatchNorm in "
-                  "training, and the graph of a micro-batch ends there. Use coupled=True for such a model: its BatchNorm then sees "
-                  "micro-batches.")
+differentiated = ("coupled='batchnorm': the model computes a gradient itself (`torch.autograd.grad` or `backward`) "
+                  "through a BatchNorm in training, and the graph of a micro-batch ends there. Use coupled=True for "
+                  "such a model: its BatchNorm then sees micro-batches.")
 
 # %% ../../../nbs/api/core/lockstep/01_run.ipynb #5b140017
-# The graph of a part, in segments from one BatchNorm to the next. A node is known by its number: those of later operations have larger ones
+# The graph of a part, in segments from one BatchNorm to the next. A node is known by its number: those of later
+# operations have larger ones
 class Segments:
     def __init__(self, run):
         self.token,self.mover = run.token,run.mover
@@ -350,13 +357,15 @@ class Segments:
             t.detach_()
             Cut.apply(self.token, t, partial(waiting.add, mover=self.mover))
 
-    # A hook on a tensor's gradient, which is complete in the segment that the tensor comes from, and not where the graph is cut
+    # A hook on a tensor's gradient, which is complete in the segment that the tensor comes from, and not where the
+    # graph is cut
     def hook(self, func, t, *args, **kwargs):
         is_cut = isinstance(t.grad_fn, Cut._backward_cls)
         self.hooked = True
         if t.grad_fn is None or not is_cut and func is Tensor.register_hook: return func(t, *args, **kwargs)
         edge = t.grad_fn.keep.func.__self__.edge if is_cut else get_gradient_edge(t)
-        hook = partial(retain, weakref.ref(t), Gradient()) if func is Tensor.retain_grad else [*args, *kwargs.values()][0]
+        if func is Tensor.retain_grad: hook = partial(retain, weakref.ref(t), Gradient())
+        else: hook, = *args,*kwargs.values()
         def of_node(grads):
             i = edge.output_nr
             new = None if grads[i] is None else hook(grads[i])
@@ -395,7 +404,8 @@ class FirstPass:
                 raise ValueError(unseen.format(name))
         def enters(m=None, *_):
             if self.entered is not None: raise ValueError(unseen.format(names[self.entered]))
-            self.entered = m if m is not None and m.training and (torch.is_grad_enabled() or m.track_running_stats) else None
+            learns = m is not None and m.training and (torch.is_grad_enabled() or m.track_running_stats)
+            self.entered = m if learns else None
         self.entered = None
         with ExitStack() as stack:
             for m in batchnorms(self.module): stack.callback(m.register_forward_pre_hook(enters).remove)
@@ -415,15 +425,17 @@ class FirstPass:
         return self.norm
 
 # %% ../../../nbs/api/core/lockstep/01_run.ipynb #5b14001c
-unseen = ("coupled='batchnorm': the BatchNorm {!r} computes its statistics without calling `F.batch_norm`, so micro-batches cannot wait "
-          "for each other there (a scripted module, or a class of its own). Use one of PyTorch's classes.")
+unseen = ("coupled='batchnorm': the BatchNorm {!r} computes its statistics without calling `F.batch_norm`, so "
+          "micro-batches cannot wait for each other there (a scripted module, or a class of its own). Use one of "
+          "PyTorch's classes.")
 
-changed = ("coupled='batchnorm': the model changes its buffers {} at each call, and so once for each micro-batch, where the whole batch "
-           "changes them once. Use PyTorch's BatchNorm instead of one of your own, which is exact, and leave out spectral normalization.")
+changed = ("coupled='batchnorm': the model changes its buffers {} at each call, and so once for each micro-batch, "
+           "where the whole batch changes them once. Use PyTorch's BatchNorm instead of one of your own, which is "
+           "exact, and leave out spectral normalization.")
 
-items_of_norm = ("coupled='batchnorm': in this model {} is called for {}, as Ghost BatchNorm and some versions of instance "
-                 "normalization do, and such calls of all micro-batches are taken together. If what they normalize is "
-                 "not the same part of each item, let BatchNorm see all items.")
+items_of_norm = ("coupled='batchnorm': in this model {} is called for {}, as Ghost BatchNorm and some versions of "
+                 "instance normalization do, and such calls of all micro-batches are taken together. If what they "
+                 "normalize is not the same part of each item, let BatchNorm see all items.")
 
 hooks_twice = ("coupled='batchnorm': the model sets hooks on the gradients of tensors, which may be called several "
                "times, for parts of the gradient, as it reads a view (as of `chunk` or `x[:,:4]`) behind a BatchNorm. "
@@ -464,5 +476,6 @@ class NoBatchNorm(TorchFunctionMode):
         if func in batch_norms and batch_norms[func](*args, **(kwargs or {})).training: raise ValueError(recomputed)
         return func(*args, **(kwargs or {}))
 
-recomputed = ("coupled='batchnorm': this part of the model, with BatchNorm in it, is recomputed in the backward pass (checkpoint), where "
-              "micro-batches cannot wait for each other. Switch off recomputation: activations wait on the host anyway.")
+recomputed = ("coupled='batchnorm': this part of the model, with BatchNorm in it, is recomputed in the backward pass "
+              "(checkpoint), where micro-batches cannot wait for each other. Switch off recomputation: activations "
+              "wait on the host anyway.")

@@ -48,7 +48,8 @@ class NormCall:
         self.ctx = None                       # what autograd has saved of the input
         self.given = [*map(id, (running_mean, running_var, weight, bias))]
         # the layer is known by its statistics. Weights may be other ones in each part, as with a parametrization
-        self.key = input.shape[1:2],input.dim(),input.dtype,*self.given[:2],id(weight) if isinstance(weight, nn.Parameter) else None
+        own = id(weight) if isinstance(weight, nn.Parameter) else None
+        self.key = input.shape[1:2],input.dim(),input.dtype,*self.given[:2],own
 
     def measure(self):
         with torch.no_grad(): self.moments = moments(self.x)
@@ -58,7 +59,8 @@ class NormCall:
         res,self.moments = self.moments,None
         return res
 
-    # The normalized input. `token`: a tensor with gradient, which makes autograd call `Normalized`; `mover`: takes gradients to the host
+    # The normalized input. `token`: a tensor with gradient, which makes autograd call `Normalized`; `mover`: takes
+    # gradients to the host
     def output(self, meeting, token, mover):
         x = self.x
         affine = [None if t is None else t.detach().to(meeting.mean.dtype) for t in self.affine]
@@ -66,7 +68,8 @@ class NormCall:
         self.scale = affine[0]
         self.x = self.affine = None
         def normalized(x): return F.batch_norm(x, meeting.mean, meeting.var, *affine, eps=self.eps)
-        if torch.is_grad_enabled() and any(self.edges): return Normalized.apply(token, x.detach(), normalized, self, mover)
+        if torch.is_grad_enabled() and any(self.edges):
+            return Normalized.apply(token, x.detach(), normalized, self, mover)
         with torch.no_grad(): return normalized(x)
 
     # The graph goes on behind this call: `ctx` is what autograd keeps of it
@@ -81,7 +84,8 @@ class NormCall:
         return repr(name) if name else '`F.batch_norm`'
 
     # The same for parts of any size, on all ranks
-    def place(self, names): return f"{self.name(names)} ({self.x.shape[1]} channels, {self.x.dim()} dimensions, {self.x.dtype})"
+    def place(self, names):
+        return f"{self.name(names)} ({self.x.shape[1]} channels, {self.x.dim()} dimensions, {self.x.dtype})"
 
     def describe(self, names): return f"{self.name(names)} with an input of shape {tuple(self.x.shape)}"
 
@@ -143,7 +147,9 @@ class Meeting:
         self.running,self.momentum = first.running,first.momentum
         own = pooled(*zip(*(c.take_moments() for c in calls)))
         self.n,self.mean,squares = own if others is None else others.pool(first.place(names), *own)
-        if self.n < 2: raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(first.x.shape)}")
+        if self.n < 2:
+            shape = tuple(first.x.shape)
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
         self.var,self.unbiased = squares/self.n,squares/(self.n-1)
         self.inv = (self.var + first.eps).rsqrt()
 
@@ -153,7 +159,8 @@ class Meeting:
         for old,new in zip(self.running, (self.mean, self.unbiased)):
             if old is not None: old.mul_(1-self.momentum).add_(new.to(old.dtype), alpha=self.momentum)
 
-    # The gradients of all parts are there. `sums[i]` of a part: those of the bias and of the weight; `means`: what all items share
+    # The gradients of all parts are there. `sums[i]` of a part: those of the bias and of the weight; `means`: what all
+    # items share
     @torch.no_grad()
     def add_up(self):
         have = any(c.gradient.grad is not None for c in self.calls)
@@ -201,20 +208,23 @@ def of_torch(input, weight, bias, running_mean, running_var, training, momentum,
 batch_norms = {F.batch_norm: NormCall, torch.batch_norm: of_torch}
 
 # Other functions that compute statistics in training
-unseen_norms = {'native_batch_norm', 'cudnn_batch_norm', 'miopen_batch_norm', 'batch_norm_stats', '_native_batch_norm_legit',
-                '_native_batch_norm_legit_functional', '_batch_norm_with_update', '_batch_norm_impl_index'}
+unseen_norms = {'native_batch_norm', 'cudnn_batch_norm', 'miopen_batch_norm', 'batch_norm_stats',
+                '_native_batch_norm_legit', '_native_batch_norm_legit_functional', '_batch_norm_with_update',
+                '_batch_norm_impl_index'}
 
 # Is it called in training? The first bool says so
 def trains(args, kwargs): return kwargs.get('training', next((a for a in args if isinstance(a, bool)), True))
 
 # %% ../../../nbs/api/core/lockstep/02_statistics.ipynb #5b130016
-# What else than all items with their channels the call normalizes, as far as its shape tells; None if it does not. `inputs`: of the model
+# What else than all items with their channels the call normalizes, as far as its shape tells; None if it does not.
+# `inputs`: of the model
 def other_items(call, inputs):
     x = call.x
     if not x._is_view(): return
     base = next((t for t in inputs if t.data_ptr() == x.data_ptr()), x._base)
     if isinstance(base, nn.Parameter) or any(t._base is base for t in inputs): return
-    made_by,alike = str(x.grad_fn),x.dim() == base.dim() and x.shape[2:] == base.shape[2:]
-    if alike and x.dim() > 2 and len(x) == 1 and x.shape[1] == base.shape[:2].numel() and (len(base) > 1 or 'View' in made_by):
-        return 'each item by itself'
-    if alike and x.shape[1] == base.shape[1] and (len(x) < len(base) or 'Split' in made_by): return 'some items at a time'
+    if x.dim() != base.dim() or x.shape[2:] != base.shape[2:]: return
+    made_by,n,channels = str(x.grad_fn),len(base),base.shape[1]
+    folded = x.dim() > 2 and len(x) == 1 and x.shape[1] == n*channels
+    if folded and (n > 1 or 'View' in made_by): return 'each item by itself'
+    if x.shape[1] == channels and (len(x) < n or 'Split' in made_by): return 'some items at a time'
