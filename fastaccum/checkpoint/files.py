@@ -44,7 +44,10 @@ def write_checkpoint(state, path, tmp=None):
 # %% ../../nbs/api/checkpoint/06_files.ipynb #9c785d2a
 # What the file ends with: how many bytes are before it, and their CRC-32
 class _Digesting(io.RawIOBase):
-    def __init__(self, file=None): self.file,self.n,self.crc = file,0,0
+    def __init__(self, file=None):
+        self.file = file
+        self.n = 0
+        self.crc = 0
     def add(self, b): self.n,self.crc = self.n+len(b),zlib.crc32(b, self.crc)
     def writable(self): return True
     def write(self, b):
@@ -154,7 +157,10 @@ class OwnFiles:
         self.path = path
         now = self._read()
         names,done = _names_in(now.get('files', [])),now.get('finished')
-        self.run,self.made,self.listed,self.finished = now.get('run'),now.get('made') is True,set(names),done and _names_in(done)
+        self.run = now.get('run')
+        self.made = now.get('made') is True
+        self.listed = set(names)
+        self.finished = done and _names_in(done)
         if not (isinstance(self.run, str) and re.fullmatch(r'\w+', self.run)): self.run = None
         # the files were copied here, or the manifest is lost
         if self.run is None: self.run = first(filter(None, map(run_of, sorted(path.glob('*.pt'))))) or secrets.token_hex(4)
@@ -256,7 +262,9 @@ class OwnFiles:
         (self.path/self.manifest).unlink(missing_ok=True)
         if self.made:
             with suppress(OSError): self.path.rmdir()         # somebody may have put a file into it
-        self.run,self.made,self.finished = secrets.token_hex(4),False,None
+        self.run = secrets.token_hex(4)
+        self.made = False
+        self.finished = None
 
 # The entries of a manifest that are plain names of files. Others would lead out of the folder
 def _names_in(names):

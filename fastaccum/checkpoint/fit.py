@@ -38,7 +38,9 @@ _form_in_epoch:dict = dict(batch=int, new_workers=bool, data=_data,
 
 # The `state` of a checkpoint of a fit in the folder `path`, compared with the fit of `learn` that should continue from it
 class SavedFit:
-    def __init__(self, state, learn, path, number): self.state,self.learn,self.path,self.number = state,learn,path,number
+    def __init__(self, state, learn, path, number):
+        self.state,self.learn = state,learn
+        self.path,self.number = path,number
 
     in_epoch = property(lambda self: 'batch' in self.state)      # else it is the end of the fit
 
@@ -108,7 +110,10 @@ class SavedFit:
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #3554b4ad
 # The rest of a fit, after the checkpoint `saved`. `epoch()`: the present epoch of the loader; `data()`: what the data are now
 class RestOfFit:
-    def __init__(self, saved, epoch, data): self.saved,self.learn,self.epoch,self.data = saved,saved.learn,epoch,data
+    def __init__(self, saved, epoch, data):
+        self.saved = saved
+        self.learn = saved.learn
+        self.epoch,self.data = epoch,data
 
     # A context in which the fit is the rest. Gives how `train` runs it
     @contextmanager
@@ -145,7 +150,8 @@ _signals = 'SIGINT','SIGTERM','SIGUSR1'
 # When a fit saves: every so many steps or minutes (None: never), and when a rank or a signal asks
 class SaveTimes:
     def __init__(self, every_steps, every_minutes, ranks):
-        self.every_steps,self.every_minutes,self.ranks = every_steps,every_minutes,ranks
+        self.every_steps,self.every_minutes = every_steps,every_minutes
+        self.ranks = ranks
         self.steps = 0
         self.signal = None              # the name of the one that ends the fit
         self.plan_next()
@@ -177,7 +183,9 @@ class SaveTimes:
 # One fit of `learn` with the `TrainingCheckpoint` `cb`, whose arguments and memory of earlier fits it reads.
 class CheckpointedFit:
     def __init__(self, cb, learn, cbs, ranks):
-        self.cb,self.learn,self.ranks,self.folder = cb,learn,ranks,cb.folder
+        self.cb,self.learn = cb,learn
+        self.ranks = ranks
+        self.folder = cb.folder
         self.lr_find = any(isinstance(c, LRFinder) for c in cbs)
         self.begun,self.cancelled = False,False
         self.cut = None                            # who ended the fit before its last epoch, and when

@@ -32,9 +32,17 @@ class CheckpointFolder:
         self.files = sorted((path/n for n in names), key=_place)
 
     def _begin(self, path, ranks):
-        self.path,self.ranks,self.pid = path,ranks,os.getpid()
-        self.n_fits,self.unfinished,self.stopped,self.cut = 0,False,None,None   # of this process; stopped: the signal that ended a fit
-        self.writer,self.news,self.spare,self.files,self.cramped = None,[],None,[],False   # news: what the writer warns of
+        self.path,self.ranks = path,ranks
+        self.pid = os.getpid()
+        self.n_fits = 0             # of this process
+        self.unfinished = False
+        self.stopped = None         # the signal that ended a fit
+        self.cut = None
+        self.writer = None
+        self.news = []              # what the writer warns of
+        self.spare = None
+        self.files = []
+        self.cramped = False
 
     # The object that this process has for `path`, or a new one
     @classmethod
@@ -74,7 +82,9 @@ class CheckpointFolder:
     def fit_begins(self): self.unfinished = True
     # A script may have left out the fits before it. `cut`: who ended it before its last epoch, and when
     def fit_ended(self, number, cancelled, cut=None):
-        self.n_fits,self.unfinished,self.cut = self.n_fits if cancelled else number,cancelled,cut
+        self.n_fits = self.n_fits if cancelled else number
+        self.unfinished = cancelled
+        self.cut = cut
     # No other fit begins in this process after a signal; None: there was none
     def stop(self, signal):
         self.stopped = signal
@@ -140,7 +150,9 @@ class CheckpointFolder:
     # Wait until the last checkpoint is written
     def wait(self):
         if self.writer is not None: self.writer.join()
-        news,self.writer,self.news = self.news,None,[]
+        news = self.news
+        self.writer = None
+        self.news = []
         for message in news: warn(message, 'troubleshooting.html#a-run-does-not-resume')
 
     # Mark the run as complete: its last state moves to the folder `...-finished`, and the next start begins a new run

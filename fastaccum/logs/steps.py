@@ -231,7 +231,11 @@ class EpochAxis:
 # Rows of numbers, in columns that stay on the device of their values until they are read
 class StepTable:
     room = 1024         # rows of a new column
-    def __init__(self): self.n,self.cols,self.kinds,self.late = 0,{},{},[]
+    def __init__(self):
+        self.n = 0
+        self.cols = {}
+        self.kinds = {}
+        self.late = []
 
     def __len__(self): return self.n
 
@@ -287,7 +291,10 @@ def _kind(v):
 # %% ../../nbs/api/logs/01_steps.ipynb #8d765c96
 # Measures what `StepLogger` needs. Uses the clock on a CPU and the device's events elsewhere, so that the host never waits
 class StepClock:
-    def __init__(self, logger): self.logger,self.device,self._since = logger,torch.device('cpu'),None
+    def __init__(self, logger):
+        self.logger = logger
+        self.device = torch.device('cpu')
+        self._since = None
 
     def check(self):
         self.device = device_of(self.logger.learn.model)
@@ -299,7 +306,9 @@ class StepClock:
     def begin(self): self._since = perf_counter(); self.begin_row()
 
     def begin_row(self):
-        self._waits,self._last,self._spans = perf_counter(),None,{k: [] for k in parts}
+        self._waits = perf_counter()
+        self._last = None
+        self._spans = {k: [] for k in parts}
         if self.logger.memory: backend(self.device).reset_peak_memory_stats(self.device)
 
     # End `part` and begin the next one. The host waits for data, so the clock measures that part on every device

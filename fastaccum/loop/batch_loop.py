@@ -30,11 +30,20 @@ class BatchLoop:
     def __init__(self,
         learn # `Learner` whose `one_batch` it replaces
     ):
-        self.learn,self.now,self.step_loss,self.device,self.n_inp,self.stock_backward = learn,Progress(),None,None,None,True
-        self.in_fit,self.busy,self.nested = False,False,False
+        self.learn = learn
+        self.now = Progress()
+        self.step_loss = None
+        self.device = None
+        self.n_inp = None
+        self.stock_backward = True
+        self.in_fit = False
+        self.busy = False
+        self.nested = False
         self.own_one_batch,self.reached = None,False  # the Learner's own `one_batch`, if it has one; has it come to the loop?
         self.plan = None                              # how `learn.pct_train` moves in this epoch; None: with each loader batch
-        self.every_batch,self.as_it_is,self.rows = EveryBatch(self),AsItIs(self),Rows(self)
+        self.every_batch = EveryBatch(self)
+        self.as_it_is = AsItIs(self)
+        self.rows = Rows(self)
         self.events = EventTable(learn, self._condition)
 
     def __reduce__(self): return type(self), (self.learn,)
@@ -61,7 +70,9 @@ class BatchLoop:
         self._end()
 
     def _begin(self, i):
-        self.now,self.busy,self.reached = Progress(),True,False
+        self.now = Progress()
+        self.busy = True
+        self.reached = False
         if i == 0 or self.device is None: self.begin_epoch()
 
     def _end(self):

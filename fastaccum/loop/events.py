@@ -81,7 +81,10 @@ def hears(cb, events=_between_steps):
 # The methods of the Learner's callbacks for the events of a batch, in the order of calling. `condition(cb, event)`: None, or a function
 # that decides each time whether to call the method
 class EventTable:
-    def __init__(self, learn, condition=lambda *_: None): self.learn,self.condition,self.cbs,self.table = learn,condition,None,{}
+    def __init__(self, learn, condition=lambda *_: None):
+        self.learn,self.condition = learn,condition
+        self.cbs = None
+        self.table = {}
 
     # The table for the present callbacks: event -> what to call, slot -> its callback
     def renew(self):

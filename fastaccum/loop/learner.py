@@ -38,7 +38,9 @@ def declared(cbs, what): return first(cb for cb in cbs if getattr(type(cb), what
 class LearnerMethods:
     names = '_with_events','validation_context','_do_epoch_validate','export'
     def __init__(self, learn):
-        self.learn,self.ours,self.before = learn,{},{}      # before: what the Learner itself had there
+        self.learn = learn
+        self.ours = {}
+        self.before = {}           # what the Learner itself had there
         self.attached = set()                               # ids of callbacks, not of copies
 
     def __reduce__(self): return type(self), (self.learn,), dict(ours=self.ours, before=self.before)

@@ -31,7 +31,12 @@ class OptimizerParams:
 # The parameters whose gradients accumulate: those of the optimizer, and those of the model and of the loss that it does not have. Another
 # optimizer of the user's may have them, and it may leave them a gradient from before the accumulated batch, which is kept apart meanwhile
 class AccumulatedParams(OptimizerParams):
-    def __init__(self, learn): self.learn,self.opt,self.others,self.kept,self.trained = learn,None,[],None,()
+    def __init__(self, learn):
+        self.learn = learn
+        self.opt = None
+        self.others = []
+        self.kept = None
+        self.trained = ()
     def __iter__(self):
         yield from super().__iter__()
         yield from self.others

@@ -110,7 +110,9 @@ class Rows:
     # An accumulated batch or an epoch has ended. Predictions that do not fit together, such as sentences of several lengths, are measured
     # one by one
     def measure_kept(self):
-        learn,kept,self.kept = self.loop.learn,self.kept,[]
+        learn = self.loop.learn
+        kept = self.kept
+        self.kept = []
         if not kept: return
         batches,now = [(pred, yb) for _,pred,yb in kept],(learn.pred, learn.yb)
         if all(fits(batches[0], b) for b in batches): batches = [join_items(batches)]

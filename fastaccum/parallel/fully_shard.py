@@ -212,12 +212,15 @@ class ShardedRanks(Ranks):
 class SumWitness:
     # `is_blind`: may others change gradients between the backward passes of a step?
     def __init__(self, model, acc, is_blind=False):
-        self.acc,self.is_blind,self.steps = acc,is_blind,0
+        self.acc,self.is_blind = acc,is_blind
+        self.steps = 0
         params = [(k, p) for k,p in model.named_parameters() if p.requires_grad]
         # the last small one, or the smallest: it stands near the loss, and its gradient is seldom 0
         self.name,self.param = min(reversed(params), key=lambda o: max(o[1].numel(), 2**12))
         owner,_,self.attr = self.name.rpartition('.')
-        self.owner,self.seen,self.hooks = model.get_submodule(owner),None,{}
+        self.owner = model.get_submodule(owner)
+        self.seen = None
+        self.hooks = {}
         above = [m for k,m in model.named_modules() if is_sharded(m) and (not k or f'{owner}.'.startswith(f'{k}.'))]
         self.forward = above[-1].register_forward_pre_hook(self._watch)        # after FSDP's own, which gathers the weights
 
@@ -276,7 +279,6 @@ class SumWitness:
 def part_for_rank(t):
     parts = t.chunk(dist.get_world_size())
     return parts[dist.get_rank()] if dist.get_rank() < len(parts) else t[:0]
-
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #265eaa0a
 # Raise an error for settings that do not work with a sharded model; `cb`: a `FullyShard` that is attached to a `Learner`
