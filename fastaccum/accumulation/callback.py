@@ -33,7 +33,8 @@ from .facts import FitFacts
 from .fitting import FittingSize
 from .lengths import FittingTokens
 from .remainder import Fate, policy_of
-from .plan import EpochCounts, accum_batches, epoch_plan, epochs_for
+from .plan import EpochCounts, accum_batches, epochs_for
+from .plan import epoch_plan as plan_of_epoch
 from .tokens import BatchCounter
 from .ways import way_of
 from .weigh import Weights
@@ -76,29 +77,23 @@ class GradientAccumulation(LoopCallback):
         self._n_items = n_items
         way_of(self).check_arguments()
         self.per_loader_batch = accum_bs is None and n_acc is None and self.splits
-        self.acc,self.ranks = GradientAccumulator([], 1, normalize),OneRank()
+        self.ranks = OneRank()
         self.fitting = FittingSize() if micro_batch_tokens is None else FittingTokens()
-        self.facts,self.weights,self.witnesses = FitFacts(),None,Witnesses(self)
-        self.batch,self.running,self.params,self.on_host = None,False,None,None
+        self.running = False
+        self.on_host = None
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
         self.epoch_counts = EpochCounts()
+        size = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
+        check_accum_bs(size)
+        self._accum_bs = int(size)
+        self._renew()
         self.last_rule = str(self.rule)                  # what the last fit found
-        self.accum_bs = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
 
     # -- what other callbacks may read
     @property
     def rule(self):
         "What the loss averages over"
         return self.facts.rule
-
-    @property
-    def constant(self) -> bool:
-        "Has each accumulated batch the same target size?"
-        return type(self).size_at is GradientAccumulation.size_at
-
-    # What becomes of items left at the end of an epoch
-    @property
-    def policy(self): return policy_of(self.remainder)
 
     @property
     def accum_bs(self) -> int:
@@ -121,57 +116,15 @@ class GradientAccumulation(LoopCallback):
         return self.acc.closed.n_items if self.unit == 'items' else self.batch.items
 
     @property
-    def so_far(self) -> dict: # Name -> number
-        "Items accumulated so far, and what was counted of another `unit`, for loggers"
-        return dict(items=self.n_items) if self.unit == 'items' else {'items': self.batch.items, self.unit: self.n_items}
-
-    @property
-    def opens(self) -> bool:
-        "Does this loader batch begin an accumulated batch?"
-        batch = self.batch
-        if batch is None or batch.place != _place_of(self.learn): return self.acc.n_items == 0     # its `before_batch` is still to come
-        return batch.opens
-
-    @property
     def closes(self) -> bool:
         "Does this loader batch end an accumulated batch?"
         return self.batch is not None and self.batch.closes
-
-    @property
-    def cancelled(self) -> bool:
-        "Was the last loader batch an accumulated batch of its own, and was it cancelled before anything was counted?"
-        batch = self.batch
-        return batch is not None and batch.opens and batch.closes and not batch.done and len(batch.micros) == 1 and not self.acc.n_items
 
     @property
     def micro_bs(self) -> int|str|None:
         "Most items of a micro-batch at present; most tokens with `micro_batch_tokens`"
         most = ifnone(self.micro_batch_tokens, self.micro_batch_size)
         return self.fitting.now if most == 'auto' else most
-
-    @property
-    def auto(self) -> bool:
-        "Are micro-batches to be as large as fits memory?"
-        return 'auto' in (self.micro_batch_size, self.micro_batch_tokens)
-
-    @property
-    def splits(self) -> bool:
-        "Are loader batches split into micro-batches?"
-        return self.micro_batch_size is not None or self.micro_batch_tokens is not None
-
-    @property
-    def loss_rule(self) -> str:
-        "What the loss averages over, and whether this is known, measured or assumed"
-        if self.weight is not None: return 'what weight= returns'
-        if not self.normalize: return 'nothing: gradients are added up (normalize=False)'
-        return self.last_rule if self.rule.info is None else str(self.rule)      # a validation looks up none
-
-    @property
-    def step_values(self) -> dict: # Name -> value
-        "Values of the last step, for loggers"
-        res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
-        if self.unit != 'items': res[self.unit] = self.acc.closed.n_items
-        return {**res, 'micro_bs' if self.micro_batch_tokens is None else 'micro_tokens': self.micro_bs} if self.splits else res
 
     def size_at(self,
         done:int,   # Number of loader batches done in this fit
@@ -181,29 +134,6 @@ class GradientAccumulation(LoopCallback):
         "`accum_bs` of the accumulated batch that begins after `done` loader batches"
         return self._accum_bs
 
-    def plan(self,
-        n_epoch:int=1, # Number of epochs
-        dl=None        # Training loader, default the Learner's
-    ) -> list: # Items of each accumulated batch; with another `unit`, what it counts
-        "The sizes of the optimizer steps of a fit, computed without training. Another `unit` than items is counted by loading an epoch"
-        return accum_batches(self._sizes(dl), n_epoch, self.size_at, self.remainder)
-
-    def _sizes(self, dl):
-        if self.learn is None and (dl is None or self.unit != 'items'):
-            raise ValueError("There is no loader to plan for: add the callback to a Learner" +
-                             (", or pass `dl`." if self.unit == 'items' else f", which loads the batches whose {self.unit} count."))
-        if dl is None: dl = self.learn.dls.train
-        return batch_sizes(dl) if self.unit == 'items' else self.epoch_counts.of(self, dl)
-
-    def epoch_plan(self):
-        "How the position in training moves in this epoch; None if the steps are not known, or if their size changes"
-        learn = self.learn
-        if self._n_items is not None or self.unit != 'items' or not self.constant: return None
-        try: sizes = batch_sizes(learn.dls.train)
-        except ValueError: return None
-        return epoch_plan(sizes, learn.epoch, learn.n_epoch, self._accum_bs, self.remainder) if len(sizes) == learn.n_iter else None
-
-    # -- in the place of the Learner's methods
     def learner_methods(self): return dict(to_distributed=self._to_distributed)
 
     # fastai's `distrib_ctx` calls it
@@ -211,217 +141,26 @@ class GradientAccumulation(LoopCallback):
         from fastaccum.parallel.data_parallel import to_distributed
         return to_distributed(self.learn, sync_bn, **kwargs)
 
-    # -- a fit
-    @contextmanager
-    def during_fit(self):
-        """Context in which gradients are summed in `grad_dtype`, on `grad_device`. If the optimizer rejects this type, the sums are rounded
-        once, at the step"""
-        with ExitStack() as stack:
-            stack.enter_context(summed_for(self.learn.model.parameters(), self.grad_dtype, self.learn.opt))
-            if self.grad_device is not None: self.on_host = stack.enter_context(HostGradients(self.params, self.learn.opt))
-            stack.enter_context(self.epoch_counts.during_fit())
-            try: yield
-            except CancelFitException: raise             # `after_fit` is to come
-            except BaseException:                        # an error, Ctrl-C: no part of a gradient is left
-                self._stop()
-                raise
-            finally: self.on_host = None
-
-    def before_fit(self):
-        learn = self.learn
-        if learn.opt is None: return                     # a loaded Learner that only predicts has no optimizer
-        self.ranks = ranks_of(learn.cbs)
-        check_learner(self, way_of(self))
-        learn.gradient_accumulation = self
-        self._begin()
-        self.running = True
-        if available_bytes(device_of(learn.model)) is not None: self.fitting.forget()
-        if self.loop.lr_finder: learn.n_epoch = epochs_for(self, self.loop.lr_finder.num_it)
-
-    # Start with zero gradients, however the last fit ended, and know nothing of the loss
-    def _begin(self):
-        self.params = AccumulatedParams(self.learn)
-        self.params.look_up()
-        self.acc = GradientAccumulator(self.params, self._accum_bs, self.normalize, self.ranks.reduce)
-        self.clear()
-        self.batch = None
-        self.facts = FitFacts.of_fit(self)
-        self.weights = Weights(self)
-        self.witnesses = witnesses_of(self)
-
-    @contextmanager
-    def apart(self):
-        "Context in which the largest batch tells the size that fits memory. Its caller puts the attributes back"
-        self.ranks = OneRank()
-        self._begin()
-        self.witnesses = Witnesses(self)
-        try:
-            yield
-            if self.auto: self.fitting.settle(self.learn.xb, self.batch.n)
-        finally:
-            self.clear()
-
-    def clear(self):
-        self.witnesses.call('drop')
-        if self.params is not None: self.params.give_up()
-        self.acc.reset(self.learn.opt)
-
-    def after_fit(self):
-        self.running,self.last_rule = False,self.loss_rule
-        self.rule.end()
-        if self.n_items:
-            print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} {self.unit} accumulated; their gradients "
-                  "are cleared.")
-        if self.n_items or self.batch is not None and not self.batch.done: self.clear()        # or one was cancelled halfway
-        self.warn_of_loss()
-
-    # In the middle of a fit
-    def _stop(self):
-        if self.running: self.clear()
-        self.running = False
-
     def detach(self): self._stop()
 
     def tidy(self): self.witnesses.call('drop')
 
-    def warn_of_loss(self):
-        "Say once that no rule fits the loss, or that another one does"
-        several = "With coupled, this step has several loader batches, each with a loss of its own: "
-        for message in (*self.rule.take_news(), self.rule.message):
-            if message: self.warn_once(several*way_of(self).is_coupled + message, 'troubleshooting.html#the-loss-is-off')
+# %% ../../nbs/api/accumulation/01_callback.ipynb #35ad4890
+@patch
+def plan(self:GradientAccumulation,
+    n_epoch:int=1, # Number of epochs
+    dl=None        # Training loader, default the Learner's
+) -> list: # Items of each accumulated batch; with another `unit`, what it counts
+    "The sizes of the optimizer steps of a fit, computed without training. Another `unit` than items is counted by loading an epoch"
+    return accum_batches(self._sizes(dl), n_epoch, self.size_at, self.remainder)
 
-    def keeps(self,
-        name:str # Of an attribute
-    ) -> bool:
-        "Does the loss object have the value of the whole accumulated batch there, when this ends?"
-        return bool(self.facts.values.kinds.get(name))
-
-    # -- a loader batch
-    def before_batch(self):
-        learn,acc = self.learn,self.acc
-        if not self.running: self.before_fit(); acc = self.acc   # added in the middle of a fit
-        n = self._count_items()
-        n_iter,i = learn.__dict__.get('n_iter', 0),learn.__dict__.get('iter', 0)
-        counted = None if self.counter is None else self.counter(learn, n, self.ranks)
-        if acc.n_items == 0:
-            epoch,n_epoch = learn.__dict__.get('epoch', 0),learn.__dict__.get('n_epoch', 1)      # `one_batch` may be called without a fit
-            whole = ifnone(self.ranks.total, n) if counted is None else counted.total
-            size = whole if self.per_loader_batch else self.size_at(epoch*n_iter + i, n_iter, n_epoch)
-            if size != acc.accum_bs: acc.open(size)
-            self._without_grad = [p for p in acc.params if p.grad is None] if self.policy.may_drop else []
-        # not by `=`: fastai's `__setattr__` would look for the name in the Learner and in its model, at each batch
-        self.__dict__['batch'] = BatchPass(self, n, i == n_iter-1, counted)
-
-    def _count_items(self):
-        learn = self.learn
-        if self._n_items is not None: return self._n_items(learn)
-        n,agree = count_items(learn.xb, learn.yb, way_of(self).is_coupled, self.facts.lists, partial(loader_bs, learn.__dict__.get('dl')))
-        if not agree: self.witnesses.call('items_differ', n)
-        return n
-
-    def train_batch(self) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
-        "Forward and backward passes of the loader batch"
-        batch = self._recounted().by(way_of(self))
-        has_items = self.ranks.begin(batch)
-        if batch.opens: self._open(batch)
-        else: check_trained(self)
-        self.facts.look_at_loss(self.learn.loss_func)
-        self.weights.look_up(batch)
-        if has_items and self.auto: batch = self.__dict__['batch'] = self.fitting.send(batch)
-        elif has_items: batch.run()
-        loss = batch.close()
-        self.facts.values.end()
-        return loss
-
-    # The loader batch, counted again if a callback has put another one there since `before_batch`
-    def _recounted(self):
-        learn,batch = self.learn,self.batch
-        xb,yb = batch.tensors
-        if learn.xb is xb and learn.yb is yb and type(xb) is tuple is type(yb): return batch    # a list may have changed
-        n = self._count_items()
-        counted = batch.counted and self.counter.again(learn, n, batch.counted, batch.tensors)
-        if n != batch.n or counted is not None: self.__dict__['batch'] = BatchPass(self, n, batch.last, counted)
-        return self.batch
-
-    def _open(self, batch):
-        params = self.params
-        if params.opt is not self.learn.opt: params.look_up()
-        if params.others: params.begin()
-        if not self.per_loader_batch: params.note_trained()
-        self.witnesses.call('opens', batch)
-
-    def give_up_batch(self) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
-        "With several ranks: this rank's part of the loader batch was cancelled, and its items count, as the other ranks count them"
-        if self.batch is None or self.batch.place != _place_of(self.learn): self.before_batch()   # cancelled even before that
-        return self.batch.close()
-
-    def is_done(self) -> bool:
-        "Has the present loader batch been counted?"
-        return self.batch is not None and self.batch.done and self.batch.place == _place_of(self.learn)
-
-    def predict(self, call, model, *xb):
-        "Forward pass of validation"
-        # all ranks must call the model equally often
-        if self.ranks.one_target or keeps_state(model, self.learn.cbs): return call(model, *xb)
-        return way_of(self).validate(partial(call, model), xb)
-
-    # Step on what is left at the end of this epoch, whatever `remainder` is: the fit ends there
-    def end_with_step(self): self.remainder = 'step'
-
-    def close(self):
-        self.witnesses.call('before_step')
-        loss = self.acc.finish()
-        self.params.end()
-        return loss
-    def reopen(self): self.acc.reopen()
-
-    def after_batch(self):
-        learn = self.learn
-        loop = learn.one_batch
-        finder = loop.events.table['LRFinder']
-        if finder is not None and finder.run: learn.train_iter = len(learn.recorder.losses) + loop.now.closed   # LRFinder counts steps
-
-    # -- an epoch, even one that is cut short
-    def before_train(self):
-        self.facts.begin_epoch()
-        self.facts.look_at_loss(self.learn.loss_func)
-        self.witnesses.call('before_epoch')
-        if self.params is not None: self.params.look_up()
-        if self.on_host is not None: self.on_host.follow()
-
-    def after_train(self):
-        left = self.n_items
-        self._end_epoch()
-        if self.batch is None or not self.batch.last: return                    # the epoch was cut short
-        self.witnesses.call('after_train', left)
-
-    def after_cancel_epoch(self): self._end_epoch()
-    def after_epoch(self): fit_graph(self.learn)
-
-    def _end_epoch(self):
-        loop = self.loop
-        loop.rows.measure_kept()
-        self.facts.numbers.check()
-        self.witnesses.after_epoch()
-        if loop.now.row_due: loop.rows.give()            # a callback ended the epoch between the step and its row
-        if not self.n_items: return
-        fate = self.policy(self.n_items, self.acc.accum_bs)
-        if fate is Fate.CARRY: return
-        if fate is Fate.STEP or self.acc.ready: return loop.extra_step()   # ready: a cancelled step was taken back
-        self.clear()
-        for p in self._without_grad: p.grad = None       # with a gradient of zeros the optimizer would touch them
-
-    # -- checkpoints, which are written only when nothing is accumulated
-    def state_dict(self) -> dict: # Plain values
-        "The micro-batch sizes that 'auto' has found, and whether the epoch goes by plan, for checkpoints"
-        return dict(self.fitting.state_dict(), micro_bs=self.micro_bs, by_plan=self.learn is not None and self.loop.plan is not None)
-
-    def load_state_dict(self,
-        state:dict # From `state_dict`
-    ):
-        "Continue with the saved micro-batch sizes, and as planned or not"
-        self.fitting.load_state_dict(state)
-        if self.learn is not None and not state.get('by_plan'): self.loop.forget_plan()
+@patch
+def _sizes(self:GradientAccumulation, dl):
+    if self.learn is None and (dl is None or self.unit != 'items'):
+        raise ValueError("There is no loader to plan for: add the callback to a Learner" +
+                         (", or pass `dl`." if self.unit == 'items' else f", which loads the batches whose {self.unit} count."))
+    if dl is None: dl = self.learn.dls.train
+    return batch_sizes(dl) if self.unit == 'items' else self.epoch_counts.of(self, dl)
 
 # %% ../../nbs/api/accumulation/01_callback.ipynb #289ef924
 @patch
@@ -493,6 +232,317 @@ class GradientAccumulationSchedule(GradientAccumulation):
         "How many optimizer steps of a fit the schedule saves, compared with a constant batch of its first size"
         constant = accum_batches(self._sizes(dl), n_epoch, lambda *_: self.start_accum_bs, self.remainder)
         return len(constant) - len(self.plan(n_epoch, dl))
+
+# %% ../../nbs/api/accumulation/01_callback.ipynb #6eb06c4e
+# What becomes of items left at the end of an epoch
+@patch(as_prop=True)
+def policy(self:GradientAccumulation): return policy_of(self.remainder)
+
+@patch(as_prop=True)
+def constant(self:GradientAccumulation) -> bool:
+    "Has each accumulated batch the same target size?"
+    return type(self).size_at is GradientAccumulation.size_at
+
+@patch(as_prop=True)
+def auto(self:GradientAccumulation) -> bool:
+    "Are micro-batches to be as large as fits memory?"
+    return 'auto' in (self.micro_batch_size, self.micro_batch_tokens)
+
+@patch(as_prop=True)
+def splits(self:GradientAccumulation) -> bool:
+    "Are loader batches split into micro-batches?"
+    return self.micro_batch_size is not None or self.micro_batch_tokens is not None
+
+@patch(as_prop=True)
+def so_far(self:GradientAccumulation) -> dict: # Name -> number
+    "Items accumulated so far, and what was counted of another `unit`, for loggers"
+    return dict(items=self.n_items) if self.unit == 'items' else {'items': self.batch.items, self.unit: self.n_items}
+
+@patch(as_prop=True)
+def opens(self:GradientAccumulation) -> bool:
+    "Does this loader batch begin an accumulated batch?"
+    batch = self.batch
+    if batch is None or batch.place != _place_of(self.learn): return self.acc.n_items == 0     # its `before_batch` is still to come
+    return batch.opens
+
+@patch(as_prop=True)
+def cancelled(self:GradientAccumulation) -> bool:
+    "Was the last loader batch an accumulated batch of its own, and was it cancelled before anything was counted?"
+    batch = self.batch
+    return batch is not None and batch.opens and batch.closes and not batch.done and len(batch.micros) == 1 and not self.acc.n_items
+
+@patch(as_prop=True)
+def step_values(self:GradientAccumulation) -> dict: # Name -> value
+    "Values of the last step, for loggers"
+    res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
+    if self.unit != 'items': res[self.unit] = self.acc.closed.n_items
+    return {**res, 'micro_bs' if self.micro_batch_tokens is None else 'micro_tokens': self.micro_bs} if self.splits else res
+
+# %% ../../nbs/api/accumulation/01_callback.ipynb #ed5cb921
+@patch
+def before_fit(self:GradientAccumulation):
+    learn = self.learn
+    if learn.opt is None: return                     # a loaded Learner that only predicts has no optimizer
+    self.ranks = ranks_of(learn.cbs)
+    check_learner(self, way_of(self))
+    learn.gradient_accumulation = self
+    self._begin()
+    self.running = True
+    if available_bytes(device_of(learn.model)) is not None: self.fitting.forget()
+    if self.loop.lr_finder: learn.n_epoch = epochs_for(self, self.loop.lr_finder.num_it)
+
+# Start with zero gradients, however the last fit ended, and know nothing of the loss
+@patch
+def _begin(self:GradientAccumulation):
+    self.witnesses.call('drop')                      # those of the last fit
+    self._renew()
+    self.clear()
+
+# All that each fit has anew, and that is there before the first one, without a Learner
+@patch
+def _renew(self:GradientAccumulation):
+    learn = self.learn
+    self.params = None if learn is None else AccumulatedParams(learn)
+    if learn is not None: self.params.look_up()
+    self.acc = GradientAccumulator(ifnone(self.params, []), self._accum_bs, self.normalize, self.ranks.reduce)
+    self.batch = None
+    self.facts = FitFacts() if learn is None else FitFacts.of_fit(self)
+    self.weights = None if learn is None else Weights(self)
+    self.witnesses = Witnesses(self) if learn is None else witnesses_of(self)
+
+@patch
+def after_fit(self:GradientAccumulation):
+    self.running,self.last_rule = False,self.loss_rule
+    self.rule.end()
+    if self.n_items:
+        print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} {self.unit} accumulated; their gradients "
+              "are cleared.")
+    if self.n_items or self.batch is not None and not self.batch.done: self.clear()        # or one was cancelled halfway
+    self.warn_of_loss()
+
+# In the middle of a fit
+@patch
+def _stop(self:GradientAccumulation):
+    if self.running: self.clear()
+    self.running = False
+
+@patch
+def clear(self:GradientAccumulation):
+    self.witnesses.call('drop')
+    if self.params is not None: self.params.give_up()
+    self.acc.reset(self.learn.opt)
+
+# %% ../../nbs/api/accumulation/01_callback.ipynb #04f72701
+@patch
+@contextmanager
+def during_fit(self:GradientAccumulation):
+    """Context in which gradients are summed in `grad_dtype`, on `grad_device`. If the optimizer rejects this type, the sums are rounded
+    once, at the step"""
+    with ExitStack() as stack:
+        stack.enter_context(summed_for(self.learn.model.parameters(), self.grad_dtype, self.learn.opt))
+        if self.grad_device is not None: self.on_host = stack.enter_context(HostGradients(self.params, self.learn.opt))
+        stack.enter_context(self.epoch_counts.during_fit())
+        try: yield
+        except CancelFitException: raise             # `after_fit` is to come
+        except BaseException:                        # an error, Ctrl-C: no part of a gradient is left
+            self._stop()
+            raise
+        finally: self.on_host = None
+
+@patch
+@contextmanager
+def apart(self:GradientAccumulation):
+    "Context in which the largest batch tells the size that fits memory. Its caller puts the attributes back"
+    self.ranks = OneRank()
+    self._begin()
+    self.witnesses = Witnesses(self)
+    try:
+        yield
+        if self.auto: self.fitting.settle(self.learn.xb, self.batch.n)
+    finally:
+        self.clear()
+
+# %% ../../nbs/api/accumulation/01_callback.ipynb #a3e5f8e8
+@patch
+def epoch_plan(self:GradientAccumulation):
+    "How the position in training moves in this epoch; None if the steps are not known, or if their size changes"
+    learn = self.learn
+    if self._n_items is not None or self.unit != 'items' or not self.constant: return None
+    try: sizes = batch_sizes(learn.dls.train)
+    except ValueError: return None
+    return plan_of_epoch(sizes, learn.epoch, learn.n_epoch, self._accum_bs, self.remainder) if len(sizes) == learn.n_iter else None
+
+# %% ../../nbs/api/accumulation/01_callback.ipynb #5b44811e
+@patch(as_prop=True)
+def loss_rule(self:GradientAccumulation) -> str:
+    "What the loss averages over, and whether this is known, measured or assumed"
+    if self.weight is not None: return 'what weight= returns'
+    if not self.normalize: return 'nothing: gradients are added up (normalize=False)'
+    return self.last_rule if self.rule.info is None else str(self.rule)      # a validation looks up none
+
+@patch
+def warn_of_loss(self:GradientAccumulation):
+    "Say once that no rule fits the loss, or that another one does"
+    several = "With coupled, this step has several loader batches, each with a loss of its own: "
+    for message in (*self.rule.take_news(), self.rule.message):
+        if message: self.warn_once(several*way_of(self).is_coupled + message, 'troubleshooting.html#the-loss-is-off')
+
+@patch
+def keeps(self:GradientAccumulation,
+    name:str # Of an attribute
+) -> bool:
+    "Does the loss object have the value of the whole accumulated batch there, when this ends?"
+    return bool(self.facts.values.kinds.get(name))
+
+# %% ../../nbs/api/accumulation/01_callback.ipynb #a02440d2
+@patch
+def before_batch(self:GradientAccumulation):
+    learn,acc = self.learn,self.acc
+    if not self.running: self.before_fit(); acc = self.acc   # added in the middle of a fit
+    n = self._count_items()
+    n_iter,i = learn.__dict__.get('n_iter', 0),learn.__dict__.get('iter', 0)
+    counted = None if self.counter is None else self.counter(learn, n, self.ranks)
+    if acc.n_items == 0:
+        epoch,n_epoch = learn.__dict__.get('epoch', 0),learn.__dict__.get('n_epoch', 1)      # `one_batch` may be called without a fit
+        whole = ifnone(self.ranks.total, n) if counted is None else counted.total
+        size = whole if self.per_loader_batch else self.size_at(epoch*n_iter + i, n_iter, n_epoch)
+        if size != acc.accum_bs: acc.open(size)
+        self._without_grad = [p for p in acc.params if p.grad is None] if self.policy.may_drop else []
+    # not by `=`: fastai's `__setattr__` would look for the name in the Learner and in its model, at each batch
+    self.__dict__['batch'] = BatchPass(self, n, i == n_iter-1, counted)
+
+@patch
+def _count_items(self:GradientAccumulation):
+    learn = self.learn
+    if self._n_items is not None: return self._n_items(learn)
+    n,agree = count_items(learn.xb, learn.yb, way_of(self).is_coupled, self.facts.lists, partial(loader_bs, learn.__dict__.get('dl')))
+    if not agree: self.witnesses.call('items_differ', n)
+    return n
+
+# The loader batch, counted again if a callback has put another one there since `before_batch`
+@patch
+def _recounted(self:GradientAccumulation):
+    learn,batch = self.learn,self.batch
+    xb,yb = batch.tensors
+    if learn.xb is xb and learn.yb is yb and type(xb) is tuple is type(yb): return batch    # a list may have changed
+    n = self._count_items()
+    counted = batch.counted and self.counter.again(learn, n, batch.counted, batch.tensors)
+    if n != batch.n or counted is not None: self.__dict__['batch'] = BatchPass(self, n, batch.last, counted)
+    return self.batch
+
+# %% ../../nbs/api/accumulation/01_callback.ipynb #40bc71ab
+@patch
+def train_batch(self:GradientAccumulation) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
+    "Forward and backward passes of the loader batch"
+    batch = self._recounted().by(way_of(self))
+    has_items = self.ranks.begin(batch)
+    if batch.opens: self._open(batch)
+    else: check_trained(self)
+    self.facts.look_at_loss(self.learn.loss_func)
+    self.weights.look_up(batch)
+    if has_items and self.auto: batch = self.__dict__['batch'] = self.fitting.send(batch)
+    elif has_items: batch.run()
+    loss = batch.close()
+    self.facts.values.end()
+    return loss
+
+@patch
+def _open(self:GradientAccumulation, batch):
+    params = self.params
+    if params.opt is not self.learn.opt: params.look_up()
+    if params.others: params.begin()
+    if not self.per_loader_batch: params.note_trained()
+    self.witnesses.call('opens', batch)
+
+@patch
+def give_up_batch(self:GradientAccumulation) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
+    "With several ranks: this rank's part of the loader batch was cancelled, and its items count, as the other ranks count them"
+    if self.batch is None or self.batch.place != _place_of(self.learn): self.before_batch()   # cancelled even before that
+    return self.batch.close()
+
+@patch
+def is_done(self:GradientAccumulation) -> bool:
+    "Has the present loader batch been counted?"
+    return self.batch is not None and self.batch.done and self.batch.place == _place_of(self.learn)
+
+@patch
+def predict(self:GradientAccumulation, call, model, *xb):
+    "Forward pass of validation"
+    # all ranks must call the model equally often
+    if self.ranks.one_target or keeps_state(model, self.learn.cbs): return call(model, *xb)
+    return way_of(self).validate(partial(call, model), xb)
+
+# %% ../../nbs/api/accumulation/01_callback.ipynb #7e4ad794
+@patch
+def close(self:GradientAccumulation):
+    self.witnesses.call('before_step')
+    loss = self.acc.finish()
+    self.params.end()
+    return loss
+
+@patch
+def reopen(self:GradientAccumulation): self.acc.reopen()
+
+@patch
+def after_batch(self:GradientAccumulation):
+    learn = self.learn
+    loop = learn.one_batch
+    finder = loop.events.table['LRFinder']
+    if finder is not None and finder.run: learn.train_iter = len(learn.recorder.losses) + loop.now.closed   # LRFinder counts steps
+
+# %% ../../nbs/api/accumulation/01_callback.ipynb #e2bd6724
+@patch
+def before_train(self:GradientAccumulation):
+    self.facts.begin_epoch()
+    self.facts.look_at_loss(self.learn.loss_func)
+    self.witnesses.call('before_epoch')
+    if self.params is not None: self.params.look_up()
+    if self.on_host is not None: self.on_host.follow()
+
+@patch
+def after_train(self:GradientAccumulation):
+    left = self.n_items
+    self._end_epoch()
+    if self.batch is None or not self.batch.last: return                    # the epoch was cut short
+    self.witnesses.call('after_train', left)
+
+@patch
+def after_cancel_epoch(self:GradientAccumulation): self._end_epoch()
+
+@patch
+def after_epoch(self:GradientAccumulation): fit_graph(self.learn)
+
+@patch
+def _end_epoch(self:GradientAccumulation):
+    loop = self.loop
+    loop.rows.measure_kept()
+    self.facts.numbers.check()
+    self.witnesses.after_epoch()
+    if loop.now.row_due: loop.rows.give()            # a callback ended the epoch between the step and its row
+    if not self.n_items: return
+    fate = self.policy(self.n_items, self.acc.accum_bs)
+    if fate is Fate.CARRY: return
+    if fate is Fate.STEP or self.acc.ready: return loop.extra_step()   # ready: a cancelled step was taken back
+    self.clear()
+    for p in self._without_grad: p.grad = None       # with a gradient of zeros the optimizer would touch them
+
+# Step on what is left at the end of this epoch, whatever `remainder` is: the fit ends there
+@patch
+def end_with_step(self:GradientAccumulation): self.remainder = 'step'
+
+# %% ../../nbs/api/accumulation/01_callback.ipynb #acba428b
+@patch
+def state_dict(self:GradientAccumulation) -> dict: # Plain values
+    "The micro-batch sizes that 'auto' has found, and whether the epoch goes by plan, for checkpoints"
+    return dict(self.fitting.state_dict(), micro_bs=self.micro_bs, by_plan=self.learn is not None and self.loop.plan is not None)
+
+@patch
+def load_state_dict(self:GradientAccumulation,
+    state:dict # From `state_dict`
+):
+    "Continue with the saved micro-batch sizes, and as planned or not"
+    self.fitting.load_state_dict(state)
+    if self.learn is not None and not state.get('by_plan'): self.loop.forget_plan()
 
 # %% ../../nbs/api/accumulation/01_callback.ipynb #b4e97aad
 def _is_factory(f):

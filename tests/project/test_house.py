@@ -87,10 +87,10 @@ def patches(trees):
                 if isinstance(d, ast.Call) and names_of(d.func) == 'patch_to': yield mod,ast.unparse(d.args[0]),n.name
 
 def patched(trees):
-    "Methods that an own class gets from outside, but plots"
-    own = {n.name for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
-    yield from ((mod, f'{cls}.{name}') for mod,cls,name in patches(trees) if set(re.findall(r'\w+', cls)) & own
-                and not name.startswith('plot'))
+    "Methods that an own class gets from another module, but plots. In its own notebook a class may go on in later cells"
+    own = {n.name: mod for mod,tree in trees.items() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+    yield from ((mod, f'{cls}.{name}') for mod,cls,name in patches(trees) for c in re.findall(r'\w+', cls)
+                if own.get(c, mod) != mod and not name.startswith('plot'))
 
 def methods_of_learner():
     "Those that fastai gives a `Learner`, in its class or with `@patch`"
@@ -160,18 +160,24 @@ def aliases(fn):
                 if isinstance(name, ast.Name) and len(names := chain(value) or []) > 1: found[name.id] = names
     return found
 
+def is_patch(n):
+    "Is it a method that `@patch` adds to a class?"
+    return isinstance(n, ast.FunctionDef) and any(names_of(getattr(d, 'func', d)) == 'patch' for d in n.decorator_list)
+
 def written_by_methods(trees):
     "Methods that write the attributes of another object of ours, also through a local name for it"
     for mod,tree in trees.items():
-        for cls in (n for n in tree.body if isinstance(n, ast.ClassDef)):
-            for fn in (n for n in cls.body if isinstance(n, ast.FunctionDef)):
+        methods = [(cls.name, fn) for cls in tree.body if isinstance(cls, ast.ClassDef) for fn in cls.body]
+        methods += [(ast.unparse(fn.args.args[0].annotation), fn) for fn in tree.body if is_patch(fn)]
+        for cls,fn in methods:
+            if isinstance(fn, ast.FunctionDef):
                 known,own = aliases(fn),{a.arg for a in fn.args.args}
                 for o in assigned(fn):
                     names = chain(o.value)
                     if names and names[0] in known and names[0] not in own: names = known[names[0]] + names[1:]
                     if not names or names[0] not in own or names == ['self']: continue
                     if names[-1] in foreign | learners_own | of_pytorch: continue
-                    yield mod,f'{cls.name}.{fn.name} writes {".".join(names)}.{o.attr}'
+                    yield mod,f'{cls}.{fn.name} writes {".".join(names)}.{o.attr}'
 
 # -- Errors ------------------------------------------------------------------------------------------------------
 def takes_all(text):
@@ -292,6 +298,9 @@ def test_one_assignment_a_statement():
     (namespaces, 'loop/a', 'x = SimpleNamespace(a=1)', 1), (namespaces, 'checkpoint/values', 'kinds = (SimpleNamespace,)', 0),
     (patched, 'memory/a', '@patch\ndef f(self:Upper): pass', 1), (patched, 'memory/a', '@patch(as_prop=True)\ndef f(self:Upper): pass', 1),
     (patched, 'memory/a', '@patch\ndef plot(self:Upper): pass', 0), (patched, 'memory/a', '@patch\ndef f(self:Learner): pass', 0),
+    (patched, 'memory/upper', '@patch\ndef f(self:Upper): pass\nclass Upper: pass', 0),
+    (written_by_methods, 'loop/a', 'class A: pass\n@patch\ndef f(self:A): self.cb.n = 1', 1),
+    (written_by_methods, 'loop/a', 'class A: pass\n@patch\ndef f(self:A): self.n = 1', 0),
     (replaced, 'memory/a', '@patch\ndef fit(self:Learner): pass', 1), (replaced, 'memory/a', '@patch\ndef save(self:Learner): pass', 1),
     (replaced, 'loop/learner', '@patch\ndef fit_one_cycle(self:Learner): pass', 1), (replaced, 'memory/a', 'Learner.fit = f', 1),
     (replaced, 'memory/a', '@patch\ndef own(self:Learner): pass', 0),
