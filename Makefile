@@ -20,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
 PAGE_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline
 # By file, in the order of tests/conftest.py. Many cases wait for other processes, so three workers on two cores; the quick ones do not
 BY_FILE := --dist loadfile --no-loadscope-reorder
-.PHONY: help demo test cases bench snippets check mutants foreign clients docs export readme clean bump
+.PHONY: help demo test cases bench snippets check versions mutants foreign clients docs export readme clean bump
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -68,6 +68,9 @@ snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a r
 	$(PYTHON) tools/snippets.py $(PAGES)
 
 check: cases snippets ## what `make test` leaves out: both of these (25 minutes)
+
+versions: ## do the quick tests pass with the lowest and newest versions that are promised, and each PyTorch between? 6 GB and ten minutes each; ONLY="lowest newest"
+	$(or $(wildcard $(PYTHON)),python3) tools/versions.py $(ONLY)
 
 mutants: $(INSTALLED) $(MUTANTS) ## do the tests notice a change of the code? Of all modules (an hour), or MODULES="scaler events"
 	$(TEST_ENV) $(PYTHON) tools/mutants.py $(MODULES)
