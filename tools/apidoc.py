@@ -104,7 +104,9 @@ def groups_of(sym):
     "Title -> names of arguments, by the comments `# -- title` in a signature"
     if not inspect.isclass(sym) or '__init__' not in vars(sym): return {}
     title,groups = None,{}
-    for line in inspect.getsource(sym.__init__).partition('\n    ):')[0].splitlines():
+    try: lines = inspect.getsource(sym.__init__).partition('\n    ):')[0].splitlines()
+    except (OSError,TypeError): return {}      # no file holds it, as that of a dataclass
+    for line in lines:
         if found := re.match(r' *# -- (.*)', line): title = found[1]
         elif title and (found := re.match(r' *\**(\w+) *[:=]', line)): groups.setdefault(title, []).append(found[1])
     return groups
