@@ -320,7 +320,8 @@ class Result(NamedTuple):
 # %% ../nbs/api/91_conformance.ipynb #316bebfw
 def flat_weights(model): return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
-# The weights afterwards, the number of steps, and why it says nothing if the trainer has left out what the case is about
+# The weights afterwards, the number of steps, and why it says nothing if the trainer has left out what the case is
+# about
 def run_fits(train, case, job, folder=None):
     steps,before = [],0
     for fit in case.fits(job.fresh(on_step=lambda: steps.append(1), folder=folder)):
@@ -426,7 +427,8 @@ def followed(make, learner, epochs, lr, bs, cbs):
 _order = ('after_cancel_step after_step after_cancel_batch after_batch after_train after_validate after_epoch before_epoch before_train '
           'before_batch after_pred after_loss before_backward after_cancel_backward after_backward before_step').split()
 
-# What a callback changes at each event: sums over the calls since the last step, as several micro-batches may come before a step
+# What a callback changes at each event: sums over the calls since the last step, as several micro-batches may come
+# before a step
 class Followed:
     def __init__(self, learn, cb):
         self.learn,self.cb = learn,cb

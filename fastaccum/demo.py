@@ -71,8 +71,8 @@ class Run(NamedTuple):
     seconds:float    # of all epochs but the last
     peak:PeakMemory  # of the last
 
-# One run with loader batches of `bs` items, and one more epoch to measure its memory. Measuring is slow, so this epoch does not count in
-# `seconds`. cbs: callback that accumulates, if any; watch: more callbacks, not for the last epoch
+# One run with loader batches of `bs` items, and one more epoch to measure its memory. Measuring is slow, so this epoch
+# does not count in `seconds`. cbs: callback that accumulates, if any; watch: more callbacks, not for the last epoch
 def train(bs, cbs=None, epochs=15, watch=()) -> Run:
     learn = Learner(digits_dls(bs), conv_net(), CrossEntropyLossFlat(), opt_func=partial(SGD, mom=.9), metrics=accuracy, cbs=cbs)
     steps = Steps()

@@ -112,7 +112,8 @@ class BatchPass:
         if self.values is not None: self.values.join()
         for w in self.looks: w.after_batch(self)
 
-    # The items of all ranks count, whether or not this rank has counted its own. Returns the accumulated loss if this was the end
+    # The items of all ranks count, whether or not this rank has counted its own. Returns the accumulated loss if this
+    # was the end
     def close(self):
         cb,acc = self.cb,self.acc
         self.done = True
@@ -134,7 +135,8 @@ class BatchPass:
         self.shown = None
         self.looks = []
 
-    # Is its only micro-batch all that the step of one rank averages over? Then every weight is right, and there is nothing to look at
+    # Is its only micro-batch all that the step of one rank averages over? Then every weight is right, and there is
+    # nothing to look at
     def _is_alone(self):
         is_one = len(self.micros) == 1 and self.micros[0].rows is None and self.cb.ranks.world == 1
         if not is_one or not self.opens: return False
@@ -146,7 +148,8 @@ class BatchPass:
         reads = self.loop.events.table['reads_pred'] or getattr(recorder, 'train_metrics', False)
         return reads and self.shown.is_cut(self.micros)
 
-    # What belongs to the items, too, as (dict, key): MixUp keeps targets and shares of its own, and a loss may have been given weights
+    # What belongs to the items, too, as (dict, key): MixUp keeps targets and shares of its own, and a loss may have
+    # been given weights
     def _beside(self):
         mixers = self.loop.events.table['mixers']
         if not mixers and self.values is None: return ()

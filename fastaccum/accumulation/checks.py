@@ -111,7 +111,8 @@ def check_with_tokens(acc):
     if acc.ranks.one_target: why = "all ranks go through the model equally often"
     raise ValueError(f"micro_batch_tokens makes as many micro-batches as the texts of a rank need, but {why}: use micro_batch_size.")
 
-# Raise an error for text classifiers: fastai's encoder reads texts in chunks, and is as wide as the batch in a way of its own
+# Raise an error for text classifiers: fastai's encoder reads texts in chunks, and is as wide as the batch in a way of
+# its own
 def check_encoder(learn):
     if not any(is_a(type(m), 'SentenceEncoder') for m in learn.model.modules()): return
     raise ValueError("micro_batch_tokens trims texts, and this model has fastai's SentenceEncoder, as text classifiers have: it reads them "

@@ -36,7 +36,8 @@ class FittingSize:
         size,shapes = self.of(xb, n),shapes_of(xb)
         self.room = size*elements_of(shapes) if size < n else None
 
-    # Send the loader batch through the model, with smaller micro-batches whenever memory runs out. Returns the pass that came through
+    # Send the loader batch through the model, with smaller micro-batches whenever memory runs out. Returns the pass
+    # that came through
     def send(self, batch):
         learn = batch.learn
         start = Start(batch)

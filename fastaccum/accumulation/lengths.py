@@ -26,7 +26,8 @@ class Spans(NamedTuple):
     width:int
     of_targets:bool=False
 
-    # The rows in micro-batches of at most `most` tokens as padded; None if one is enough. wide: a `Wide`, what of the batch is of tokens
+    # The rows in micro-batches of at most `most` tokens as padded; None if one is enough. wide: a `Wide`, what of the
+    # batch is of tokens
     def cut(self, most, wide=None):
         n,W = len(self.starts),self.width
         if n*W <= most: return None
@@ -59,21 +60,23 @@ class Cut:
     of_targets = property(lambda self: self.wide_targets and self.wide.of_targets)
     trims = property(lambda self: self.parts[-1].end - self.parts[-1].start < self.width)
 
-    # Error for the targets `yb1` of other texts, by which MixUp mixes those of each token: they may be longer than what is trimmed
+    # Error for the targets `yb1` of other texts, by which MixUp mixes those of each token: they may be longer than what
+    # is trimmed
     def check_mixed(self, yb1):
         if not self.of_targets or not any(is_wide(t, self.width) for t in tensors_in(yb1)): return
         raise TypeError("micro_batch_tokens trims each text to its own tokens, and MixUp has targets of another text for them, which may "
                         "be longer: use micro_batch_size.")
 
-    # A micro-batch after the other: inputs, targets, and the values that callbacks keep `beside` them, such as MixUp's `yb1` and `lam`
+    # A micro-batch after the other: inputs, targets, and the values that callbacks keep `beside` them, such as MixUp's
+    # `yb1` and `lam`
     def split(self, xb, yb, beside=()):
         for p in self.parts:
             yield self.inputs(xb, p),self.take(yb, p, self.of_targets),map_tensors(partial(self._beside, p=p), list(beside))
 
     def _beside(self, t, p): return self._pick(t, p, self.of_targets) if t.dim() and len(t) == len(self.order) else t
 
-    # The inputs of micro-batch `p`. Those at the places `but` are not trimmed, nor are features. Other numbers than integers that are as
-    # wide as the texts may be either, so they are refused
+    # The inputs of micro-batch `p`. Those at the places `but` are not trimmed, nor are features. Other numbers than
+    # integers that are as wide as the texts may be either, so they are refused
     def inputs(self, xb, p, but=()):
         if any(p.end-p.start < self.width for p in self.parts):
             masks = [id(d['attention_mask']) for d in xb if isinstance(d, dict) and 'attention_mask' in d]
@@ -154,7 +157,8 @@ class Wide:
         self.tried = cut.trims
         return self.tried
 
-    # A batch whose tokens, `text`, are `width` wide; of_targets: are its targets? Returns the places of inputs that may still be either
+    # A batch whose tokens, `text`, are `width` wide; of_targets: are its targets? Returns the places of inputs that may
+    # still be either
     def look(self, xb, width, text, of_targets=True):
         self.settle((), of_targets)
         unsure = []

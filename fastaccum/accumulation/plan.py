@@ -120,7 +120,8 @@ class EpochPlan(NamedTuple):
     share:float        # Of a step
     marks:bytes        # Does a loader batch end a step, and does the position move after it?
 
-# None if there are no steps, or if each loader batch is one. If items are carried over, the big batch's run is one long epoch
+# None if there are no steps, or if each loader batch is one. If items are carried over, the big batch's run is one long
+# epoch
 def epoch_plan(sizes, epoch, n_epoch, accum_bs, remainder):
     n_iter,carry = len(sizes),policy_of(remainder).may_carry
     marks,n_steps = marks_of(tuple(sizes), n_epoch if carry else 1, accum_bs, remainder)

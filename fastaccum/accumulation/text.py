@@ -47,8 +47,8 @@ class _ExactEncoder(SentenceEncoder):
 # fastai's encoder, if the model has one
 def lossy_encoder(model): return first(m for m in model.modules() if type(m) is SentenceEncoder)
 
-# A warning of what `enc` leaves out of the texts `x`, in one piece or in micro-batches of at most `size`; None if it reads everything.
-# Waits for the device, as the encoder does at each chunk
+# A warning of what `enc` leaves out of the texts `x`, in one piece or in micro-batches of at most `size`; None if it
+# reads everything. Waits for the device, as the encoder does at each chunk
 def left_out_message(enc, x, size):
     if x.dim() != 2 or x.shape[1] <= enc.bptt: return None
     texts,sizes = x != enc.pad_idx,part_sizes(len(x), size)

@@ -46,8 +46,8 @@ class BatchCounter:
         if not total: of_items,total = [int(not ranks.rank), *of_items[1:]],1
         return Counted(of_items, total, spans)
 
-    # The same, after a callback has put another loader batch in the place of `tensors`, with `n` items now. fastai's `CastToTensor` puts
-    # the same values there, which the device need not be asked for again
+    # The same, after a callback has put another loader batch in the place of `tensors`, with `n` items now. fastai's
+    # `CastToTensor` puts the same values there, which the device need not be asked for again
     def again(self, learn, n, counted, tensors):
         of_items = counted.of_items if len(counted.of_items) == n else evenly(sum(counted.of_items), n)
         if not self.lengths or same_values((learn.xb, learn.yb), tensors): return Counted(of_items, counted.total, counted.spans)
@@ -80,7 +80,8 @@ class BatchCounter:
                              "count=, a function of the Learner that counts the tokens of a loader batch; micro_batch_tokens cannot work.")
         return ids != self.padding(learn)
 
-    # The tokens among the inputs: what is named so, fastai's type, which other callbacks do not get to see, or the first rows of integers
+    # The tokens among the inputs: what is named so, fastai's type, which other callbacks do not get to see, or the
+    # first rows of integers
     def text(self, xb, n):
         named = first(d['input_ids'] for d in xb if isinstance(d, dict) and 'input_ids' in d)
         if named is not None: return named

@@ -104,7 +104,8 @@ def _copy(cb):
     res.__dict__.update({k: deepcopy(v, memo) for k,v in vars(cb).items() if k != 'learn'}, learn=None)
     return res
 
-# Copies of tensors that `deepcopy` refuses, as they were computed: AWD_LSTM keeps its weights after dropout, RNNCallback outputs
+# Copies of tensors that `deepcopy` refuses, as they were computed: AWD_LSTM keeps its weights after dropout,
+# RNNCallback outputs
 def _computed(*objs):
     return {id(t): t.detach().clone() for o in objs for t in tree_leaves(vars(o)) if isinstance(t, Tensor) and not t.is_leaf}
 
@@ -133,7 +134,8 @@ class StopAfter(Callback):
     def after_epoch(self):
         if self.over: raise CancelFitException
 
-# Train a copy with steps of `size` items, and validate it; seed: for the order of the items. Returns `steps`, `items` and `loss`
+# Train a copy with steps of `size` items, and validate it; seed: for the order of the items. Returns `steps`, `items`
+# and `loss`
 def train_branch(learn, size, n_items, lr, scale_lr, seed) -> dict:
     for dl in learn.dls.loaders:
         if isinstance(dl, DataLoader): dl.rng.seed(seed)

@@ -288,7 +288,8 @@ def student_quantile(k, z=_z90): return z + (z**3+z)/(4*k) + (5*z**5+16*z**3+3*z
 # %% ../../nbs/api/batch_size/01_noise.ipynb #aac1d209
 # Debiased moving averages of two noisy numbers, and their ratio with its interval. Stays on the device of the numbers
 class RunningRatio:
-    # beta: weight of the past, for each step; m: moving averages, not debiased, of x, y, x*x, y*y, x*y; n: steps in them
+    # beta: weight of the past, for each step; m: moving averages, not debiased, of x, y, x*x, y*y, x*y; n: steps in
+    # them
     def __init__(self, beta=.95, m=None, n=0):
         self.beta,self.m = beta,torch.zeros(5) if m is None else m
         self.n,self._read = torch.tensor(n, dtype=self.m.dtype),None
@@ -307,8 +308,8 @@ class RunningRatio:
         if self._read is None: self._read = fieller(self.m, self.n, self.beta)
         return self._read
 
-# x/y and its interval (Fieller 1954), with Student's quantile for the effective number of steps. The arguments are those of
-# `RunningRatio`, in the last dimension; z: the normal quantile of the interval
+# x/y and its interval (Fieller 1954), with Student's quantile for the effective number of steps. The arguments are
+# those of `RunningRatio`, in the last dimension; z: the normal quantile of the interval
 def fieller(m, n, beta, z=_z90):
     c = 1-beta**n
     x,y,xx,yy,xy = (m/c[...,None]).unbind(-1)
@@ -354,7 +355,8 @@ class MicroNorms:
         self.norms.append(torch.stack([p.to(device) for p in self.parts]).norm())
         self.begin()
 
-    # At the end of a loader batch, when `n` micro-batches count so far: forget those of an attempt that was repeated in smaller parts
+    # At the end of a loader batch, when `n` micro-batches count so far: forget those of an attempt that was repeated in
+    # smaller parts
     def settle(self, n) -> list:
         self.norms[self.done:] = self.norms[max(self.done, len(self.norms)+self.done-n):]
         self.done = len(self.norms)
@@ -378,8 +380,9 @@ class Change(NamedTuple):
     low:float         # lower end of its 90% interval
     high:float        # upper end
 
-# The next size of a step: grows to what the interval of the noise scale proves, at most twofold; if not `monotone`, shrinks in the same
-# way. smallest, largest: of a step; multiple: items in a loader batch, because a step takes whole loader batches
+# The next size of a step: grows to what the interval of the noise scale proves, at most twofold; if not `monotone`,
+# shrinks in the same way. smallest, largest: of a step; multiple: items in a loader batch, because a step takes whole
+# loader batches
 def next_size(size, low, high, smallest, largest, multiple, monotone):
     if low > size:
         new = min(2*size, low, largest)

@@ -30,8 +30,8 @@ def _name_of(e): return e[1] if is_saved(e) and type(e[1]) is str and e[0] in ki
 # Is it what `Values.encode` makes of a value: its kind, the name of its type, its parts?
 def is_saved(e): return type(e) is tuple and len(e) == 3 and type(e[0]) is str and type(e[1]) in (str,type(None))
 
-# Make sure that `v` has this form: a type, a tuple of types, `object` (anything), `[form]`, or a dict: key -> form, where `str` stands for
-# any other name, and `'k?'` for a key that may be missing
+# Make sure that `v` has this form: a type, a tuple of types, `object` (anything), `[form]`, or a dict: key -> form,
+# where `str` stands for any other name, and `'k?'` for a key that may be missing
 def check_form(v, form, path):
     if isinstance(form, dict):
         if not isinstance(v, dict): refuse(path, v, 'a dict')
@@ -69,8 +69,9 @@ def _family(v):
     found = first(k for k,cs in _families.items() if isinstance(v, cs))
     return found or kind_of(v)
 
-# Make sure that a value that `Values.encode` made is of a type that may take the place of `old`. `exact`: the type stays the same, as that
-# of a library's own objects does; a user's may be a number first and a tensor later, and None at any time
+# Make sure that a value that `Values.encode` made is of a type that may take the place of `old`. `exact`: the type
+# stays the same, as that of a library's own objects does; a user's may be a number first and a tensor later, and None
+# at any time
 def check_type(e, old, path, exact=False):
     if old is None or e is None and not exact and not isinstance(old, (*scalars, Path)): return
     if type(old) is str and old == 'auto' and type(e) in (int,float): return     # a number was found in its place

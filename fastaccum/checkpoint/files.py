@@ -24,8 +24,8 @@ def _force_to_disk(path):
 def _no_link(path):
     if path.is_symlink(): path.unlink()
 
-# Save `state` (tensors, numbers and strings, in dicts, lists and tuples) so that the file `path` holds either all of it or its
-# old content, whenever the machine stops. `tmp`, in the same folder, is written first
+# Save `state` (tensors, numbers and strings, in dicts, lists and tuples) so that the file `path` holds either all of it
+# or its old content, whenever the machine stops. `tmp`, in the same folder, is written first
 def write_checkpoint(state, path, tmp=None):
     tmp = tmp or path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
@@ -56,7 +56,8 @@ class _Digesting(io.RawIOBase):
         return len(b)
     def digest(self): return b'\nfastaccum bytes=%016x crc32=%08x\n' % (self.n, self.crc)
 
-# Raise an error if a byte of the file has changed. Files without a digest, of older versions, have checksums of their parts
+# Raise an error if a byte of the file has changed. Files without a digest, of older versions, have checksums of their
+# parts
 def _check_digest(f):
     n,seen = len(_Digesting().digest()),_Digesting()
     size = f.seek(0, os.SEEK_END)
@@ -96,7 +97,8 @@ def copied(state, spare=None):
         return new if t.device.type == 'cpu' else dict(from_device=new)
     return _changed(state, Tensor, copy_of),used
 
-# A copy of a tensor, made by `copy_of`. Tensors of one storage (tied weights, views) have one again; `made` holds those of earlier calls
+# A copy of a tensor, made by `copy_of`. Tensors of one storage (tied weights, views) have one again; `made` holds those
+# of earlier calls
 def moved(t, made, copy_of):
     if t.layout != torch.strided: return copy_of(t.detach())
     key = storage_id(t)

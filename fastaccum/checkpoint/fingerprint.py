@@ -185,8 +185,8 @@ def own_loss(learn):
     while isinstance(getattr(f, '__self__', None), Callback) and hasattr(f.__self__, 'old_lf'): f = f.__self__.old_lf
     return of_outputs(f)
 
-# What a fit begins with: digests of its weights and of the random numbers, and PyTorch's seed. Of each tensor some elements; those that the
-# ranks share out are left out, as there may be more ranks tomorrow
+# What a fit begins with: digests of its weights and of the random numbers, and PyTorch's seed. Of each tensor some
+# elements; those that the ranks share out are left out, as there may be more ranks tomorrow
 def beginning(learn):
     ps = [p.detach().flatten() for p in get_model(learn.model).parameters() if p.layout == torch.strided and not hasattr(p, 'to_local')]
     return [digest([p[::max(1, p.numel()//1000)] for p in ps]),digest(list(rng_state().values())),str(torch.initial_seed())]
@@ -232,8 +232,8 @@ def _own_arguments(cb):
     names = inspect.signature(type(cb).__init__).parameters
     return {n: vars(cb).get(n, vars(cb).get(f'_{n}')) for n in names if n != 'self'}
 
-# For each parameter group: the largest value of a schedule, and those after each hundredth of the fit. Between two of these, parts of a
-# `combine_scheds` may meet
+# For each parameter group: the largest value of a schedule, and those after each hundredth of the fit. Between two of
+# these, parts of a `combine_scheds` may meet
 def _schedule(f):
     fs = list(f) if isinstance(f, (list,L)) else [f]
     values = [np.ravel([g(i/100) for g in fs]).tolist() for i in range(101)]

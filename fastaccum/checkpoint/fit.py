@@ -36,7 +36,8 @@ _form = dict(beginning=str, settings={'data': _data, 'model': {str: str}, 'callb
 _form_in_epoch:dict = dict(batch=int, new_workers=bool, data=_data,
                            learner={**{k: int for k in ('epoch','n_epoch','n_iter','train_iter')}, 'pct_train': (int,float), str: object})
 
-# The `state` of a checkpoint of a fit in the folder `path`, compared with the fit of `learn` that should continue from it
+# The `state` of a checkpoint of a fit in the folder `path`, compared with the fit of `learn` that should continue from
+# it
 class SavedFit:
     def __init__(self, state, learn, path, number):
         self.state,self.learn = state,learn
@@ -95,7 +96,8 @@ class SavedFit:
                              f"{'; '.join(wrong)}. Replace the data in a callback's `before_fit` or `before_epoch`, in every epoch, or in "
                              "the script between two fits; or start a new run: TrainingCheckpoint(resume=False).")
 
-    # Put it into the Learner, and what `more` restores too, or nothing of it. `more(now)` gets the `LearnerState`; returns what it gives
+    # Put it into the Learner, and what `more` restores too, or nothing of it. `more(now)` gets the `LearnerState`;
+    # returns what it gives
     def restore(self, more):
         now = LearnerState(self.learn)
         with self.told(), now.all_or_nothing():
@@ -128,7 +130,8 @@ class RestOfFit:
         for learn.epoch in range(self.saved.state['learner']['epoch'], learn.n_epoch):
             learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
 
-    # `Learner.all_batches` of the interrupted epoch: by now all callbacks have begun the fit and the epoch, and then get their state
+    # `Learner.all_batches` of the interrupted epoch: by now all callbacks have begun the fit and the epoch, and then
+    # get their state
     def _batches(self):
         learn,state = self.learn,self.saved.state
         del learn.all_batches                       # validation uses it too

@@ -71,8 +71,8 @@ class CheckpointFolder:
                      "before it.", 'troubleshooting.html#a-run-does-not-resume')
             self.files.remove(f)
 
-    # The number of the saved fit that began so (weights, random numbers, seed, settings), or None. If several began with the same weights
-    # and random numbers: the first with the same settings, too
+    # The number of the saved fit that began so (weights, random numbers, seed, settings), or None. If several began
+    # with the same weights and random numbers: the first with the same settings, too
     def fit_that_began(self, words):
         began = {}
         for f in self.files:                             # the newest may be damaged
@@ -125,8 +125,8 @@ class CheckpointFolder:
         except (OSError,RuntimeError) as e: self._make_room(e, size_of(state), fit)
         return self.own.write(state, name)
 
-    # If the error `e` says that the disk is full: remove checkpoints that the new one replaces, the oldest first, only as many as it needs.
-    # The last good one goes only if that is sure to make room
+    # If the error `e` says that the disk is full: remove checkpoints that the new one replaces, the oldest first, only
+    # as many as it needs. The last good one goes only if that is sure to make room
     def _make_room(self, e, needed, fit):
         full = getattr(e, 'errno', None) in (errno.ENOSPC, getattr(errno, 'EDQUOT', None))
         if not self.path.is_dir() or not full and shutil.disk_usage(self.path).free >= needed: raise e
@@ -221,9 +221,10 @@ def _failed():
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #c8d2f5a1
 _locks,_unlockable = {},set()     # folder -> descriptor of its lock file, in this process; folders that it has told of
 
-# Let this process alone use the folder `path`, and make the folder. The lock belongs to the process: the kernel removes it however the
-# process ends, and a fork does not inherit it, so orphaned workers of a killed run hold nothing. A process may lock as often as it likes.
-# Some file systems, and Windows, know no locks: there it works without. A folder that cannot be written has none, as each save tells
+# Let this process alone use the folder `path`, and make the folder. The lock belongs to the process: the kernel removes
+# it however the process ends, and a fork does not inherit it, so orphaned workers of a killed run hold nothing. A
+# process may lock as often as it likes. Some file systems, and Windows, know no locks: there it works without. A folder
+# that cannot be written has none, as each save tells
 def lock(path):
     if fcntl is None: return
     while True:

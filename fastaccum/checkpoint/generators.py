@@ -66,7 +66,8 @@ _no_users = 'torch','torchvision','numpy','pandas','fastcore','fastai','fastaccu
 # Path -> generator: those that the objects in `places` (name -> object) hold, each once
 def generators(places, apart=()): return {path: o for path,o in _held(places, apart) if type(o) in generator_types}
 
-# All objects in `places`, each once, and the paths to them. Those `apart` are not looked into, nor those that only look themselves
+# All objects in `places`, each once, and the paths to them. Those `apart` are not looked into, nor those that only look
+# themselves
 def _held(places, apart=()):
     res,todo,methods = [],list(places.items())[::-1],{}
     seen = {id(o): o for o in apart}

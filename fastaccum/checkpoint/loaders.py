@@ -74,7 +74,8 @@ class FastaiEpoch:
         if 'drawn' in state: check_form(state['drawn'], DrawnFrom.form, 'drawn')
         else: check_order(state['order'], self.dl, n)
 
-    # The loader batches that follow after `state`, without loading the others. `now()` restores the random numbers; `before` is for others
+    # The loader batches that follow after `state`, without loading the others. `now()` restores the random numbers;
+    # `before` is for others
     def rest(self, state, before, now):
         self.saved = state,now
         try:
@@ -151,7 +152,8 @@ _settings_of_torch = 'collate_fn','num_workers','pin_memory','timeout','worker_i
 _other_number = ("One process began the epoch of a PyTorch DataLoader and several should continue it, or the other way round: the "
                  "checkpoint does not say which items are left. Continue with the same number of processes, or use a fastai DataLoader.")
 
-# An epoch of PyTorch's `dl`, which is about to begin. `rng`: the random numbers; `new_workers`: does it start its workers?
+# An epoch of PyTorch's `dl`, which is about to begin. `rng`: the random numbers; `new_workers`: does it start its
+# workers?
 class TorchEpoch:
     def __init__(self, dl, rng, new_workers=True): self.dl,self.rng,self.new_workers = dl,rng,new_workers
 

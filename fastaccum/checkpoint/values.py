@@ -92,8 +92,8 @@ _in_place = 'module','generator','state','enum','object'
 
 # Puts saved values back into existing objects
 class _PutsBack:
-    # Put the saved value into `old` if possible (a tensor, a list, a dict, an object); else a new value. A `WrongEntry` if it does not
-    # fit there. `exact`: as in `check_type`
+    # Put the saved value into `old` if possible (a tensor, a list, a dict, an object); else a new value. A `WrongEntry`
+    # if it does not fit there. `exact`: as in `check_type`
     def decode(self, e, old, path, exact=False):
         if type(e) in scalars or isinstance(e, Tensor): check_type(e, old, path, exact)
         elif not is_saved(e): refuse(path, e, 'a saved value')
@@ -127,7 +127,8 @@ class _PutsBack:
         try: yield
         finally: self.in_place = before
 
-    # Copy a tensor into `old`, if that is alike and holds nothing else; else `t`, where the tensors now are that had one storage with it
+    # Copy a tensor into `old`, if that is alike and holds nothing else; else `t`, where the tensors now are that had
+    # one storage with it
     def into(self, old, t):
         key = storage_id(t)
         _,home = self.homes.get(key, (None, None))

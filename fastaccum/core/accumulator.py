@@ -294,9 +294,10 @@ def largest(ws):
 # %% ../../nbs/api/core/01_accumulator.ipynb #bf6a7a18
 def _or_zero(loss, w): return torch.where(w > 0, loss, scalar(0., loss.dtype, loss.device))  # NaN times 0 would be NaN
 
-# The combined loss of several micro-batches, and the sum of their weights, which is a number if all weights are. `weights`: numbers or
-# tensors without dimensions, or one tensor with all. A micro-batch with weight 0, whose loss may be NaN, does not count. Without
-# `normalize` the losses are added up. `total`: the sum of the weights after `nonzero`, if it is already known
+# The combined loss of several micro-batches, and the sum of their weights, which is a number if all weights are.
+# `weights`: numbers or tensors without dimensions, or one tensor with all. A micro-batch with weight 0, whose loss may
+# be NaN, does not count. Without `normalize` the losses are added up. `total`: the sum of the weights after `nonzero`,
+# if it is already known
 def mean_loss(losses, weights, normalize=True, total=None):
     if not losses: return torch.zeros(()),0
     if len(losses) == 1:
@@ -316,7 +317,8 @@ def mean_loss(losses, weights, normalize=True, total=None):
     divisor = nonzero(total := w.sum()) if total is None else total
     return _or_zero(loss*w, w).sum()/divisor,total
 
-# The same for losses that may have `divided` by something else than their weight. One without weight counts, too, unless it is no number
+# The same for losses that may have `divided` by something else than their weight. One without weight counts, too,
+# unless it is no number
 def mean_of_divided(divided, losses, weights, *_):
     if not losses: return torch.zeros(()),0
     loss = torch.stack(losses)

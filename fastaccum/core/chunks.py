@@ -78,7 +78,8 @@ class ChunkedLoss:
             raise ValueError(f"The head changes its buffers {names} at each call, as spectral normalization does, and so once for each "
                              "chunk, where the whole batch changes them once: train without chunks, or choose a layer after it.")
 
-    # The losses of the elements: their gradients are not known yet, so the outputs are computed again in the backward pass
+    # The losses of the elements: their gradients are not known yet, so the outputs are computed again in the backward
+    # pass
     def _each(self, f, x, yb):
         def losses(part, *yb): return f(x.outputs(part), *yb)
         again = partial(checkpoint, losses, use_reentrant=False) if torch.is_grad_enabled() else losses

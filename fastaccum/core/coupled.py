@@ -93,7 +93,8 @@ class CoupledBatch:
             for o in self.looks: o.second_pass(i, out)
             if grads: torch.autograd.backward([outs[k] for k,_ in grads], [g for _,g in grads])
 
-    # For each part, (number of an output, its gradient). A number without dimensions is the same in all parts, and goes through the first
+    # For each part, (number of an output, its gradient). A number without dimensions is the same in all parts, and goes
+    # through the first
     def _take_grads(self):
         grads,res,start = dict(self.grads),[],self.first
         self.grads.clear()                        # the graph of the loss holds on to it
@@ -120,7 +121,8 @@ def find_head(model, coupled):
 class HeadInput:
     def __init__(self, args, kwargs): self.args,self.kwargs = args,kwargs
 
-# `args` and `kwargs` of `head`, the last module that the model calls: `call(*args)` calls the model, here without its head
+# `args` and `kwargs` of `head`, the last module that the model calls: `call(*args)` calls the model, here without its
+# head
 def up_to(head, call, *args):
     met,own = [],head.__dict__.get('forward')
     def stub(*args, **kwargs):

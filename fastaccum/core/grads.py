@@ -40,7 +40,8 @@ def _wide_grad(p, dtype):
 # Does this PyTorch optimizer accept gradients of a wider type than the parameters?
 def takes_wide(opt) -> bool: return type(opt) is torch.optim.SGD and not opt.defaults.get('fused')
 
-# Inside this context gradients have their parameters' type while `opt` steps. Each step then removes them, for the next sum
+# Inside this context gradients have their parameters' type while `opt` steps. Each step then removes them, for the next
+# sum
 @contextmanager
 def rounded_at_step(opt):
     rounded = []
@@ -58,8 +59,8 @@ def rounded_at_step(opt):
         after()
         for h in handles: h.remove()
 
-# Inside this context gradients are summed in `dtype`, if it is not None. If the optimizer rejects this type, the sums are rounded once, at
-# the step; `opt` may wrap it, as fastai's `OptimWrapper`
+# Inside this context gradients are summed in `dtype`, if it is not None. If the optimizer rejects this type, the sums
+# are rounded once, at the step; `opt` may wrap it, as fastai's `OptimWrapper`
 @contextmanager
 def summed_for(params, dtype, opt=None):
     opt = getattr(opt, 'opt', opt)

@@ -174,7 +174,8 @@ def to_host(p):
 # Does a context keep the gradient of `p` on the host?
 def stays_on_host(p): return to_host in (getattr(p, '_post_accumulate_grad_hooks', None) or {}).values()
 
-# The way of gradients between a device and the host: a stream, gradients that it still reads, and memory of the host that is free again
+# The way of gradients between a device and the host: a stream, gradients that it still reads, and memory of the host
+# that is free again
 class Lane:
     def __init__(self, device):
         self.device = device
@@ -184,8 +185,8 @@ class Lane:
         self.most = 0
         self.spare = defaultdict(list)     # memory of the host for the next gradient of a kind: to lock its pages takes long
 
-    # f(), which reads `g`, on this stream: in `backward`, which goes on meanwhile, as long as the gradients that are held take no more than
-    # two of the largest size
+    # f(), which reads `g`, on this stream: in `backward`, which goes on meanwhile, as long as the gradients that are
+    # held take no more than two of the largest size
     def run(self, f, g):
         if self.stream is None or not in_backward(): self.join(); return f()
         mod = backend(self.device)

@@ -122,7 +122,8 @@ def free_memory(device='cpu'):
     except RuntimeError as e:                  # if the device has a pending error, this call may report it
         if not is_out_of_memory(e): raise
 
-# Memory for new tensors on `device`: free on the device, or cached by PyTorch and not in use. None if it cannot be read (CPU, MPS)
+# Memory for new tensors on `device`: free on the device, or cached by PyTorch and not in use. None if it cannot be read
+# (CPU, MPS)
 def available_bytes(device) -> int|None:
     mod = backend(device)
     if not hasattr(mod, 'mem_get_info'): return None

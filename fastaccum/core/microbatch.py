@@ -30,9 +30,10 @@ def _holds_items(b, n):
     rows = [t.shape[0] == n for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()]
     return bool(rows) and all(rows)
 
-# Split `b` along its `n` items into `part_sizes`: a tensor, any nesting of tuples, lists and dicts of tensors, a list with one object per
-# item. Every part contains the whole of a value without items (a number, a string, `None`, a tensor without dimensions). `views`: may a
-# tensor have several views of all items, one after the other? `lists`: `Lists`, which knows what they hold
+# Split `b` along its `n` items into `part_sizes`: a tensor, any nesting of tuples, lists and dicts of tensors, a list
+# with one object per item. Every part contains the whole of a value without items (a number, a string, `None`, a tensor
+# without dimensions). `views`: may a tensor have several views of all items, one after the other? `lists`: `Lists`,
+# which knows what they hold
 def split_items(b, size, n=None, views=False, lists=None):
     if n is None: n = n_items(b)
     m = -(-n//size)
@@ -65,7 +66,8 @@ class Lists:
         self.split = set()
         self.wrong = None
 
-    # Look at a batch whose loader gives `bs` items at a time. Returns how many it has, or None: it has no lists, or nothing fits
+    # Look at a batch whose loader gives `bs` items at a time. Returns how many it has, or None: it has no lists, or
+    # nothing fits
     def look(self, xb, yb, bs=None):
         fixed,others = [],[]
         nodes = {}
@@ -128,7 +130,8 @@ def _forms(b, n):
     alike = len({type(o) for o in b}) == 1
     return {form for form,ok in dict(objects=alike and len(b) == n, columns=_rows(b) == {n}).items() if ok}
 
-# A tuple of tensors of one shape is rather columns, as of fastai's siamese images; collating would have stacked such items
+# A tuple of tensors of one shape is rather columns, as of fastai's siamese images; collating would have stacked such
+# items
 def _guess(b):
     stacked = isinstance(b, tuple) and all(isinstance(o, Tensor) for o in b) and len({o.shape for o in b}) == 1
     return 'columns' if stacked else 'objects'
@@ -173,8 +176,8 @@ def check_others(found, first):
                              "number of items. Its value for the whole batch is not known: compute it in the loss, or return a tensor "
                              "with a row for each item.")
 
-# Tensors for the whole batch, into which the outputs of each part are written. `sizes`: items of each part; `views`: number of views in the
-# rows of an output, by its place, if they are not 1
+# Tensors for the whole batch, into which the outputs of each part are written. `sizes`: items of each part; `views`:
+# number of views in the rows of an output, by its place, if they are not 1
 class Joined:
     def __init__(self, sizes):
         self.sizes = sizes

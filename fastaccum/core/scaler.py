@@ -209,8 +209,9 @@ class _StepRecord:
             self.at_min = self.at_min+1 if found and at_min else 0
         return self
 
-    # The number of overflows in a row at `min_scale` if it is too high, else 0. skipped: was the last step? None if the host does not know.
-    # It reads the device only when an error is possible: when enough steps may have overflowed since the last read
+    # The number of overflows in a row at `min_scale` if it is too high, else 0. skipped: was the last step? None if the
+    # host does not know. It reads the device only when an error is possible: when enough steps may have overflowed
+    # since the last read
     def out_of_patience(self, skipped) -> int:
         self._until_read = self.patience if skipped is False else self._until_read-1
         if self._until_read > 0: return 0

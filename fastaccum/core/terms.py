@@ -55,8 +55,8 @@ def _read(model, call, names, xb):
     now = {f'in output {i}': t for i,t in enumerate(tensors_in(out))} | {repr(k): t for k,t in _held(model)}
     return [float(now[k]) for k in names]
 
-# What `read` finds in the whole and in its parts, calling the model without a trace. One that draws random numbers is compared as it is in
-# validation
+# What `read` finds in the whole and in its parts, calling the model without a trace. One that draws random numbers is
+# compared as it is in validation
 def read_parts(model, read, whole, parts):
     with no_trace(model) as trace:
         found = read(whole)

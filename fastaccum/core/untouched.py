@@ -49,8 +49,9 @@ class Untouched:
         logging.disable(self.logs)
         self.quiet.__exit__(*exc)
 
-    # Before all other calls: `call()`, which gives tensors, twice from the same state. It may change what the roots do not hold: files by
-    # their names, databases, the environment, a library. Then it gives something else the second time, or Python says what it changes
+    # Before all other calls: `call()`, which gives tensors, twice from the same state. It may change what the roots do
+    # not hold: files by their names, databases, the environment, a library. Then it gives something else the second
+    # time, or Python says what it changes
     def try_out(self, call):
         results = []
         for _ in range(2):
@@ -106,7 +107,8 @@ _lasting = {*'''os.link os.mkdir os.putenv os.remove os.rename os.rmdir os.symli
     os.spawn os.system subprocess.Popen socket.connect socket.sendmsg socket.sendto sqlite3.connect'''.split()}
 _writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
 
-# Context; it gives a list. A hook for these events stays for good: it does nothing where no one listens, and must not fail
+# Context; it gives a list. A hook for these events stays for good: it does nothing where no one listens, and must not
+# fail
 @contextmanager
 def heard():
     _listen()

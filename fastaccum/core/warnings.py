@@ -19,8 +19,8 @@ class FastaccumWarning(UserWarning):
 _libraries = {'fastaccum', 'fastai', 'fastcore', 'torch', *sys.stdlib_module_names}
 _site = 'https://fastaccum.github.io/fastaccum'
 
-# Warn at the user's line: the innermost call that is in no library. Where there is none, as in a thread of PyTorch's, at the caller's.
-# `page`: where the site says more, 'troubleshooting.html#the-loss-is-off'
+# Warn at the user's line: the innermost call that is in no library. Where there is none, as in a thread of PyTorch's,
+# at the caller's. `page`: where the site says more, 'troubleshooting.html#the-loss-is-off'
 def warn(message, page=None):
     frame,level = sys._getframe(1),2
     while frame is not None and frame.f_globals.get('__name__', '').partition('.')[0] in _libraries: frame,level = frame.f_back,level+1

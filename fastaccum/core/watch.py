@@ -50,7 +50,8 @@ class Passes:
     def reach(self, loss):
         return any(self.begin <= number_of(f) < self.end for f in nodes_of(loss))
 
-    # The names of activations that modules keep, for a message; None if all depend on weights alone, and so are the same for all parts
+    # The names of activations that modules keep, for a message; None if all depend on weights alone, and so are the
+    # same for all parts
     def kept_names(self):
         a,b = self.held
         other = [k for k,t in a.items() if k not in b or t.shape != b[k].shape or not torch.allclose(t, b[k])]
@@ -159,7 +160,8 @@ class ModuleRandom(RandomState):
 
     def restore(self): super().restore(self.generators)
 
-# Context for passes that leave no trace in `module`. Afterwards `moved`, of what it gives, names what they have changed for good
+# Context for passes that leave no trace in `module`. Afterwards `moved`, of what it gives, names what they have changed
+# for good
 @contextmanager
 def no_trace(module):
     with Untouched(module) as trace, torch.no_grad(), _aside(module): yield trace
@@ -184,8 +186,8 @@ model_moved = ("The model was called once more, to find out {what}, and {why}: i
 class OutputNumbers:
     def __init__(self): self.differ,self.is_read = None,False      # differ: on the device
 
-    # A loader batch came through: do they `differ`? None: it has no such numbers. The host reads it in the first one, and at the end of
-    # epochs
+    # A loader batch came through: do they `differ`? None: it has no such numbers. The host reads it in the first one,
+    # and at the end of epochs
     def note(self, differ):
         if differ is not None: self.differ = differ if self.differ is None else self.differ | differ
         if not self.is_read: self.check()
@@ -204,8 +206,8 @@ def batchnorms(model, but=None):
     others = set(but.modules()) if but is not None else ()
     return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in others]
 
-# The buffers and frozen weights of a model's modules before a call: (module, name, tensor, version, copy). Those of PyTorch's BatchNorm are
-# left out, and large ones are not copied
+# The buffers and frozen weights of a model's modules before a call: (module, name, tensor, version, copy). Those of
+# PyTorch's BatchNorm are left out, and large ones are not copied
 def buffers_of(model):
     known = {*batchnorms(model)}
     def is_fixed(t): return not t.requires_grad and not is_traceable_wrapper_subclass(t)

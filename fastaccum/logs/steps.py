@@ -183,8 +183,8 @@ on_request = [
     Value('grad_norm', 'before_step', lambda log: grad_norm(params_of(log.learn.opt)), 'grad_norm'),
     Value('clipped_norm', 'after_step', lambda log: grad_norm(params_of(log.learn.opt)), 'clipped_norm')]
 
-# Right after a step, its values, and the `step_values` of callbacks, which may know better how many items it had; `skipped` comes last.
-# Name -> number, or tensor on the device
+# Right after a step, its values, and the `step_values` of callbacks, which may know better how many items it had;
+# `skipped` comes last. Name -> number, or tensor on the device
 def step_row(learn) -> dict:
     row = {v.name: v.of(learn) for v in of_step}
     skipped = row.pop('skipped')
@@ -201,7 +201,8 @@ class DeviceSeconds:
         self.pairs[-1][1].synchronize()
         return sum(a.elapsed_time(b) for a,b in self.pairs)/1000
 
-# The values of a row (numbers, and tensors with one element) as numbers, read from their device in one transfer, with one host sync
+# The values of a row (numbers, and tensors with one element) as numbers, read from their device in one transfer, with
+# one host sync
 def to_host(row:dict) -> dict:
     res,by_device = {k: v.seconds() if isinstance(v, DeviceSeconds) else v for k,v in row.items()},{}
     for k,v in row.items():

@@ -221,7 +221,8 @@ def plain(v):
     if isinstance(v, partial): return f"{plain(v.func)}({', '.join(f'{k}={plain(o)}' for k,o in v.keywords.items())})"
     return v.name if isinstance(v, Metric) else getattr(v, '__name__', None) or str(v)
 
-# The settings of `learn`, in a fit, and of its data: fastai's `gather_args` as plain values, without drawing random numbers
+# The settings of `learn`, in a fit, and of its data: fastai's `gather_args` as plain values, without drawing random
+# numbers
 def fit_config(learn) -> dict:
     with no_random(reproducible=False), redirect_stdout(None): args = learn.gather_args()
     args = {**args, 'Learner': settings(learn), **{str(cb): settings(cb) or True for cb in learn.cbs}}
@@ -242,8 +243,8 @@ def histogram(t:Tensor):
     t = t[t.isfinite()].cpu()
     return wandb.Histogram(np_histogram=tuple(o.tolist() for o in torch.histogram(t if len(t) else torch.zeros(1), 64)))
 
-# Histograms of the parameters of `model`, of their gradients, or both, with the names of `wandb.watch`. log: 'gradients', 'parameters'
-# or 'all'
+# Histograms of the parameters of `model`, of their gradients, or both, with the names of `wandb.watch`. log:
+# 'gradients', 'parameters' or 'all'
 def histograms(model, log) -> dict:
     tensors = {}
     for n,p in model.named_parameters():

@@ -60,7 +60,8 @@ class BatchLoop:
         try:
             if self.own_one_batch is not None: self._own_batch(i, b)
             else:
-                # the work of `Learner._set_device` and `Learner._split`; the first is called only if a tensor is on another device
+                # the work of `Learner._set_device` and `Learner._split`; the first is called only if a tensor is on
+                # another device
                 for o in b if isinstance(b, (tuple,list)) else (None,):
                     if not isinstance(o, Tensor) or o.device != self.device: b = learn._set_device(b); break
                 if self.n_inp is None: learn._split(b)
@@ -260,8 +261,8 @@ class BatchLoop:
         if event == 'after_batch' and f is TrainEvalCallback.after_batch: return self._advance
         return self.rows.condition(cb, event)
 
-    # The work of `TrainEvalCallback.after_batch` without its slow attribute look-ups. The position moves as in the big batch's run, if that
-    # is known. False, so that it is not called again
+    # The work of `TrainEvalCallback.after_batch` without its slow attribute look-ups. The position moves as in the big
+    # batch's run, if that is known. False, so that it is not called again
     def _advance(self):
         learn,plan = self.learn,self.plan
         learn.train_iter += 1
@@ -367,7 +368,8 @@ class LoopCallback(Callback):
     def detach(self): "Called before the callback leaves the Learner"
     def tidy(self): "Called when a fit has ended, for whatever reason"
 
-# `learn` of a `LoopCallback`: who sets it attaches the callback. Without a `__get__`, Python reads it from the instance, at full speed
+# `learn` of a `LoopCallback`: who sets it attaches the callback. Without a `__get__`, Python reads it from the
+# instance, at full speed
 class _Attaches:
     def __set__(self, cb, learn): cb._change(learn)
 
@@ -432,7 +434,8 @@ def warn_of_fastais(learn):
             warn(f"fastai's {cls.__name__} is attached to a Learner with fastaccum's callbacks. For fastaccum's, write "
                  "`from fastaccum.all import *` after fastai's imports.", 'troubleshooting.html#the-wrong-gradientaccumulation')
 
-# Raise an error if there are several of one kind among the callbacks `found`; `kind` names it, and `how` says what to do
+# Raise an error if there are several of one kind among the callbacks `found`; `kind` names it, and `how` says what to
+# do
 def check_single(found, kind, how='remove the others with `learn.remove_cb`'):
     if len(found) < 2: return
     names = ', '.join(f'{type(cb).__module__}.{type(cb).__name__}' for cb in found)

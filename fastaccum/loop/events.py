@@ -20,8 +20,9 @@ _batch_events = L.split('before_batch after_pred after_loss before_backward afte
 cancels = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException,
             CancelTrainException, CancelValidException)
 
-# What fastai's callbacks are, by the modules that define them, which need not be installed, or by a class in one. A callback of your own,
-# or of fastaccum, declares the same as a class attribute. `GANTrainer` opens no rows: its `before_batch` brings each batch its inputs
+# What fastai's callbacks are, by the modules that define them, which need not be installed, or by a class in one. A
+# callback of your own, or of fastaccum, declares the same as a class attribute. `GANTrainer` opens no rows: its
+# `before_batch` brings each batch its inputs
 _loggers = tuple(f'fastai.callback.{k}' for k in ('wandb','tensorboard','comet','neptune','azureml'))
 _known = dict(
     takes_rows=('fastai.callback.schedule', 'fastai.vision.gan', *_loggers),   # logs or schedules: one `after_batch` per step
@@ -50,8 +51,9 @@ def is_known(cls, what): return any(k in _known[what] for c in cls.__mro__ for k
 # Does a callback mix items, as fastai's MixUp and CutMix and tsai's do? The loss is then a method of it
 def mixes(cb): return hasattr(type(cb), 'lf')
 
-# Does a model keep state from one batch to the next? (fastai's text classifiers have a `ModelResetter`, too, but their `SentenceEncoder`
-# resets itself at each call, which nothing but its name tells: without this they could not be split into micro-batches)
+# Does a model keep state from one batch to the next? (fastai's text classifiers have a `ModelResetter`, too, but their
+# `SentenceEncoder` resets itself at each call, which nothing but its name tells: without this they could not be split
+# into micro-batches)
 def keeps_state(model, cbs):
     return any(isinstance(cb, ModelResetter) for cb in cbs) and not any(is_a(type(m), 'SentenceEncoder') for m in model.modules())
 
@@ -72,14 +74,15 @@ def _may_read_pred(cb):
 
 _between_steps = [ev for ev in _batch_events if not ev.endswith('_step')]
 
-# Is it a callback of the user's, or of another library, that hears one of the `events`, by default something between two steps?
+# Is it a callback of the user's, or of another library, that hears one of the `events`, by default something between
+# two steps?
 def hears(cb, events=_between_steps):
     def own(f): return f is not None and not (getattr(f, '__module__', None) or '').startswith(('fastai.', 'fastaccum.'))
     if own(type(cb).__call__): return True
     return any(ev in cb.__dict__ or own(getattr(type(cb), ev, None)) for ev in events)
 
-# The methods of the Learner's callbacks for the events of a batch, in the order of calling. `condition(cb, event)`: None, or a function
-# that decides each time whether to call the method
+# The methods of the Learner's callbacks for the events of a batch, in the order of calling. `condition(cb, event)`:
+# None, or a function that decides each time whether to call the method
 class EventTable:
     def __init__(self, learn, condition=lambda *_: None):
         self.learn,self.condition = learn,condition
@@ -92,7 +95,8 @@ class EventTable:
         table.update({s: first(cb for cb in self.cbs if getattr(type(cb), 'slot', None) == s) for s in ('accumulation','precision')})
         table['LRFinder'] = first(cb for cb in self.cbs if isinstance(cb, LRFinder))
         table['recorded'] = any(getattr(type(cb), 'after_batch', None) is Recorder.after_batch for cb in self.cbs)
-        # what they keep for the items of a batch, such as the targets of the items that they mix in, is looked at when the batch is there
+        # what they keep for the items of a batch, such as the targets of the items that they mix in, is looked at when
+        # the batch is there
         table['mixers'] = [cb for cb in self.cbs if mixes(cb) or hears(cb, ['before_batch'])]
         table['mute_in_validation'] = [cb for cb in self.cbs if declares(cb, 'repeats_rows')]
         table['outsiders'] = [cb for cb in self.cbs if hears(cb)]

@@ -34,7 +34,8 @@ def methods_of(learn): return vars(learn).get('of_fastaccum')
 # The first callback whose class declares `what`
 def declared(cbs, what): return first(cb for cb in cbs if getattr(type(cb), what, False))
 
-# The attributes that stand on one Learner in the place of its methods, while callbacks of fastaccum's are attached to it
+# The attributes that stand on one Learner in the place of its methods, while callbacks of fastaccum's are attached to
+# it
 class LearnerMethods:
     names = '_with_events','validation_context','_do_epoch_validate','export'
     def __init__(self, learn):

@@ -16,7 +16,8 @@ __all__ = []
 # The parameters of fastai's `Optimizer` or an `OptimWrapper`, in order
 def params_of(opt): return [p for ps in opt.param_lists for p in ps]
 
-# The settings of each group of parameters that are numbers: learning rate, momentum, weight decay. (`hypers` of an `OptimWrapper` are slow)
+# The settings of each group of parameters that are numbers: learning rate, momentum, weight decay. (`hypers` of an
+# `OptimWrapper` are slow)
 def rates_of(opt):
     groups = opt.opt.param_groups if isinstance(opt, OptimWrapper) else opt.hypers
     return {f'{k} of group {i}' if i else k: v for i,g in enumerate(groups) for k,v in g.items() if isinstance(v, (int,float))}
@@ -28,8 +29,9 @@ class OptimizerParams:
     def __init__(self, learn): self.learn = learn
     def __iter__(self): return iter(dict.fromkeys(params_of(self.learn.opt)))
 
-# The parameters whose gradients accumulate: those of the optimizer, and those of the model and of the loss that it does not have. Another
-# optimizer of the user's may have them, and it may leave them a gradient from before the accumulated batch, which is kept apart meanwhile
+# The parameters whose gradients accumulate: those of the optimizer, and those of the model and of the loss that it does
+# not have. Another optimizer of the user's may have them, and it may leave them a gradient from before the accumulated
+# batch, which is kept apart meanwhile
 class AccumulatedParams(OptimizerParams):
     def __init__(self, learn):
         self.learn = learn
@@ -70,7 +72,8 @@ class AccumulatedParams(OptimizerParams):
         for p,g in self.kept or (): p.grad = g
         self.kept = None
 
-# Parameters that a loss has: those of a module, also as the `func` of fastai's losses, of a method's object, or of a mixer's old loss
+# Parameters that a loss has: those of a module, also as the `func` of fastai's losses, of a method's object, or of a
+# mixer's old loss
 def params_of_loss(loss_func):
     todo,seen = [loss_func],[]
     while todo:

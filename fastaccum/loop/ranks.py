@@ -45,5 +45,6 @@ class OneRank:
     # Has the script ended well on all ranks?
     def all_ended(self): return True
 
-# The object that acts for all processes: that of the callback which brings one, as `DataParallel` does if there are several processes
+# The object that acts for all processes: that of the callback which brings one, as `DataParallel` does if there are
+# several processes
 def ranks_of(cbs): return next((r for cb in cbs if (r := vars(cb).get('brings_ranks')) is not None), None) or OneRank()

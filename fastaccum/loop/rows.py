@@ -20,9 +20,9 @@ __all__ = []
 # Does `cb` log or schedule, so that it expects one `after_batch` per step?
 def takes_rows(cb): return isinstance(cb, Recorder) or declares(cb, 'takes_rows')
 
-# Does `cb` use the `after_batch` of fastai's `Recorder`? Then `Rows` writes its rows. A subclass with its own writes them itself
+# Does `cb` use the `after_batch` of fastai's `Recorder`? Then `Rows` writes its rows. A subclass with its own writes
+# them itself
 def is_recorder(cb): return getattr(type(cb), 'after_batch', None) is Recorder.after_batch
-
 
 # %% ../../nbs/api/loop/03_rows.ipynb #4466e3c2
 # Can two batches be joined: are they tensors alike, except for the number of items?
@@ -35,8 +35,8 @@ def fits(a, b):
 class Rows:
     def __init__(self, loop): self.loop,self.kept = loop,[]
 
-    # For `EventTable`: callbacks that take rows hear only of the first loader batch of an accumulated batch (`before_batch`), and of the
-    # last (`after_batch`)
+    # For `EventTable`: callbacks that take rows hear only of the first loader batch of an accumulated batch
+    # (`before_batch`), and of the last (`after_batch`)
     def condition(self, cb, event):
         loop = self.loop
         if event == 'before_batch' and declares(cb, 'opens_rows'): return lambda: loop.accumulation.opens
@@ -45,7 +45,8 @@ class Rows:
         if declares(cb, 'rows_of_steps_only'): return partial(self.of_step, cb)
         if takes_rows(cb): return self.due
 
-    # A callback that hears only of steps sees the step's loss, whatever `log_accum_batch` is. False: it is not called again
+    # A callback that hears only of steps sees the step's loss, whatever `log_accum_batch` is. False: it is not called
+    # again
     def of_step(self, cb):
         loop,learn = self.loop,self.loop.learn
         if not loop.now.closed: return False
@@ -64,7 +65,8 @@ class Rows:
         now = self.loop.now
         return now.closed or not self.one_a_step() or now.predicted and self.loop.accumulation.cancelled     # fastai gives one then, too
 
-    # The work of `Recorder.after_batch` in training: metrics of each batch, a row for each step. False: that is not called again
+    # The work of `Recorder.after_batch` in training: metrics of each batch, a row for each step. False: that is not
+    # called again
     def record(self, rec, batch=True):
         learn,now,opt,smooth = self.loop.learn,self.loop.now,self.loop.learn.opt,rec.smooth_loss
         if batch:                                                              # not a step without a batch of its own
@@ -107,8 +109,8 @@ class Rows:
     # Does a metric of fastai's `LossMetrics` read a value that the loss has for whole accumulated batches?
     def _keeps(self, met): return type(met).accumulate is LossMetric.accumulate and self.loop.accumulation.keeps(met.attr)
 
-    # An accumulated batch or an epoch has ended. Predictions that do not fit together, such as sentences of several lengths, are measured
-    # one by one
+    # An accumulated batch or an epoch has ended. Predictions that do not fit together, such as sentences of several
+    # lengths, are measured one by one
     def measure_kept(self):
         learn = self.loop.learn
         kept = self.kept

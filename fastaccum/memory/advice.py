@@ -237,8 +237,8 @@ class Costs(StorageFollower):
     # Bytes of the tensors in `tree` that were made in this mode
     def bytes_of(self, tree): return sum({s._cdata: self.sizes.get(s._cdata, 0) for s in self.storages(tree)}.values())
 
-# What `k` items take. costs: number of items -> `Costs`. If these are of two smaller numbers they grow in proportion, allocation by
-# allocation, or by their peaks if the two did not allocate alike
+# What `k` items take. costs: number of items -> `Costs`. If these are of two smaller numbers they grow in proportion,
+# allocation by allocation, or by their peaks if the two did not allocate alike
 class Pass:
     def __init__(self, costs, k):
         (i,a),(j,b) = min(costs.items()),max(costs.items())
@@ -265,8 +265,9 @@ def gone(mover):
     def unpack(o): return o if isinstance(o, Tensor) else torch.empty_strided(o[2], o[3], dtype=o[1], device=o[0])
     return saved_tensors_hooks(pack, unpack)
 
-# `f`, a part of a model, which gets a batch in `m` micro-batches, and perhaps a second time. It computes the first and the last of them,
-# and the first of the second time. For the others there are outputs of the same shape, which take memory but no time
+# `f`, a part of a model, which gets a batch in `m` micro-batches, and perhaps a second time. It computes the first and
+# the last of them, and the first of the second time. For the others there are outputs of the same shape, which take
+# memory but no time
 class Sampled:
     def __init__(self, f, m, costs):
         self.f,self.m = f,m
@@ -345,7 +346,8 @@ class Forecast:
             splits = plan.size < t.n or acc is not None and acc.splits
             whole = not splits or not self.can_split or hooks_of_others(learn.model)
             last = self.passes.passed(plan, False, v.n, v.n if whole else min(plan.size, v.n), False)
-        # enumerate, in fastai's `all_batches`, holds on to the first batch, the third, ... Only among these a coupled batch is checked
+        # enumerate, in fastai's `all_batches`, holds on to the first batch, the third, ... Only among these a coupled
+        # batch is checked
         held = t.nbytes*t.several
         peaks = {'training': max(0, held-train.checked) + keeps*opt.grads + train.peak(max(t.several*train.pred, last.pred)),
                  "the optimizer's step": held + train.pred + opt.step}
@@ -378,7 +380,8 @@ def example(dls, dl) -> Example|None:
     xb,yb = b[:i],b[i:]
     return Example(xb, yb, count_items(xb, yb)[0], sum(t.nbytes for t in tree_leaves(b) if isinstance(t, Tensor)), len(dl) > 1)
 
-# `k` of the first `among` items of a batch of `n`, evenly chosen, since some loaders sort them; `among` may be more than `n`
+# `k` of the first `among` items of a batch of `n`, evenly chosen, since some loaders sort them; `among` may be more
+# than `n`
 def some_items(b, k, among, n):
     def chosen(o):
         if isinstance(o, Tensor) and o.dim() and len(o)%n == 0: return o.unflatten(0, (-1, n))[:,ix].flatten(0, 1)
@@ -401,7 +404,8 @@ def needs_run(model):
     m = first(m for m in model.modules() if isinstance(m, nn.RNNBase))
     return m and f'PyTorch knows the memory of {type(m).__name__} only when it runs'
 
-# Context after which the modules, their buffers and gradients, and random numbers are as before. In it there are no gradients
+# Context after which the modules, their buffers and gradients, and random numbers are as before. In it there are no
+# gradients
 @contextmanager
 def untouched(model):
     ps,before = list(model.parameters()),[(vars(m), dict(vars(m))) for m in model.modules()]
@@ -527,7 +531,8 @@ class PassCosts:
         else: return Pass(costs, k)
         return self.passed(plan, train, n, k, keeps)    # outside `except`, because the traceback keeps the activations alive
 
-    # The costs of a micro-batch, or of all those that share a loss, in training or in validation: of `n` items, chosen `among` so many
+    # The costs of a micro-batch, or of all those that share a loss, in training or in validation: of `n` items, chosen
+    # `among` so many
     def follow(self, plan, train, among, n, k, keeps):
         key = replace(plan, size=k),train,among,n,keeps
         if key in self.runs: return self.runs[key]

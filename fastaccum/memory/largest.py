@@ -127,8 +127,8 @@ def reserve(n_bytes, device):
     except RuntimeError as e: why = str(e)
     raise step_too_big(why)
 
-# Context that puts back what batches change without a step. Of fastaccum's callbacks only accumulation and precision hear of them, and
-# warnings are left to the training
+# Context that puts back what batches change without a step. Of fastaccum's callbacks only accumulation and precision
+# hear of them, and warnings are left to the training
 @contextmanager
 def untouched(learn):
     objs = [*learn.cbs, *learn.model.modules(), *([learn.loss_func] if isinstance(learn.loss_func, nn.Module) else [])]

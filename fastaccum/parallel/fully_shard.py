@@ -154,7 +154,8 @@ class ShardedRanks(Ranks):
         if len(set(from_all(self.path))) > 1: self._tell_of_layers()
         super()._check_rule(head)
 
-    # All ranks need each other's parts of the weights: in validation they say so before each pass, as one may end it earlier than another
+    # All ranks need each other's parts of the weights: in validation they say so before each pass, as one may end it
+    # earlier than another
     def begin_validation(self):
         super().begin_validation()
         self.hooks.append(self.learn.model.register_forward_pre_hook(lambda *_: self.agree('forward') and None, prepend=True))
@@ -341,8 +342,8 @@ def reshard(model):
     for m in model.modules():
         if is_sharded(m): m.reshard()
 
-# FSDP's objects hold the process group that this rank has left, and gloo's connections close with the last reference to it: only then do
-# the others notice
+# FSDP's objects hold the process group that this rank has left, and gloo's connections close with the last reference to
+# it: only then do the others notice
 def let_go_of_group():
     for o in gc.get_objects():
         if type(o) is DeviceMesh: vars(o).get('_pg_registry', {}).clear()

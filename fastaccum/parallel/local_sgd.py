@@ -89,8 +89,8 @@ class LocalRanks(Ranks):
         copies = [p.detach().clone().requires_grad_() for p in self.params]
         self.outer = torch.optim.SGD(copies, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=True)
 
-    # Average the weights of all ranks, if there were steps since the last average (on this rank; or `steps`); with `outer_lr`, take the
-    # outer step
+    # Average the weights of all ranks, if there were steps since the last average (on this rank; or `steps`); with
+    # `outer_lr`, take the outer step
     def average(self, steps=None):
         if not ifnone(steps, self.since): return
         if self.outer_lr is not None and self.outer is None: self._open_outer()

@@ -44,8 +44,8 @@ class JointNorms:
     def begin_backward(self):
         with self.ranks.shares.waiting(self.device): self.ranks.agree('backward')
 
-    # The sums of all ranks, from this rank's `sums`, which `have` gradients or not; None if no rank has, or if this one has no items. Each
-    # rank's gradients are divided by a target of its own
+    # The sums of all ranks, from this rank's `sums`, which `have` gradients or not; None if no rank has, or if this one
+    # has no items. Each rank's gradients are divided by a target of its own
     def add_up(self, sums, have):
         target = self.ranks.accumulation.acc.target
         target = as_tensor(1. if target is None else target, sums.device).double()

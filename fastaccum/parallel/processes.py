@@ -60,8 +60,8 @@ def stop_group():
     "Leave the process group, if there is one; a process that does not may end with an error"
     if not dist.is_initialized(): return
     dist.destroy_process_group()
-    # gloo's threads drop the tensors of its last operations a moment later. At Python's end they could not, and would abort the process
-    # (https://github.com/pytorch/pytorch/issues/190489)
+    # gloo's threads drop the tensors of its last operations a moment later. At Python's end they could not, and would
+    # abort the process (https://github.com/pytorch/pytorch/issues/190489)
     time.sleep(.2)
 
 # %% ../../nbs/api/parallel/04_processes.ipynb #bde75f57
@@ -125,9 +125,9 @@ def tell_failure(e):
     try: _store().compare_set(_key, '', '\n\n'.join([f'rank {dist.get_rank()} failed: {what}', *traceback.format_exception(e)]))
     except RuntimeError: pass                  # the store is gone as well
 
-# An error has ended what this rank does with the others. If it has not done so on all ranks, the others wait for this one, whose process
-# may live on: tell them why, and leave the group, which they notice. Returns `e`; or, if the connection to a rank that has failed was lost
-# outside of `together`, as in FSDP, an error that says so
+# An error has ended what this rank does with the others. If it has not done so on all ranks, the others wait for this
+# one, whose process may live on: tell them why, and leave the group, which they notice. Returns `e`; or, if the
+# connection to a rank that has failed was lost outside of `together`, as in FSDP, an error that says so
 def tell_and_leave(e, wait=2.):
     if not dist.is_initialized(): return e
     if type(e) is RuntimeError and 'gloo' in str(e) and _stopped not in str(e): e = RuntimeError(_why(e))
@@ -142,7 +142,6 @@ def tell_and_leave(e, wait=2.):
     return e
 
 has_left = "This rank has left the process group, because a fit has failed on some ranks: start all ranks anew."
-
 
 # %% ../../nbs/api/parallel/04_processes.ipynb #75dffdb0
 def _check_launch(fn, n):

@@ -127,8 +127,8 @@ class Ranks(OneRank):
         learn.one_batch.now.without_items()
         learn.pred,learn.loss = None,torch.zeros((), device=self.device)
 
-    # Outputs of all ranks' items, place of this rank's first, and the factor for its gradients; the targets of all go into `learn.yb`.
-    # A rank without items has no outputs, and needs none
+    # Outputs of all ranks' items, place of this rank's first, and the factor for its gradients; the targets of all go
+    # into `learn.yb`. A rank without items has no outputs, and needs none
     def gather(self, out=None):
         learn = self.learn
         with self.shares.waiting(self.device): joined = joined_items(self.row, None if out is None else (out, learn.yb), self.device)
@@ -159,7 +159,8 @@ class Ranks(OneRank):
         if self.overlap and acc.normalize: scale_grads(acc.params, acc.accum_bs/total if total else 0.)
         return mean,weight,n
 
-    # From loader batch `first` on, the ranks take their present shares. The step in which workers start anew is not measured
+    # From loader batch `first` on, the ranks take their present shares. The step in which workers start anew is not
+    # measured
     def _share(self, first):
         self.dl.share(first)
         self.shares.pause()
@@ -188,8 +189,8 @@ class Ranks(OneRank):
         total = max(head.weight, head.floor/(head.floors or 1)) if mean else 1
         return torch.tensor(head.loss/total if total else 0., dtype=loss.dtype, device=self.device),total,head.weight,int(head.items)
 
-    # A rank that has not seen what the loss averages over, as its targets were all ignored so far, or it had a single item, takes over what
-    # another rank has measured
+    # A rank that has not seen what the loss averages over, as its targets were all ignored so far, or it had a single
+    # item, takes over what another rank has measured
     def _share_rule(self):
         cb,acc = self.accumulation,self.accumulation.acc
         rules = from_all(cb.rule.info.as_dict() if cb.rule.sure else None)

@@ -23,7 +23,8 @@ def joined(state, buffers):
     digests = from_rank0(None if dist.get_rank() else digests_of(parts))
     return dict(state, ranks=from_all(different(parts, digests)))
 
-# The state with which this rank continues. If there are more ranks than before, new ranks keep their present random numbers
+# The state with which this rank continues. If there are more ranks than before, new ranks keep their present random
+# numbers
 def own_part(state):
     saved,rank,world = state.pop('ranks', None) or [None],dist.get_rank(),dist.get_world_size()
     if len(saved) != world and not rank:

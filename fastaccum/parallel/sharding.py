@@ -70,7 +70,8 @@ class ShardedDL(TfmdDL):
         while first < len(self.rows): first = yield from self._batches_from(first)
         self.after_iter()
 
-    # To the end of the epoch; or, if workers load in advance, until the shares move. Returns the number of the batch that comes next
+    # To the end of the epoch; or, if workers load in advance, until the shares move. Returns the number of the batch
+    # that comes next
     def _batches_from(self, first):
         self.first,moves = first,self.moves
         for b in _loaders[self.fake_l.num_workers == 0](self.fake_l):

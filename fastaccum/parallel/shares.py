@@ -121,7 +121,8 @@ class MeasuredShares(Shares):
         with together(): dist.all_reduce(speeds)
         return speeds.tolist()
 
-    # Half of the way to these speeds, unless little is to gain. Do the ranks take other parts of `bs` items from now on?
+    # Half of the way to these speeds, unless little is to gain. Do the ranks take other parts of `bs` items from now
+    # on?
     def _move(self, speeds, bs):
         before,known = split_items(bs, self.now),all(speeds)
         self.begin()
@@ -145,7 +146,8 @@ class MeasuredShares(Shares):
             print("DataParallel: the checkpoint is from before shares='auto' had settled. The ranks measure on, and may split batches "
                   "otherwise than without the interruption: the results are equal up to rounding.")
 
-# In proportion to the speeds, but two items of a loader batch for each rank, if there are so many: a rank without could not be measured
+# In proportion to the speeds, but two items of a loader batch for each rank, if there are so many: a rank without could
+# not be measured
 def best_shares(speeds, bs):
     least = min(2, bs//len(speeds))/bs
     shares = [max(v/sum(speeds), least) for v in speeds]

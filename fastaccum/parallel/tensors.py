@@ -74,8 +74,8 @@ def same_weights(model):
     with together(), torch.no_grad():
         for t in [*model.parameters(), *model.buffers()]: dist.broadcast(t, 0)
 
-# Average the model's buffers over the ranks, by the `items` of each in a loader batch: BatchNorm of a rank without any has seen nothing.
-# Buffers that are not floats become those of the rank with the most
+# Average the model's buffers over the ranks, by the `items` of each in a loader batch: BatchNorm of a rank without any
+# has seen nothing. Buffers that are not floats become those of the rank with the most
 def average_buffers(model, items):
     share,most,alike = items[dist.get_rank()]/sum(items),items.index(max(items)),len(set(items)) == 1
     by_kind = groupby([b for b in model.buffers()], lambda b: (b.dtype, b.device))
@@ -107,7 +107,8 @@ def items_of_all(sizes, t):
     with together(): dist.all_gather(all_ranks, room)
     return torch.cat([o[:n*per_item] for o,n in zip(all_ranks, sizes)]).as_subclass(type(t))
 
-# Tensors in any nesting, of the items of all ranks, on `device`. `row`: items of each rank; a rank without items has None, and gets None
+# Tensors in any nesting, of the items of all ranks, on `device`. `row`: items of each rank; a rank without items has
+# None, and gets None
 def joined_items(row, own, device):
     if 0 not in row: return map_tensors(partial(items_of_all, row), own)
     parts = from_all(own and map_tensors(lambda t: t.detach().cpu(), own))

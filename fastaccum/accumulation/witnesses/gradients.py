@@ -92,8 +92,9 @@ class GradientSums:
             a = s if s is None else torch.zeros_like(s) if p.grad is None else part(p.grad.detach())
             if a is not None: yield a,s
 
-    # How far the gradients are off the sums. 0 if what was taken away is at right angles to what is left, as for a mask or a projection. A
-    # change after the last backward pass is that of the step, if gradients are not rescaled after it (`settled`)
+    # How far the gradients are off the sums. 0 if what was taken away is at right angles to what is left, as for a mask
+    # or a projection. A change after the last backward pass is that of the step, if gradients are not rescaled after it
+    # (`settled`)
     def off(self, settled):
         pairs = list(self._pairs())
         if not pairs or settled and self.changed is False: return torch.zeros(())

@@ -42,8 +42,8 @@ def part_of_step(batch):
 # %% ../../../nbs/api/accumulation/witnesses/16_norms.ipynb #b7d30010
 _silence = "warnings.filterwarnings('ignore', 'BatchNorm', FastaccumWarning)"
 
-# The notice, or None if no BatchNorm normalizes by the `n` items that it saw at a time in `batch`, whose step has more. `acc`, a
-# `GradientAccumulation`, is only read
+# The notice, or None if no BatchNorm normalizes by the `n` items that it saw at a time in `batch`, whose step has more.
+# `acc`, a `GradientAccumulation`, is only read
 def batchnorm_message(acc, batch, n):
     model,once = get_model(acc.learn.model),batch.opens and batch.closes
     head = find_head(model, batch.way.head) if once and batch.way.head is not None else None
