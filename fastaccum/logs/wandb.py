@@ -17,7 +17,7 @@ from fastai.tabular.data import TabularDataLoaders
 try: import wandb
 except ImportError as e: raise ImportError("fastaccum.logs.wandb needs the SDK of Weights & Biases: pip install 'fastaccum[wandb]'") from e
 from fastai.callback import wandb as fastai_wandb
-from fastai.callback.wandb import log_model, wandb_process
+from fastai.callback.wandb import log_model
 from ..loop.batch_loop import LoopCallback
 from .steps import EpochAxis, Value, step_row, to_host
 
