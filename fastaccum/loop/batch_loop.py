@@ -77,7 +77,7 @@ class BatchLoop:
         if i == 0 or self.device is None: self.begin_epoch()
 
     def _end(self):
-        self.now.row_due = False
+        self.now.got_row()
         if self.now.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
 
     def begin_epoch(self):
@@ -132,18 +132,20 @@ class BatchLoop:
         call = self.precision.predict
         if predict is None and not learn.training: predict = self.accumulation.predict
         learn.pred = call(learn.model, *learn.xb) if predict is None else predict(call, learn.model, *learn.xb)
-        self.now.predicted = True
+        self.now.went_through()
         if table['after_pred']: self.fire('after_pred')
         if len(learn.yb):
             learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
             # a callback may change loss_grad in place, or compute a new one from `loss`
-            if learn.loss_grad.dim(): self.now.losses,learn.loss_grad = learn.loss_grad,learn.loss_grad.clone()
+            if learn.loss_grad.dim():
+                self.now.keep_losses(learn.loss_grad)
+                learn.loss_grad = learn.loss_grad.clone()
             learn.loss = learn.loss_grad.clone() if table['after_loss'] or table['before_backward'] else learn.loss_grad.detach()
         if table['after_loss'] and not (learn.training and len(learn.yb)): self.fire('after_loss')
         elif table['after_loss']:
             made,version = learn.loss_grad,learn.loss_grad._version
             self.fire('after_loss')
-            if learn.loss_grad is not made or made._version != version: self.now.changed = how_changed(made, learn.loss_grad)
+            if learn.loss_grad is not made or made._version != version: self.now.was_changed(how_changed(made, learn.loss_grad))
 
     # -- the step
     def step(self,
@@ -151,21 +153,22 @@ class BatchLoop:
     ):
         "Take one optimizer step"
         now,self.step_loss = self.now,loss
-        now.attempted = False
+        now.begin_step()
         try:
             self.around(self._attempt, 'step', CancelStepException)
-            now.closed = True
+            now.close()
         finally:
             if not now.attempted: self.precision.undo_step()
             if not now.closed: self.accumulation.reopen()     # cancelled before the attempt: the accumulated batch continues
             else:
                 self.learn.opt.zero_grad()
-                now.row_due = True
-                if self.accumulation.log_accum_batch: now.batch_loss,self.learn.loss = self.learn.loss,loss
+                is_of_step = self.accumulation.log_accum_batch
+                now.owe_row(self.learn.loss if is_of_step else now.batch_loss)
+                if is_of_step: self.learn.loss = loss
 
     def _attempt(self):
-        self.now.attempted = self.now.closed = True
-        try: self.now.stepped = self.precision.opt_step()
+        self.now.attempt()
+        try: self.now.took_step(self.precision.opt_step())
         except (RuntimeError, MemoryError) as e:
             if not is_out_of_memory(e): raise
             why = str(e)
@@ -187,7 +190,7 @@ class BatchLoop:
         if not self.table['recorded']: return flag.item()
         loss = self.step_loss if self.rows.one_a_step() else self.learn.loss
         flag,value = torch.stack([flag.float(), loss.detach().mean().float().to(flag.device)]).tolist()
-        self.now.on_host = loss,loss._version,value
+        self.now.note_on_host(loss, value)
         return flag
 
     # -- who takes part
@@ -411,6 +414,23 @@ class Progress:
     losses    = None  # the losses of its items, if the loss function does not reduce them
     batch_loss = None # its own loss, if `learn.loss` is the accumulated loss
     on_host   = None  # the loss of the row that is due, the version of this tensor, and its value on the host
+
+    # -- its only writers
+    def went_through(self): self.predicted = True
+    def keep_losses(self, losses): self.losses = losses
+    def was_changed(self, how): self.changed = how
+    def begin_step(self): self.attempted = False
+    def took_step(self, stepped): self.stepped = stepped
+    def attempt(self):
+        self.attempted = True
+        self.closed = True
+    def close(self): self.closed = True
+    def owe_row(self, batch_loss):
+        self.row_due = True
+        self.batch_loss = batch_loss
+    def got_row(self): self.row_due = False
+    def saw_loss(self, is_finite): self.diverged = not is_finite
+    def note_on_host(self, loss, value): self.on_host = loss,loss._version,value
 
     # It counts as one that went through: other ranks have its items
     def without_items(self): self.predicted = True

@@ -73,7 +73,7 @@ class Rows:
             if not now.predicted or not len(learn.yb): return False
             if rec.train_metrics and learn.pred is not None:                   # None: a split batch that was cancelled halfway
                 self.measure(rec)
-            now.row_due = False
+            now.got_row()
             if not now.closed and not self.due(): return False
         loss,on_host = learn.loss,now.on_host
         if on_host is not None and on_host[0] is loss and on_host[1] == loss._version: loss,value = torch.tensor(on_host[2]),on_host[2]
@@ -81,7 +81,7 @@ class Rows:
             loss = (loss.mean() if loss.dim() else loss).detach().to('cpu', torch.float32)
             value = loss.item()
         finite = math.isfinite(value)
-        now.diverged = not finite
+        now.saw_loss(finite)
         if finite: smooth.val = torch.lerp(loss, smooth.val, smooth.beta)      # `AvgSmoothLoss.accumulate`
         elif n := smooth.count: smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if it were the smooth loss
         if finite or smooth.count: smooth.count += 1
@@ -126,7 +126,7 @@ class Rows:
     # Give the row of a step that had no batch of its own to the callbacks that take rows
     def give(self):
         loop,learn = self.loop,self.loop.learn
-        loop.now.row_due = False
+        loop.now.got_row()
         if self.one_a_step(): learn.loss = loop.step_loss
         for cb in learn.cbs.sorted('order'):
             if not self.one_a_step() and not declares(cb, 'rows_of_steps_only'): continue
