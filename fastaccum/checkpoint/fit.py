@@ -45,6 +45,18 @@ class SavedFit:
 
     in_epoch = property(lambda self: 'batch' in self.state)      # else it is the end of the fit
 
+    # Is it this fit, with these settings and words to begin with? Tells what may differ
+    def check(self, settings, words, ranks):
+        with self.told(): self.check_outline(len(words))
+        told = self.check_settings(settings)
+        if told and not ranks.rank:
+            warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the present callbacks.",
+                 'troubleshooting.html#a-run-does-not-resume')
+        weights,_,seed,_ = self.beginning()
+        if (words[0],words[2]) == (weights,seed): return
+        what = 'weights' if words[0] != weights else 'random numbers'
+        say(ranks, f"other initial {what} than the saved run's: another seed, or none; the saved run continues.")
+
     # A value of the checkpoint that does not fit is an error of the file
     @contextmanager
     def told(self):
@@ -204,31 +216,18 @@ class CheckpointedFit:
     def run(self, train):
         state = self.ranks.load(self.folder, self.number, learner_device(self.learn))
         saved = None if state is None else SavedFit(state, self.learn, self.folder.path, self.number)
-        if saved is not None: self._check(saved)
+        if saved is not None:
+            saved.check(self.settings, self.beginning, self.ranks)
+            self.beginning = saved.beginning()     # the fit stays the one that began first
         if saved is None or saved.in_epoch: self._train(train, saved)
         else: self._skip(saved)
         self.folder.fit_ended(self.number, self.cancelled, self.cut)
         if self.times.signal == 'SIGINT': raise KeyboardInterrupt
         self.folder.stop(self.times.signal)
 
-    def _check(self, saved):
-        with saved.told(): saved.check_outline(len(self.beginning))
-        told = saved.check_settings(self.settings)
-        if told and not self.ranks.rank:
-            warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the present callbacks.",
-                 'troubleshooting.html#a-run-does-not-resume')
-        self._tell_of_beginning(saved)
-
-    # Another seed than at the first start, or none. The fit stays the one that began first
-    def _tell_of_beginning(self, saved):
-        was,self.beginning = self.beginning,saved.beginning()
-        if (was[0],was[2]) != (self.beginning[0],self.beginning[2]):
-            what = 'weights' if was[0] != self.beginning[0] else 'random numbers'
-            say(self.ranks, f"other initial {what} than the saved run's: another seed, or none; the saved run continues.")
-
     def _train(self, train, saved):
         self.folder.fit_begins()
-        with on_signals(self.times.stop, *_signals), self._resumed(saved) as rest: train(self._digests(), **rest)
+        with on_signals(self.times.stop, *_signals), self._resumed(saved) as rest: train(self._more(), **rest)
         self.times.asked()                # a signal may have come after the last step
         if self.cancelled: self.folder.wait()
         else: self._save(inf, not self.lr_find)
@@ -248,13 +247,10 @@ class CheckpointedFit:
         if 'model' not in state: self.learn.model.train(self.learn.training)
         now.random.put(state['rng'])
 
-    def _digests(self):
-        if not self.cb.digest or self.lr_find or self.ranks.rank: return []
-        try: return [StepDigests(self.folder.own.log('digests.jsonl'), self.number)]
-        except OSError as e:
-            warn(f"TrainingCheckpoint(digest=True) cannot write in {self.folder.path} ({e}), so there will be no digests of this fit. "
-                 "Training continues.", 'tutorials/stop_and_resume.html#where-do-two-runs-differ')
-            return []
+    # The callbacks that the fit has beside its own
+    def _more(self):
+        wanted = self.cb.digest and not self.lr_find and not self.ranks.rank
+        return digests(self.folder, self.number) if wanted else []
 
     # -- events of the callback
     # `validate` and `get_preds` fire `before_fit` too, also inside a fit
@@ -317,6 +313,14 @@ def check_resumable(learn, cbs, ranks):
         raise ValueError("Several processes train, and TrainingCheckpoint would save the training of each one separately: add "
                          "DataParallel() to the Learner's callbacks, which trains them together, or leave out TrainingCheckpoint.")
     if 'TrainingCheckpoint' in ranks.refuses: raise ValueError(f"TrainingCheckpoint {ranks.refuses['TrainingCheckpoint']}")
+
+# A callback that writes digests of the steps of fit `number`
+def digests(folder, number):
+    try: return [StepDigests(folder.own.log('digests.jsonl'), number)]
+    except OSError as e:
+        warn(f"TrainingCheckpoint(digest=True) cannot write in {folder.path} ({e}), so there will be no digests of this fit. "
+             "Training continues.", 'tutorials/stop_and_resume.html#where-do-two-runs-differ')
+        return []
 
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #2705798f
 # Call `f` with the name of the first of each of these signals; a second one, or one after the context, acts as before.

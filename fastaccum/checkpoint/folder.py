@@ -38,11 +38,9 @@ class CheckpointFolder:
         self.unfinished = False
         self.stopped = None         # the signal that ended a fit
         self.cut = None
-        self.writer = None
-        self.news = []              # what the writer warns of
-        self.spare = None
         self.files = []
-        self.cramped = False
+        self.writer = Writer()
+        self.room = Room(path)
 
     # The object that this process has for `path`, or a new one
     @classmethod
@@ -96,23 +94,16 @@ class CheckpointFolder:
     # Write a checkpoint of `fit` after `done` loader batches (`inf`: at its end), and remove those that it replaces.
     # An error is a warning and does not stop training
     def save(self, state, fit, done, keep, background=False):
-        self.wait()
-        if background:
-            state,self.spare = copied(state, self.spare)
-            # not a daemon, so Python waits for it before it exits
-            self.writer = threading.Thread(target=self._save, args=(state, fit, done, keep))
-            return self.writer.start()
-        self._save(state, fit, done, keep)
-        self.wait()
+        self.writer.write(partial(self._save, fit=fit, done=done, keep=keep), state, background)
 
+    # Returns what to warn of, or None
     def _save(self, state, fit, done, keep):
         name = f'{fit}-end.pt' if done == inf else f'{fit}-{done:09d}.pt'
         try:
             lock(self.path)                        # again, as the lock ends when something in this process opens and closes the file
             path = self._write(state, name, fit)
         except (OSError,RuntimeError) as e:
-            self.news.append(f"TrainingCheckpoint could not save {self.path/name} ({str(e).splitlines()[0]}). Training continues.")
-            return
+            return f"TrainingCheckpoint could not save {self.path/name} ({str(e).splitlines()[0]}). Training continues."
         self.files = sorted({*self.files, path}, key=_place)
         old = self.of_fit(fit)[:-keep] + [f for f in self.files if fit_of(f) < fit and _place(f)[1] != inf]
         self.files = [f for f in self.files if f not in old]
@@ -125,35 +116,18 @@ class CheckpointFolder:
         except (OSError,RuntimeError) as e: self._make_room(e, size_of(state), fit)
         return self.own.write(state, name)
 
-    # If the error `e` says that the disk is full: remove checkpoints that the new one replaces, the oldest first, only
-    # as many as it needs. The last good one goes only if that is sure to make room
+    # If the error `e` says that the disk is full: remove checkpoints that the new one replaces
     def _make_room(self, e, needed, fit):
-        full = getattr(e, 'errno', None) in (errno.ENOSPC, getattr(errno, 'EDQUOT', None))
-        if not self.path.is_dir() or not full and shutil.disk_usage(self.path).free >= needed: raise e
+        if not self.room.is_short(e, needed): raise e
         self._remove_others()                      # what a killed run left half-written
-        free = room = shutil.disk_usage(self.path).free
-        full = full and free >= needed             # a quota, so its room is not known
-        old,gone = [f for f in self.files if fit_of(f) == fit or fit_of(f) < fit and _place(f)[1] != inf],[]
-        while old and (room < needed or full and not gone): gone.append(old.pop(0)); room += gone[-1].stat().st_size
-        if room < needed or full and not old:
-            raise OSError(f"the disk is full: {free/1e6:,.1f} MB are free in {self.path}, and the checkpoint needs {needed/1e6:,.1f} MB.")
-        if gone and not old: self._tell_of_one()
+        old = [f for f in self.files if fit_of(f) == fit or fit_of(f) < fit and _place(f)[1] != inf]
+        gone = self.room.to_remove(e, needed, old)
+        if gone == old and gone: self.writer.tell(self.room.one_only())
         self.files = [f for f in self.files if f not in gone]
         self._remove_others()
 
-    def _tell_of_one(self):
-        if not self.cramped:
-            self.news.append(f"The disk of {self.path} has room for one checkpoint only, so the last one is removed before the next is "
-                             "written. A run that is killed meanwhile begins its fit anew: make room for two.")
-        self.cramped = True
-
     # Wait until the last checkpoint is written
-    def wait(self):
-        if self.writer is not None: self.writer.join()
-        news = self.news
-        self.writer = None
-        self.news = []
-        for message in news: warn(message, 'troubleshooting.html#a-run-does-not-resume')
+    def wait(self): self.writer.wait()
 
     # Mark the run as complete: its last state moves to the folder `...-finished`, and the next start begins a new run
     def finish(self):
@@ -186,6 +160,69 @@ class CheckpointFolder:
         end = f'{self.path.name}-finished/{self.files[-1].name}'
         print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}; its end is {end}.")
         if self.cut: print(f'{self.cut} Did the run end too early? To continue it with its next fit, move {end} back to {self.path}.')
+
+# %% ../../nbs/api/checkpoint/05_folder.ipynb #9ff17d2a
+# Writes states, in a thread if they ask for that, and keeps the warnings of what went wrong
+class Writer:
+    def __init__(self):
+        self.thread,self.spare = None,None         # spare: memory for the next copy
+        self.news = []                             # what to warn of
+
+    # `save(state)` writes it, and returns a warning or None
+    def write(self, save, state, background):
+        self.wait()
+        if background:
+            state,self.spare = copied(state, self.spare)
+            # not a daemon, so Python waits for it before it exits
+            self.thread = threading.Thread(target=self._run, args=(save, state))
+            return self.thread.start()
+        self._run(save, state)
+        self.wait()
+
+    def _run(self, save, state): self.tell(save(state))
+
+    def tell(self, message):
+        if message: self.news.append(message)
+
+    # Until the last state is written
+    def wait(self):
+        if self.thread is not None: self.thread.join()
+        self.thread = None
+        news,self.news = self.news,[]
+        for message in news: warn(message, 'troubleshooting.html#a-run-does-not-resume')
+
+# %% ../../nbs/api/checkpoint/05_folder.ipynb #71629f3a
+# The room for checkpoints in the folder `path`
+class Room:
+    def __init__(self, path):
+        self.path = path
+        self.cramped = False                       # has it been told that there is room for one only?
+
+    # Does the error `e` of a file of `needed` bytes say that the disk is full?
+    def is_short(self, e, needed): return self.path.is_dir() and (self._full(e) or self._free() < needed)
+
+    def _full(self, e): return getattr(e, 'errno', None) in (errno.ENOSPC, getattr(errno, 'EDQUOT', None))
+    def _free(self): return shutil.disk_usage(self.path).free
+
+    # Those of the files `old` that make room, or an error
+    def to_remove(self, e, needed, old):
+        free = room = self._free()
+        full = self._full(e) and free >= needed    # a quota, so its room is not known
+        gone = []
+        for f in old:
+            if room >= needed and (gone or not full): break
+            gone.append(f)
+            room += f.stat().st_size
+        if room < needed or full and len(gone) == len(old):
+            raise OSError(f"the disk is full: {free/1e6:,.1f} MB are free in {self.path}, and the checkpoint needs {needed/1e6:,.1f} MB.")
+        return gone
+
+    # The warning, once
+    def one_only(self):
+        if self.cramped: return
+        self.cramped = True
+        return (f"The disk of {self.path} has room for one checkpoint only, so the last one is removed before the next is "
+                "written. A run that is killed meanwhile begins its fit anew: make room for two.")
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #5c2b7e91
 # The fit's number, and how many of its loader batches were done

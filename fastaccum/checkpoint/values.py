@@ -86,6 +86,45 @@ class _TakesApart:
         self.wrong = wrong
         while len(self.seen) > n: self.seen.popitem()
 
+# %% ../../nbs/api/checkpoint/04_values.ipynb #67a323cb
+# Where saved tensors are now. `taken`: memory that holds something else
+class TensorPlaces:
+    def __init__(self, taken):
+        self.taken = {*taken}
+        self.homes = {}           # memory of a saved tensor -> that tensor, and the one that holds it now
+        self.used = {}            # id -> tensor that has got a value
+
+    # Copy a tensor into `old`, if that is alike and holds nothing else; else `t`, where the tensors now are that had
+    # one memory with it
+    def into(self, old, t, in_place=True):
+        key = storage_id(t)
+        _,home = self.homes.get(key, (None, None))
+        fits = in_place and id(old) not in self.used and _alike(old, t)
+        if fits and key is not None: fits = self._is_home(old, home)
+        if fits: self.used[id(old)] = _copy(old, t)
+        res = old if fits else t
+        if key is None: return res
+        if home is None: self.settle(t, res)
+        elif not fits: res = placed_as(t, bytes_of(home))
+        return res
+
+    def _is_home(self, old, home): return storage_id(old) not in self.taken if home is None else storage_id(old) == storage_id(home)
+
+    # `live` now holds the saved tensor `t`
+    def settle(self, t, live):
+        self.homes[storage_id(t)] = t,live
+        self.taken.add(storage_id(live))
+
+# Have two tensors the same place in storages of the same size? Not if they are expanded: their elements share memory
+def _alike(a, b):
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.dtype,a.shape,a.layout) != (b.dtype,b.shape,b.layout): return False
+    if a.layout != torch.strided: return True
+    place,other = ([t.storage_offset(), t.untyped_storage().nbytes(), *(s for s,n in zip(t.stride(), t.shape) if n > 1)] for t in (a, b))
+    return place == other and 0 not in place[2:]
+
+def _copy(old, t):
+    with torch.no_grad(): return old.copy_(t)
+
 # %% ../../nbs/api/checkpoint/04_values.ipynb #812658a7
 # Kinds that are compared with the object itself
 _in_place = 'module','generator','state','enum','object'
@@ -98,7 +137,7 @@ class _PutsBack:
         if type(e) in scalars or isinstance(e, Tensor): check_type(e, old, path, exact)
         elif not is_saved(e): refuse(path, e, 'a saved value')
         if type(e) in scalars: return e
-        if isinstance(e, Tensor): res = self.into(old, e)
+        if isinstance(e, Tensor): res = self.tensors.into(old, e, self.in_place)
         elif e[0] in ('kept','known','same'): return self._live(*e, old, path)
         else: res = self._of_kind(e, old, path, exact)
         self.seen[path] = res
@@ -126,25 +165,6 @@ class _PutsBack:
         before,self.in_place = self.in_place,False
         try: yield
         finally: self.in_place = before
-
-    # Copy a tensor into `old`, if that is alike and holds nothing else; else `t`, where the tensors now are that had
-    # one storage with it
-    def into(self, old, t):
-        key = storage_id(t)
-        _,home = self.homes.get(key, (None, None))
-        fits = self.in_place and id(old) not in self.used and _alike(old, t)
-        if fits and key is not None: fits = storage_id(old) == storage_id(home) if home is not None else storage_id(old) not in self.taken
-        if fits: self.used[id(old)] = _copy(old, t)
-        res = old if fits else t
-        if key is None: return res
-        if home is None: self.settle(t, res)
-        elif not fits: res = placed_as(t, bytes_of(home))
-        return res
-
-    # `live` now holds the saved tensor `t`
-    def settle(self, t, live):
-        self.homes[storage_id(t)] = t,live
-        self.taken.add(storage_id(live))
 
     def each_back(self, es, old, path):
         check_form(es, [object], path)
@@ -208,8 +228,7 @@ class Values(_TakesApart, _PutsBack):
         # on the way back
         self.used = {}                    # id -> object that holds a value already
         self.in_place = True              # do existing lists, dicts and tensors take the values?
-        self.homes = {}                   # storage of a saved tensor -> that tensor, and the one that holds it now
-        self.taken = {*self.storages}     # storages that hold something else
+        self.tensors = TensorPlaces(self.storages)
 
 # %% ../../nbs/api/checkpoint/04_values.ipynb #2c3ddda6
 # A kind without identity: it is created again from its parts
@@ -360,7 +379,7 @@ def _settle_all(vs, m, tensors, others):
     for k,v in others.items():
         if k in buffers and buffers[k].shape == v.shape: _copy(buffers[k], v)
     for k,v in {**tensors, **others}.items():
-        if _alike(now := live.get(k, buffers.get(k)), v): vs.settle(v, now)
+        if _alike(now := live.get(k, buffers.get(k)), v): vs.tensors.settle(v, now)
 
 # %% ../../nbs/api/checkpoint/04_values.ipynb #e91bd247
 # A kind that is restored in the existing object
@@ -371,16 +390,6 @@ def _there(kind, put):
         put(vs, old, e, path)
         return old
     return back
-
-# Have two tensors the same place in storages of the same size? Not if they are expanded: their elements share memory
-def _alike(a, b):
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.dtype,a.shape,a.layout) != (b.dtype,b.shape,b.layout): return False
-    if a.layout != torch.strided: return True
-    place,other = ([t.storage_offset(), t.untyped_storage().nbytes(), *(s for s,n in zip(t.stride(), t.shape) if n > 1)] for t in (a, b))
-    return place == other and 0 not in place[2:]
-
-def _copy(old, t):
-    with torch.no_grad(): return old.copy_(t)
 
 def _put_view(vs, old, name, e, path, exact):
     check_form(e, [object], path)
