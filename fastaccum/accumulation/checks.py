@@ -36,7 +36,7 @@ def check_learner(acc, way):
                          "autocast at every micro-batch, and the weights would stop learning. Use fastaccum's: write `from fastaccum.all "
                          "import *` after fastai's imports, and call `learn.to_fp16()` or `learn.to_bf16()`, which replace fastai's, "
                          "once this callback is attached.")
-    name = 'micro_batch_size' if acc.micro_batch_tokens is None else 'micro_batch_tokens'
+    name = way.argument
     if acc.splits and keeps_state(learn.model, learn.cbs):
         raise ValueError(f"{name} splits loader batches, but this model keeps state from one batch to the next (the Learner has a "
                          f"ModelResetter): some items would get the state of others. Leave {name} out and give the loader a "
@@ -127,12 +127,12 @@ def check_coupled(acc):
         raise ValueError(f"{noise} compares the gradients of micro-batches, but with coupled={acc.coupled!r} these share one loss: "
                          f"leave out {noise} or coupled.")
 
-# The same for a module that sees the whole loader batch
-def check_head(acc):
-    find_head(get_model(acc.learn.model), acc.coupled)
+# The same for a module that sees the whole loader batch, by its name
+def check_head(acc, head):
+    find_head(get_model(acc.learn.model), head)
     whole = who_declares(acc, 'compiles_model')
     if whole:
-        raise ValueError(f"{whole} compiles the model in one piece, but coupled={acc.coupled!r} calls the head separately: use "
+        raise ValueError(f"{whole} compiles the model in one piece, but coupled={head!r} calls the head separately: use "
                          "coupled=True.")
 
 # Raise an error if micro-batches could not wait for each other at a BatchNorm

@@ -48,6 +48,7 @@ class Whole:
     checks_buffers = False      # does it look itself whether the model changes its buffers?
     pools_norms = False         # does each BatchNorm see all items of the loader batch, of all ranks?
     head = None                 # name of the module that is called once, with what it gets from all parts
+    argument = 'micro_batch_size'     # of `GradientAccumulation`, which splits loader batches
     is_joined = False           # is the loss of this loader batch over the outputs of several calls?
     holds_activations = False   # do they wait somewhere for the backward pass?
 
@@ -155,6 +156,8 @@ def explain(e, micro, sizes, more):
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #38de9169
 class Tokens(Whole):
+    argument = 'micro_batch_tokens'
+
     def check_arguments(self):
         super().check_arguments()
         cb = self.cb
@@ -224,7 +227,7 @@ class Coupled(Whole):
 
     def check(self):
         check_coupled(self.cb)
-        if self.head is not None: check_head(self.cb)
+        if self.head is not None: check_head(self.cb, self.head)
 
     def cut(self, batch, shown):
         self.batch = batch

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Callable
 from fastai.basics import *
 from torch.utils._pytree import tree_leaves
+from ..accumulation.ways import way_of
 from ..checkpoint.generators import rng_state, set_rng_state
 from ..core.losses import count_items
 from ..core.memory import device_of, is_out_of_memory, step_too_big
@@ -57,7 +58,7 @@ class LargestFirst(LoopCallback):
                 learn.iter,learn.n_iter = 0,len(learn.dl)
                 try: self._pass(acc, b, world)
                 except (RuntimeError, MemoryError) as e:
-                    if acc.micro_batch_size == 'auto' or not is_out_of_memory(e): raise
+                    if acc.auto or not is_out_of_memory(e): raise
                     full = str(e)
                 n,k,elements = acc.batch.n,acc.micro_bs,elements_in((learn.xb, learn.yb))
             learn.pred = learn.loss = learn.loss_grad = None
@@ -65,7 +66,7 @@ class LargestFirst(LoopCallback):
         what = f"a batch of {n} items with {elements} numbers"
         if full is not None:
             raise torch.OutOfMemoryError(f"LargestFirst tried {what}, and memory ran out. Write GradientAccumulation(..., "
-                                         f"micro_batch_size='auto'), or a smaller number there. ({full})")
+                                         f"{way_of(acc).argument}='auto'), or a smaller number there. ({full})")
         self.elements = elements
         if not rank: print(f"LargestFirst: {what} fits memory" + (f" in micro-batches of {k}." if k is not None and k < n else "."))
 

@@ -11,6 +11,7 @@ from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.logs.steps import StepLogger
 from fastaccum.memory import advice as _  # `learn.memory_advice`
+from fastaccum.memory.largest import LargestFirst
 
 pad,n_words = 1,12
 def padded(texts, first=False, value=pad):
@@ -534,6 +535,15 @@ def test_one_sync_for_each_loader_batch():
     for typed in (False, True):
         few = n_syncs(48, 60, typed)
         assert n_syncs(96, 60, typed) == few+6 and n_syncs(48, 25, typed) == few
+
+@pytest.mark.parametrize('most,says', [
+    (48, r"micro_batch_tokens='auto'\), or a smaller number"), ('auto', 'before_train`:\n\tNot even one')])
+def test_the_largest_batch_does_not_fit(most, says):
+    "`LargestFirst` says what to write: it goes with the argument that is there"
+    learn = masked_learner('transformer', GradientAccumulation(32, micro_batch_tokens=most), LargestFirst())
+    def full(*_): raise torch.OutOfMemoryError('full')
+    learn.model.register_forward_pre_hook(full)
+    with pytest.raises(torch.OutOfMemoryError, match=says): learn.fit(1, .1)
 
 @pytest.mark.parametrize('kwargs,says', [
     (dict(micro_batch_size=4), 'micro_batch_size=4'), (dict(n_items=len), 'n_items'), (dict(micro_batch_tokens=0), 'micro_batch_tokens=0'),
