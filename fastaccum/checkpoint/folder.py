@@ -15,7 +15,7 @@ from .files import OwnFiles, _changed, beginning_of, copied, lock_name, read_che
 from ..core.warnings import warn
 from ..loop.ranks import OneRank
 try: import fcntl
-except ImportError: fcntl = None     # Windows has no such locks
+except ImportError: fcntl = None     # Windows: see `lock`
 
 # %% auto #0
 __all__ = []
@@ -256,14 +256,15 @@ def _failed():
     return not getattr(get_ipython(), 'last_execution_succeeded', True)
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #c8d2f5a1
-_locks,_unlockable = {},set()     # folder -> descriptor of its lock file, in this process; folders that it has told of
+_locks,_unlockable = {},set()     # folder -> descriptor of its lock file, on Windows a `FileLock`; folders that it has told of
 
 # Let this process alone use the folder `path`, and make the folder. The lock belongs to the process: the kernel removes
 # it however the process ends, and a fork does not inherit it, so orphaned workers of a killed run hold nothing. A
-# process may lock as often as it likes. Some file systems, and Windows, know no locks: there it works without. A folder
-# that cannot be written has none, as each save tells
+# process may lock as often as it likes. Some file systems know no locks: there it works without. A folder that cannot
+# be written has none, as each save tells. Windows has locks of its own, which `filelock` takes; elsewhere its locks are
+# `flock`s, which forks inherit: workers of a killed run would keep the folder
 def lock(path):
-    if fcntl is None: return
+    if fcntl is None: return _lock_on_windows(path)
     while True:
         try: fd = _lock_file(path)
         except OSError: return
@@ -274,12 +275,29 @@ def lock(path):
         if _is_at(fd, path/lock_name): break       # else the process that held it has just removed the file
     with suppress(OSError): os.ftruncate(fd, 0); os.pwrite(fd, _process(os.getpid()).encode(), 0)
 
+# There nobody can read what is in a locked file, so the error does not name the process
+def _lock_on_windows(path):
+    if path in _locks: return
+    from filelock import FileLock, Timeout         # PyTorch needs it, too
+    held = FileLock(path/lock_name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        held.acquire(timeout=0)
+    except Timeout: return _check_holder(path, '')
+    except OSError: return                         # it cannot be written
+    except NotImplementedError as e: return _tell_of_no_lock(path, e)
+    _locks[path] = held
+
 def unlock(path, made):
-    fd = _locks.pop(path, None)
-    if fd is None: return
-    if _is_at(fd, path/lock_name):
+    held = _locks.pop(path, None)
+    if held is None: return
+    if fcntl is None:
+        held.release()
         with suppress(OSError): (path/lock_name).unlink()
-    os.close(fd)
+    else:
+        if _is_at(held, path/lock_name):
+            with suppress(OSError): (path/lock_name).unlink()
+        os.close(held)
     if made:
         with suppress(OSError): path.rmdir()       # there may be other files in it
 

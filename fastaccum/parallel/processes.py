@@ -149,6 +149,9 @@ def _check_launch(fn, n):
     if not is_count(n): raise ValueError(f"n={n!r}: pass the number of processes (an int, at least 1).")
     if dist.is_initialized() or int(os.environ.get('WORLD_SIZE', 1)) > 1:
         raise RuntimeError("This process is already a rank of a process group: call `launch` from a process that is not.")
+    if not hasattr(os, 'fork'):
+        raise RuntimeError("`launch` starts processes as forks of this one, and this system, such as Windows, has no `os.fork`: write a "
+                           "script, and start it with torchrun.")
     if torch.cuda.is_initialized():
         raise RuntimeError("CUDA is initialized in this process, and does not survive the fork that `launch` makes. Restart the kernel, "
                            "and use the GPU only in the function that you launch; or run a script with torchrun.")
