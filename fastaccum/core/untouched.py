@@ -198,8 +198,15 @@ def is_iterator(kind):
     next_item = getattr(kind, '__next__', None)
     return next_item is not None and not isinstance(next_item, FunctionType) and not issubclass(kind, (GeneratorType,io.IOBase))
 
+@contextmanager
+def copying_iterators():
+    "Python 3.12 and 3.13 warn that 3.14 will not copy those of itertools, nor say where they are: there they cannot be put back"
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', '.*removed from itertools', DeprecationWarning)
+        yield
+
 def state_of_iterator(o):
-    made = o.__reduce__()
+    with copying_iterators(): made = o.__reduce__()
     return [*made[1], *made[2:3]] if isinstance(made, tuple) else [made]
 
 # Where a generator has stopped, and its variables
@@ -294,7 +301,7 @@ class Kept:
         copies = {}
         for part in self.parts:
             if part.write is None or not isinstance(part.old, list) or not any(map(is_iterator, {*map(type, part.old)})): continue
-            with suppress(Exception):
+            with suppress(Exception), copying_iterators():
                 for v in part.old:
                     if is_iterator(type(v)) and id(v) not in copies: copies[id(v)] = copy(v)
                 part.write([copies.get(id(v), v) for v in part.old])
