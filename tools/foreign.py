@@ -145,7 +145,7 @@ def verdict(plain, ours, repeated, rounded):
     wrong = {k: v for k,v in differences(a, b).items() if not v <= EXACT}
     says = ', '.join(f'{k} {v:.1g} off' for k,v in wrong.items())
     if not wrong: return 'exact',''
-    again,results = repeated(),[rounded(seed) for seed in range(3)]
+    again,results = repeated(),[rounded(seed) for seed in range(6)]
     if not again or again[2] or any(v for v in differences(a, again[0]).values()):
         return 'random',f"{says}, and fastai's fit does not repeat itself"
     found = [differences(a, res[0]) for res in results if res and res[0]]
