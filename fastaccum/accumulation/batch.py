@@ -68,7 +68,6 @@ class BatchPass:
         self.micros = way.cut(self, shown)
         self.is_alone = self._is_alone()
         keeps_pred,preds,micro = self._keeps_pred(),[],None
-        listeners = loop.events.table['backward']                              # usually there are none
         weights.begin(self)
         looks = self.looks = cb.witnesses.looks(self)
         if self.values is not None: self.values.begin()
@@ -80,7 +79,7 @@ class BatchPass:
                     loop.forward(way.predict)
                     weights.after_loss(micro)
                     for w in looks: w.after_loss(micro)
-                    if not listeners: self._backward(micro)
+                    if not loop.events.table['backward']: self._backward(micro)        # usually nobody listens
                     else: loop.around(partial(self._backward, micro), 'backward', CancelBackwardException)
                     if keeps_pred: preds.append(map_tensors(Tensor.detach, learn.pred))
         except cancels:

@@ -89,6 +89,12 @@ modules = apidoc.modules()
 
 def api_page(site, name): return (site/f"api/{name.replace('.', '/')}.html").read_text()
 
+def is_passing_on(sym):
+    "The name of the class to which `__init__` passes its other arguments, if any"
+    if not inspect.isclass(sym): return None
+    to = getattr(sym, '__delwrap__', None) or getattr(sym.__init__, '__delwrap__', None)
+    return to and to.__qualname__.partition('.')[0]
+
 @pytest.mark.parametrize('name', modules)
 def test_symbols(site, name):
     """Every symbol: heading, link to its source, signature, what it is for; parameters in a table; for users: all of
@@ -106,7 +112,11 @@ def test_symbols(site, name):
         assert inspect.getdoc(sym) and '<p>' in about[0].partition('</pre>')[2] or '<th>Value</th>' in about[0], n
         dm = {} if isinstance(sym, property) or '<th>Value</th>' in about[0] else docments(sym, full=True, args_kwargs=True)
         told = {k: o.docment for k,o in dm.items() if k not in ('self', 'return')}
-        if any(told.values()): assert '<table' in about[0] and all(f'<code>{k}</code>' in about[0] for k in told), n
+        to = is_passing_on(sym)
+        if to: assert f'#{to.lower()}"' in about[0].partition('kwargs')[2], n      # this row leads to the class that has the others
+        own = sym.__init__.__code__.co_varnames if to else (*told,)
+        shown = [k for k in told if k in own and k != 'kwargs']
+        if any(told.values()): assert '<table' in about[0] and all(f'<code>{k}</code>' in about[0] for k in shown), n
         if n in users or n.partition('.')[0] in users: assert all(told.values()) or n in untold, (n, told)
         if n in users and n not in unshown:
             assert any(re.search(rf'\b{n.rpartition(".")[2]}\b', c.source) for c in cells), f'{n}: no example'

@@ -365,7 +365,7 @@ class Segments:
         if t.grad_fn is None or not is_cut and func is Tensor.register_hook: return func(t, *args, **kwargs)
         edge = t.grad_fn.keep.func.__self__.edge if is_cut else get_gradient_edge(t)
         if func is Tensor.retain_grad: hook = partial(retain, weakref.ref(t), Gradient())
-        else: hook, = *args,*kwargs.values()
+        else: [hook] = list(args) + list(kwargs.values())
         def of_node(grads):
             i = edge.output_nr
             new = None if grads[i] is None else hook(grads[i])
