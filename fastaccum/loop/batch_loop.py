@@ -432,9 +432,6 @@ class Progress:
     def saw_loss(self, is_finite): self.diverged = not is_finite
     def note_on_host(self, loss, value): self.on_host = loss,loss._version,value
 
-    # It counts as one that went through: other ranks have its items
-    def without_items(self): self.predicted = True
-
 # %% ../../nbs/api/loop/01_batch_loop.ipynb #66b8cd87
 # Has `now`, the loss after callbacks, something 'added' to `made`, or is `made` 'replaced'? A look at the autograd graph
 def how_changed(made, now):

@@ -20,6 +20,9 @@ def loader_items(dl):
     n,sampler = getattr(dl, 'n', None),getattr(dl, 'sampler', None)
     return len(sampler) if n is None and hasattr(sampler, '__len__') else n
 
+# How many tensors of a batch `b` are inputs, as `Learner._split` has it
+def n_inputs(dls, b): return getattr(dls, 'n_inp', 1 if len(b) == 1 else len(b)-1)
+
 # Number of items of each batch of an epoch; an error if they are not known
 def batch_sizes(dl):
     bs,n = loader_bs(dl),loader_items(dl)

@@ -32,6 +32,7 @@ from ..core.probe import LossProbe
 from ..core.random import RandomState, Snapshot
 from ..core.watch import OutputViews, Passes, batchnorms, hooks_of_others
 from ..loop.events import keeps_state
+from ..loop.sizes import n_inputs
 from ..precision.callback import MixedPrecision, _in_fp32
 
 # %% auto #0
@@ -376,7 +377,7 @@ def example(dls, dl) -> Example|None:
     finally:
         rng.restore()
         if own is not None: dl.rng = own; own.setstate(state)
-    i = getattr(dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
+    i = n_inputs(dls, b)
     xb,yb = b[:i],b[i:]
     return Example(xb, yb, count_items(xb, yb)[0], sum(t.nbytes for t in tree_leaves(b) if isinstance(t, Tensor)), len(dl) > 1)
 

@@ -18,6 +18,7 @@ from ..core.memory import device_of
 from ..accumulation.ways import way_of
 from ..loop.events import hears
 from ..loop.optimizers import params_of
+from ..loop.sizes import n_inputs
 from .data_parallel import DataParallel
 from .processes import from_all, in_group, same_on_all, together
 from .ranks import Ranks
@@ -166,7 +167,7 @@ class ShardedRanks(Ranks):
     def ghost_forward(self):
         learn,dl = self.learn,self.learn.dl
         b = dl.after_batch(to_device(dl.dl.do_batch([dl.dl.do_item(0)]), device_of(learn.model)))
-        with torch.no_grad(): learn.model(*b[:getattr(learn.dls, 'n_inp', 1 if len(b) == 1 else len(b)-1)])    # as `Learner._split`
+        with torch.no_grad(): learn.model(*b[:n_inputs(learn.dls, b)])
 
     # A rank without items computes with an item that does not count
     def begin(self, batch):

@@ -124,7 +124,7 @@ class Ranks(OneRank):
     # The batch gets its events and its row, without items of this rank
     def no_items(self):
         learn = self.learn
-        learn.one_batch.now.without_items()
+        learn.one_batch.now.went_through()         # other ranks have its items
         learn.pred,learn.loss = None,torch.zeros((), device=self.device)
 
     # Outputs of all ranks' items, place of this rank's first, and the factor for its gradients; the targets of all go
