@@ -40,7 +40,8 @@ def critical_batch(
 ) -> pd.DataFrame: # `accum_bs`, `steps`, `items`, `loss` (validation), `loss_std` over the seeds
     "Train a copy of `learn` with each step size on the same items, compare the losses, and print which size to use"
     sizes,n_items,cost = check_branches(learn, sizes, n_items, n_seeds, force)
-    print(cost)
+    say = noop if rank_distrib() else print
+    say(cost)
     rows,device = [],learner_device(learn)
     rng = rng_state(device, learn.dls.loaders)
     try:
@@ -51,7 +52,7 @@ def critical_batch(
     finally:
         set_rng_state(rng, device, learn.dls.loaders)
     runs = pd.DataFrame(rows)
-    print(conclusion(runs, scale_lr))
+    say(conclusion(runs, scale_lr))
     table = runs.groupby('accum_bs').agg(steps=('steps','first'), items=('items','first'), loss=('loss','mean'), loss_std=('loss','std'))
     return table.reset_index()
 
@@ -116,7 +117,7 @@ def _copy_opt(learn, res):
     if isinstance(opt, Optimizer): opt.hypers,opt.state = L(opt.hypers),defaultdict(dict, opt.state)
     res.opt.frozen_idx = learn.opt.frozen_idx
 
-# End the fit after `n_items` items, with a step for what has accumulated by then
+# End the fit after `n_items` items of all ranks, with a step for what has accumulated by then
 class StopAfter(Callback):
     order,run_valid = 1000,False
     def __init__(self, n_items:int):
@@ -124,7 +125,7 @@ class StopAfter(Callback):
         self.done = 0
         self.over = False
     def after_batch(self):
-        self.done += find_bs(self.learn.yb)
+        self.done += self.learn.gradient_accumulation.batch.n_items
         if self.done < self.n_items: return
         self.over = True
         self.learn.gradient_accumulation.end_with_step()
