@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/arguments.html.md""
 # %% ../../nbs/api/accumulation/16_arguments.ipynb #84824ba2
 from __future__ import annotations
 import inspect
-from typing import Annotated, Any, Callable, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, Callable, TypeVar, get_origin
 import torch
 from fastcore.basics import copy_func
 from fastcore.meta import delegates
@@ -25,7 +25,8 @@ def with_checks(init:_F) -> _F:
     res = copy_func(init)
     res.checks = []
     res.__annotations__ = dict(init.__annotations__)
-    for name,hint in get_type_hints(init, include_extras=True).items():
+    # `get_type_hints` of Python 3.10 wraps those whose default is None
+    for name,hint in inspect.get_annotations(init, eval_str=True).items():
         if get_origin(hint) is not Annotated: continue
         res.checks += hint.__metadata__
         if hint.__origin__ is Any: del res.__annotations__[name]
