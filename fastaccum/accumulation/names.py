@@ -6,20 +6,18 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/names.html.md"""
 
 # %% ../../nbs/api/accumulation/14_names.ipynb #33054415
 from __future__ import annotations
+from ..core.functions import names_of
 
 # %% auto #0
 __all__ = []
 
 # %% ../../nbs/api/accumulation/14_names.ipynb #c51bebdf
-def names_in(f): return getattr(getattr(f, '__code__', None), 'co_names', ())
-
-
 # Of a parameter, for messages
 def name_of(model, param): return next((n for n,p in model.named_parameters() if p is param), 'of the loss')
 
 # Class names of the user's callbacks whose code names one of `words`, or of all of them
 def likely_names(learn, words):
     cbs = learn.one_batch.events.table['outsiders']
-    def used(cb): return [n for f in {**vars(type(cb)), **vars(cb)}.values() for n in names_in(f)]
+    def used(cb): return [n for f in {**vars(type(cb)), **vars(cb)}.values() for n in names_of(f)]
     likely = [cb for cb in cbs if any(w in n for n in used(cb) for w in words)]
     return ' or '.join(dict.fromkeys(type(cb).__name__ for cb in likely or cbs)) or 'A hook'

@@ -19,7 +19,7 @@ from .generators import rng_state, undisturbed
 from ..loop.rows import takes_rows
 from ..loop.sizes import loader_bs
 from .values import Values, digest
-from ..core.functions import closure_of, notes_of
+from ..core.functions import closure_of, names_of, notes_of, says
 from ..core.losses import of_outputs
 
 # %% auto #0
@@ -48,13 +48,9 @@ def _summary(v): return f'{type(v).__name__}{tuple(getattr(v, "shape", [len(v)])
 
 # A function's name; if that says nothing, also its code and the variables that it uses from outside
 def _function(f, depth):
-    code = getattr(f, '__code__', None)
-    if code is None or '<' not in f.__qualname__: return f.__qualname__
-    consts = [c for c in code.co_consts if not hasattr(c, 'co_code') and c != f.__doc__]
-    outside = [f.__globals__[n] for n in code.co_names if type(f.__globals__.get(n)) in (bool,int,float,str)]       # by value, not by name
-    names = [n for n in code.co_names if type(f.__globals__.get(n)) not in (bool,int,float,str)]
-    own = digest(repr((code.co_code, names, consts, outside)))
-    return [f.__qualname__, own, setting([*closure_of(f).values()], depth-1) if depth else []]
+    said = says(f) if '<' in f.__qualname__ else None
+    if said is None: return f.__qualname__
+    return [f.__qualname__, digest(repr(said)), setting([*closure_of(f).values()], depth-1) if depth else []]
 
 def _arguments(o):
     names = dict.fromkeys(n for c in type(o).__mro__[:-1] if '__init__' in vars(c) for n in inspect.signature(c.__init__).parameters)
@@ -218,10 +214,9 @@ def _module(m):
 
 @lru_cache(None)
 def _torch_functions(cls):
-    code = getattr(cls.forward, '__code__', None)
-    ours = code is not None and not cls.__module__.startswith('torch.')
+    if cls.__module__.startswith('torch.'): return []
     functions = types.FunctionType,types.BuiltinFunctionType
-    return sorted(n for n in code.co_names if isinstance(getattr(F, n, None), functions)) if ours else []
+    return sorted(n for n in names_of(cls.forward) if isinstance(getattr(F, n, None), functions))
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #5c41b78a
 # Does it take part in every step, with arguments that must stay the same? fastaccum's callbacks with a slot of the loop do

@@ -13,7 +13,7 @@ from .before import attributes
 from .check import taking
 from .kinds import scalars
 from .values import Values
-from ..core.functions import closure_of, notes_of, set_by, set_closure
+from ..core.functions import closure_of, inner_codes, names_of, notes_of, set_by, set_closure, used_by
 from ..core.random import device_rng, generator_types
 from ..loop.events import is_a
 
@@ -77,7 +77,7 @@ def _held(places, apart=()):
         seen[id(o)] = o
         res.append((path, o))
         if type(o) in generator_types: continue
-        if isinstance(o, types.FunctionType): inside = _used_by(o) if o.__closure__ or o.__code__.co_names else {}
+        if isinstance(o, types.FunctionType): inside = used_by(o, generator_types)
         elif isinstance(o, types.MethodType): inside = dict(self=o.__self__, func=o.__func__)
         elif isinstance(o, partial): inside = dict(func=o.func, args=o.args, **o.keywords)
         elif isinstance(o, (list,tuple,set,L)): inside = {str(i): v for i,v in enumerate(o)} if len(o) <= 64 else {}  # longer ones are data
@@ -90,11 +90,6 @@ def _held(places, apart=()):
         todo += [(f'{path}.{k}', v) for k,v in inside.items() if type(v) not in _no_place and not (isinstance(v, dict) and not v)][::-1]
     return res
 
-# What a function uses from outside: variables of the function around it, and global generators
-def _used_by(f):
-    return {**(closure_of(f) if f.__closure__ else {}),
-            **{k: f.__globals__[k] for k in f.__code__.co_names if type(f.__globals__.get(k)) in generator_types}}
-
 # The functions that the classes of the script have; those of a base class if they are not replaced
 def users_methods(cls):
     res = {}
@@ -102,7 +97,7 @@ def users_methods(cls):
         for k,f in vars(c).items() if c.__module__.split('.')[0] not in _no_users else ():
             if not isinstance(f, types.FunctionType): continue
             if k not in res: res[k] = f
-            elif 'super' in res[k].__code__.co_names: res[f'{c.__name__}.{k}'] = f
+            elif 'super' in names_of(res[k]): res[f'{c.__name__}.{k}'] = f
     return res
 
 def _n_workers(dl): return dl.fake_l.num_workers if isinstance(dl, DataLoader) else getattr(dl, 'num_workers', 0)
@@ -175,7 +170,7 @@ def drawn_in_workers(dl):
 
 # Is it a generator, or does it use those of Python, NumPy or PyTorch?
 def _draws(o):
-    if isinstance(o, types.FunctionType): return _code_draws(o.__code__, o.__globals__)
+    if isinstance(o, types.FunctionType): return _code_draws(o, o.__globals__)
     return (type(o) in generator_types or is_a(type(o), 'RandTransform')
             or type(o).__module__.startswith('torchvision.transforms')
             and any('Random' in c.__name__ or 'get_params' in vars(c) for c in type(o).__mro__))
@@ -185,11 +180,11 @@ _drawing = {*('beta betavariate bernoulli bernoulli_ binomial choice choices dir
               'random_sample randperm randrange sample shuffle standard_normal triangular uniform uniform_').split()}
 _drawers = random,np,np.random,torch
 
-def _code_draws(code, names, depth=3):
-    used = [names[n] for n in code.co_names if n in names]
-    if _drawing & {*code.co_names} and any(isinstance(v, types.ModuleType) and v in _drawers for v in used): return True
+# `f`: a function of a module with these `names`, or the code of one in it
+def _code_draws(f, names, depth=3):
+    used = [names[n] for n in names_of(f) if n in names]
+    if _drawing & {*names_of(f)} and any(isinstance(v, types.ModuleType) and v in _drawers for v in used): return True
     if any(getattr(v, '__self__', None) is random._inst for v in used): return True              # `from random import randint`
-    inside = [(c, names) for c in code.co_consts if isinstance(c, types.CodeType)]
-    called = [(f.__code__, f.__globals__) for f in used
-              if isinstance(f, types.FunctionType) and f.__module__.split('.')[0] not in _no_users]
+    inside = [(c, names) for c in inner_codes(f)]
+    called = [(g, g.__globals__) for g in used if isinstance(g, types.FunctionType) and g.__module__.split('.')[0] not in _no_users]
     return depth > 0 and any(_code_draws(*c, depth-1) for c in inside+called)

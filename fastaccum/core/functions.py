@@ -1,4 +1,4 @@
-"""What functions and objects hold on to between two calls
+"""What functions and objects hold on to between two calls, and what their code says of it
 
 Docs: https://fastaccum.github.io/fastaccum/api/core/functions.html.md"""
 
@@ -17,20 +17,46 @@ import torch
 __all__ = []
 
 # %% ../../nbs/api/core/09_functions.ipynb #d6c24fa3
-# Name -> value of the variables of the function around `f` that `f` uses, if they have a value by now
-def closure_of(f):
-    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    return {k: c.cell_contents for k,c in cells if c != types.CellType()}
+# Name -> the cell that holds it, for the variables of the function around `f` that `f` uses
+def cells_of(f): return dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
+
+# Name -> value of those that have one by now
+def closure_of(f): return {k: c.cell_contents for k,c in cells_of(f).items() if c != types.CellType()}
 
 # Give them these values
 def set_closure(f, values):
-    for k,c in zip(f.__code__.co_freevars, f.__closure__ or ()):
+    for k,c in cells_of(f).items():
         if k in values and c != types.CellType() and c.cell_contents is not values[k]: c.cell_contents = values[k]
 
 # Names of those that `f` itself sets (`nonlocal`)
 @lru_cache(None)
 def _set_by(code): return {op.argval for op in dis.get_instructions(code) if op.opname == 'STORE_DEREF'} & {*code.co_freevars}
 def set_by(f): return _set_by(f.__code__)
+
+# %% ../../nbs/api/core/09_functions.ipynb #fc10a3aa
+# The names in the code of `f`, a function or its code: of globals, attributes and imports; none if it has no code
+def names_of(f): return getattr(getattr(f, '__code__', f), 'co_names', ())
+
+# Name -> value of what `f` uses from outside: variables of the function around it, and globals of these `types`
+def used_by(f, types):
+    found = {k: v for k in f.__code__.co_names if type(v := f.__globals__.get(k)) in types}
+    return {**closure_of(f), **found} if f.__closure__ else found
+
+# The code of the functions in it
+def inner_codes(f): return [c for c in getattr(f, '__code__', f).co_consts if isinstance(c, types.CodeType)]
+
+# The names in `f`, and in the functions in it
+def names_in(f): return [*dict.fromkeys([*names_of(f), *(n for c in inner_codes(f) for n in names_in(c))])]
+
+# %% ../../nbs/api/core/09_functions.ipynb #b9302f4f
+# What a function says: its code, names, constants, and the values of the globals that are numbers or texts; None if it has no code
+def says(f):
+    code = getattr(f, '__code__', None)
+    if code is None: return None
+    def is_value(name): return type(f.__globals__.get(name)) in (bool,int,float,str)
+    consts = [c for c in code.co_consts if not hasattr(c, 'co_code') and c != f.__doc__]
+    names = [n for n in code.co_names if not is_value(n)]
+    return code.co_code,names,consts,[f.__globals__[n] for n in code.co_names if is_value(n)]       # by value, not by name
 
 # %% ../../nbs/api/core/09_functions.ipynb #7f0e44a3
 _called = '__call__','before_call','encodes','decodes','forward','__getitem__','get_idxs'
@@ -42,7 +68,7 @@ def notes_of(cls):
     for name in names:                              # grows: a method may call others
         for f in (f for c in cls.__mro__ for f in _functions(vars(c).get(name))):
             notes |= _writes(f.__code__)
-            names += [n for n in f.__code__.co_names if n not in names and n != '__init__' and hasattr(cls, n)]
+            names += [n for n in names_of(f) if n not in names and n != '__init__' and hasattr(cls, n)]
     return frozenset(notes)
 
 # The functions of a method: fastai's dispatch on the type of their argument has several

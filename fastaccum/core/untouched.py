@@ -19,6 +19,7 @@ import gc, inspect, io, itertools, logging, operator, os, sys, sysconfig, thread
 import numpy as np, torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from .functions import cells_of, names_in
 from .private import same_version
 from .random import RandomState, generator_types
 from .warnings import _libraries
@@ -362,11 +363,11 @@ class Kept:
 
     # What its code names, and what it keeps. Nothing of a library's: PyTorch's functions do not count their calls
     def _look_at_function(self, f, name):
-        for k,cell in zip(f.__code__.co_freevars, f.__closure__ or ()): self._look_at_cell(cell, k)
+        for k,cell in cells_of(f).items(): self._look_at_cell(cell, k)
         self._add([f.__defaults__, f.__kwdefaults__], name)
         if vars(f): self._look_at_attributes(f, vars(f), name)
         else: self._part(name, lambda: _flat(vars(f)), lambda old: vars(f).clear())
-        if not self._is_of_library(f.__globals__.get('__name__')): self._look_at_globals(f.__globals__, names_in(f.__code__))
+        if not self._is_of_library(f.__globals__.get('__name__')): self._look_at_globals(f.__globals__, names_in(f))
 
     def _look_at_cell(self, cell, name):
         def read():
@@ -454,13 +455,6 @@ class Kept:
 def name_of(o): return getattr(o, '__name__', None) or type(o).__name__
 
 _of_modules = {*vars(nn.Module())}
-
-# The names that its code reads, with those of functions in it
-def names_in(code):
-    names = [*code.co_names]
-    for c in code.co_consts:
-        if isinstance(c, CodeType): names += names_in(c)
-    return [*dict.fromkeys(names)]
 
 def dict_of(o):
     try: d = object.__getattribute__(o, '__dict__')

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/loop/learner.html.md"""
 
 # %% ../../nbs/api/loop/05_learner.ipynb #287ad14c
 from __future__ import annotations
-import fastai
+import fastai, inspect
 from contextlib import ExitStack, contextmanager, nullcontext
 from fastai.basics import *
 
@@ -132,8 +132,10 @@ class LearnerMethods:
         with learn.removed_cbs(ours), nullcontext() if cb is None or not cb.many else cb.exporting(learn): return theirs(*args, **kwargs)
 
 # %% ../../nbs/api/loop/05_learner.ipynb #7d1f0c2a
-# Is a method of `Learner` fastai's own? Where its code stands tells, whoever has patched it, and when
-def is_fastais(f): return Path(getattr(getattr(f, '__code__', None), 'co_filename', '')).is_relative_to(Path(fastai.__file__).parent)
+# Is a method of `Learner` fastai's own? Its file tells, whoever has patched it, and when
+def is_fastais(f):
+    try: return Path(inspect.getfile(f)).is_relative_to(Path(fastai.__file__).parent)
+    except TypeError: return False                        # a `partial`, or compiled
 
 # The method that a Learner has in the place of fastai's, or None. Those that fastaccum has put there do not count
 def own_method(learn, name):

@@ -24,7 +24,7 @@ as_fastai_calls_them = {'GradientAccumulation','MixedPrecision','WandbCallback'}
 # Modules that a check still complains about
 debts = dict(imports=set(), named_above=set(), namespaces=set(), patched=set(), replaced=set(), written=set(),
              written_by_methods=set('core/losses core/measured core/probe'.split()),
-             warned=set(), too_deep=set(), below_internals=set())
+             warned=set(), reads_code={'core/probe'}, too_deep=set(), below_internals=set())
 
 @cache
 def read(path=root/'fastaccum'):
@@ -144,6 +144,16 @@ def warned(trees):
             if name in ('warn','warn_explicit') and (isinstance(n.func, ast.Attribute) or not ours):
                 yield mod,f'{ast.unparse(n.func)}, line {n.lineno}'
 
+of_code = re.compile(r'dis|__code__|co_\w+|getclosurevars|get_instructions')
+
+def reads_code(trees):
+    "Code that is read to find out what it does. Where no attribute and no protocol can be asked, `core/functions` reads it"
+    for mod,tree in trees.items():
+        if mod == 'core/functions': continue
+        for n in ast.walk(tree):
+            names = [a.name for a in n.names] if isinstance(n, (ast.Import,ast.ImportFrom)) else [names_of(n), getattr(n, 'value', None)]
+            yield from ((mod, f'{name}, line {n.lineno}') for name in names if isinstance(name, str) and of_code.fullmatch(name))
+
 def chain(node):
     "The names of an attribute of an attribute, from the first on: ['self', 'cb', 'acc']; None if it does not begin with a name"
     names = []
@@ -201,7 +211,7 @@ def test_errors_that_are_not_named_are_found(line, found):
     assert len([*takes_all(f'try: f()\n{line}')]) == found
 
 # -- The tests ---------------------------------------------------------------------------------------------------
-checks = [imports, named_above, namespaces, patched, replaced, written, written_by_methods, warned]
+checks = [imports, named_above, namespaces, patched, replaced, written, written_by_methods, warned, reads_code]
 
 # Since imports lead down only, faces too, no import of a face can run in a circle
 @pytest.mark.parametrize('check', checks, ids=lambda c: c.__name__)
@@ -318,6 +328,10 @@ def test_one_assignment_a_statement():
     (warned, 'core/a', 'import warnings\nwarnings.warn("a")', 1), (warned, 'loop/a', 'from fastai.basics import *\nwarn("a")', 1),
     (warned, 'loop/a', 'from warnings import warn\nwarn("a")', 1), (warned, 'loop/a', 'from ..core.warnings import warn\nwarn("a")', 0),
     (warned, 'loop/a', 'cb.warn_once("a")', 0),
+    (reads_code, 'loop/a', 'import dis', 1), (reads_code, 'loop/a', 'from inspect import getclosurevars', 1),
+    (reads_code, 'loop/a', 'f.__code__.co_names', 2), (reads_code, 'loop/a', 'getattr(f, "__code__", None)', 1),
+    (reads_code, 'core/functions', 'import dis', 0), (reads_code, 'loop/a', 'raise ValueError("read its __code__")', 0),
+    (reads_code, 'loop/a', 'from fastaccum.core.functions import names_of', 0),
     (at_once, 'loop/a', 'class A:\n    def f(self): self.a,self.b,n = 1,2,3', 1), (at_once, 'loop/a', 'a,b,c = 1,2,3', 0),
     (at_once, 'loop/a', 'class A:\n    def f(self): self.a,self.b = 1,2', 0),
     (at_once, 'loop/a', 'class A:\n    def load_state_dict(self, s): self.a,self.b,self.c = s["a"],s["b"],s["c"]', 0)])

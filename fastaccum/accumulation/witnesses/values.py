@@ -9,7 +9,7 @@ __all__ = []
 
 # %% ../../../nbs/api/accumulation/witnesses/11_values.ipynb #e0dbd4b7
 from fastai.basics import first
-from ..names import names_in
+from ...core.functions import names_of
 from .witness import Witness
 
 # %% ../../../nbs/api/accumulation/witnesses/11_values.ipynb #682f424d
@@ -32,7 +32,7 @@ def reader_of(learn, name):
     recorder = getattr(learn, 'recorder', None)
     if getattr(recorder, 'train_metrics', False) and any(getattr(m, 'attr', None) == name for m in learn.metrics): return 'LossMetrics'
     for cb in learn.cbs:
-        used = [names_in(getattr(cb, ev, None)) for ev in ('before_step','after_step','after_batch','after_train','after_epoch')]
+        used = [names_of(getattr(cb, ev, None)) for ev in ('before_step','after_step','after_batch','after_train','after_epoch')]
         if any({'loss_func', name} <= {*names} for names in used): return type(cb).__name__
 
 message = ("{who} reads `{name}` of the loss after a batch: it is the value of the last micro-batch, {n} of {all} items, as those of all "
