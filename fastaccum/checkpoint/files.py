@@ -165,7 +165,9 @@ class OwnFiles:
         self.finished = done and _names_in(done)
         if not (isinstance(self.run, str) and re.fullmatch(r'\w+', self.run)): self.run = None
         # the files were copied here, or the manifest is lost
-        if self.run is None: self.run = first(filter(None, map(run_of, sorted(path.glob('*.pt'))))) or secrets.token_hex(4)
+        if self.run is None:
+            written = map(run_of, sorted(path.glob('*.pt')))
+            self.run = first(filter(None, written)) or secrets.token_hex(4)
 
     def _read(self):
         text,mark = '','{"training_checkpoint": 1'
@@ -182,8 +184,8 @@ class OwnFiles:
 
     # Write the manifest
     def note(self):
-        tmp,text = self.path/self._manifests[0],dict(training_checkpoint=1, run=self.run, made=self.made, finished=self.finished,
-                                                     files=sorted(self.listed))
+        tmp = self.path/self._manifests[0]
+        text = dict(training_checkpoint=1, run=self.run, made=self.made, finished=self.finished, files=sorted(self.listed))
         _no_link(tmp)
         tmp.write_text(json.dumps(dict(text, digest=_digest_of(text))))
         os.replace(tmp, self.path/self.manifest)
@@ -204,70 +206,6 @@ class OwnFiles:
         stem,dot,kind = name.rpartition('.')
         return f'{stem}-{self.run}.{kind}'
 
-    # Make sure that the folder exists
-    def begin(self):
-        # ours if nothing else is in it
-        self.made = self.made or not self.path.exists() or {f.name for f in self.path.iterdir()} <= {*self._manifests, lock_name}
-        self.path.mkdir(parents=True, exist_ok=True)
-
-    # Write a checkpoint; returns its file
-    def write(self, state, name):
-        self.begin()
-        name = self.free(name)
-        tmp = f'{name}.{self.run}.tmp'
-        self.listed |= {name, tmp}
-        self.note()
-        try: write_checkpoint(dict(state, file=f'fastaccum.TrainingCheckpoint run={self.run} file={name}.'), self.path/name, self.path/tmp)
-        except Exception:
-            self.listed -= {n for n in (name, tmp) if not (self.path/n).exists()}
-            if not self.listed: (self.path/self.manifest).unlink()
-            raise
-        self.listed.discard(tmp)
-        return self.path/name
-
-    # Names of the run's files that are not checkpoints
-    def logs(self):
-        return {n for n in self.listed if n.endswith('.jsonl')}
-
-    # The file of this name, for adding lines
-    def log(self, name):
-        self.begin()
-        name = first(self.logs()) or self.free(name)
-        self.listed.add(name)
-        self.note()
-        return self.path/name
-
-    # Remove the run's files, except the names in `keep`
-    def remove(self, keep=()):
-        for name in {*self.listed} - {*keep}:
-            if self.is_own(name): (self.path/name).unlink(missing_ok=True)
-            self.listed.discard(name)
-
-    # Mark the run as complete. The files `keep` move to the folder `...-finished` beside it, the others are removed
-    def finish(self, keep=()):
-        if not self.path.is_dir(): return
-        self.finished = sorted(keep)
-        self.note()
-        self.clear()
-
-    # Move and remove files as `finish` has recorded, and begin the next run
-    def clear(self):
-        done,keep = self.path.with_name(f'{self.path.resolve().name}-finished'),[n for n in self.finished if self.is_own(n)]
-        if keep:
-            done.mkdir(exist_ok=True)
-            there = OwnFiles(done)
-            there.run,there.listed = self.run,{f.name for f in done.iterdir()}     # files of an earlier run; foreign files stay untouched
-            new = [there.free(n) for n in keep]
-            for n,to in zip(keep, new): os.replace(self.path/n, done/to)
-            there.remove(new)
-        self.remove()
-        (self.path/self.manifest).unlink(missing_ok=True)
-        if self.made:
-            with suppress(OSError): self.path.rmdir()         # somebody may have put a file into it
-        self.run = secrets.token_hex(4)
-        self.made = False
-        self.finished = None
-
 # The entries of a manifest that are plain names of files. Others would lead out of the folder
 def _names_in(names):
     if not isinstance(names, list): return []
@@ -280,3 +218,79 @@ def _is_log(path):
     try:
         with open(path, 'rb') as f: return f.read(24) == b'{"training_checkpoint": '
     except OSError: return False
+
+# %% ../../nbs/api/checkpoint/06_files.ipynb #439ce9a9
+# Make sure that the folder exists
+@patch
+def begin(self:OwnFiles):
+    # ours if nothing else is in it
+    ours = {*self._manifests, lock_name}
+    self.made = self.made or not self.path.exists() or {f.name for f in self.path.iterdir()} <= ours
+    self.path.mkdir(parents=True, exist_ok=True)
+
+# Write a checkpoint; returns its file
+@patch
+def write(self:OwnFiles, state, name):
+    self.begin()
+    name = self.free(name)
+    tmp = f'{name}.{self.run}.tmp'
+    self.listed |= {name, tmp}
+    self.note()
+    mark = f'fastaccum.TrainingCheckpoint run={self.run} file={name}.'
+    try: write_checkpoint(dict(state, file=mark), self.path/name, self.path/tmp)
+    except Exception:
+        self.listed -= {n for n in (name, tmp) if not (self.path/n).exists()}
+        if not self.listed: (self.path/self.manifest).unlink()
+        raise
+    self.listed.discard(tmp)
+    return self.path/name
+
+# Names of the run's files that are not checkpoints
+@patch
+def logs(self:OwnFiles):
+    return {n for n in self.listed if n.endswith('.jsonl')}
+
+# The file of this name, for adding lines
+@patch
+def log(self:OwnFiles, name):
+    self.begin()
+    name = first(self.logs()) or self.free(name)
+    self.listed.add(name)
+    self.note()
+    return self.path/name
+
+# %% ../../nbs/api/checkpoint/06_files.ipynb #7399c22d
+# Remove the run's files, except the names in `keep`
+@patch
+def remove(self:OwnFiles, keep=()):
+    for name in {*self.listed} - {*keep}:
+        if self.is_own(name): (self.path/name).unlink(missing_ok=True)
+        self.listed.discard(name)
+
+# Mark the run as complete. The files `keep` move to the folder `...-finished` beside it, the others are removed
+@patch
+def finish(self:OwnFiles, keep=()):
+    if not self.path.is_dir(): return
+    self.finished = sorted(keep)
+    self.note()
+    self.clear()
+
+# Move and remove files as `finish` has recorded, and begin the next run
+@patch
+def clear(self:OwnFiles):
+    done,keep = self.path.with_name(f'{self.path.resolve().name}-finished'),[n for n in self.finished if self.is_own(n)]
+    if keep:
+        done.mkdir(exist_ok=True)
+        there = OwnFiles(done)
+        there.run = self.run
+        there.listed = {f.name for f in done.iterdir()}           # files of an earlier run; foreign files stay untouched
+        new = [there.free(n) for n in keep]
+        for n,to in zip(keep, new): os.replace(self.path/n, done/to)
+        there.remove(new)
+    self.remove()
+    (self.path/self.manifest).unlink(missing_ok=True)
+    if self.made:
+        with suppress(OSError): self.path.rmdir()         # somebody may have put a file into it
+    self.run = secrets.token_hex(4)
+    self.made = False
+    self.finished = None

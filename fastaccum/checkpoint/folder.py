@@ -58,25 +58,6 @@ class CheckpointFolder:
 
     def of_fit(self, fit): return [f for f in self.files if fit_of(f) == fit]
 
-    # The newest good checkpoint of a fit, or None
-    def load(self, fit, device):
-        self.wait()
-        for f in reversed(self.of_fit(fit)):
-            try: return read_checkpoint(f, device)
-            except torch.OutOfMemoryError: raise
-            except Exception as e:                 # a damaged file leads `torch.load` to errors of any type
-                warn(f"The checkpoint {f} is damaged ({type(e).__name__}: {str(e).splitlines()[0]}). TrainingCheckpoint uses the one "
-                     "before it.", 'troubleshooting.html#a-run-does-not-resume')
-            self.files.remove(f)
-
-    # The number of the saved fit that began so (weights, random numbers, seed, settings), or None. If several began
-    # with the same weights and random numbers: the first with the same settings, too
-    def fit_that_began(self, words):
-        began = {}
-        for f in self.files:                             # the newest may be damaged
-            if fit_of(f) > self.n_fits: began[fit_of(f)] = beginning_of(f) or began.get(fit_of(f))
-        return first(n for n,b in began.items() if b == words) or first(n for n,b in began.items() if b and b[:2] == words[:2])
-
     def fit_begins(self): self.unfinished = True
     # A script may have left out the fits before it. `cut`: who ended it before its last epoch, and when
     def fit_ended(self, number, cancelled, cut=None):
@@ -87,79 +68,8 @@ class CheckpointFolder:
     def stop(self, signal):
         self.stopped = signal
 
-    # Ignore the checkpoints of this fit and of later fits
-    def forget(self, fit):
-        self.files = [f for f in self.files if fit_of(f) < fit]
-
-    # Write a checkpoint of `fit` after `done` loader batches (`inf`: at its end), and remove those that it replaces.
-    # An error is a warning and does not stop training
-    def save(self, state, fit, done, keep, background=False):
-        self.writer.write(partial(self._save, fit=fit, done=done, keep=keep), state, background)
-
-    # Returns what to warn of, or None
-    def _save(self, state, fit, done, keep):
-        name = f'{fit}-end.pt' if done == inf else f'{fit}-{done:09d}.pt'
-        try:
-            lock(self.path)                        # again, as the lock ends when something in this process opens and closes the file
-            path = self._write(state, name, fit)
-        except (OSError,RuntimeError) as e:
-            return f"TrainingCheckpoint could not save {self.path/name} ({str(e).splitlines()[0]}). Training continues."
-        self.files = sorted({*self.files, path}, key=_place)
-        old = self.of_fit(fit)[:-keep] + [f for f in self.files if fit_of(f) < fit and _place(f)[1] != inf]
-        self.files = [f for f in self.files if f not in old]
-        with suppress(OSError): self._remove_others()      # the next save tries again
-
-    def _remove_others(self): self.own.remove(keep={f.name for f in self.files} | self.own.logs())
-
-    def _write(self, state, name, fit):
-        try: return self.own.write(state, name)
-        except (OSError,RuntimeError) as e: self._make_room(e, size_of(state), fit)
-        return self.own.write(state, name)
-
-    # If the error `e` says that the disk is full: remove checkpoints that the new one replaces
-    def _make_room(self, e, needed, fit):
-        if not self.room.is_short(e, needed): raise e
-        self._remove_others()                      # what a killed run left half-written
-        old = [f for f in self.files if fit_of(f) == fit or fit_of(f) < fit and _place(f)[1] != inf]
-        gone = self.room.to_remove(e, needed, old)
-        if gone == old and gone: self.writer.tell(self.room.one_only())
-        self.files = [f for f in self.files if f not in gone]
-        self._remove_others()
-
     # Wait until the last checkpoint is written
     def wait(self): self.writer.wait()
-
-    # Mark the run as complete: its last state moves to the folder `...-finished`, and the next start begins a new run
-    def finish(self):
-        self._call_off()
-        self.in_use.pop(self.path, None)
-        self.wait()
-        made = self.own.made
-        self._try(partial(self.own.finish, [*(f.name for f in self.files[-1:]), *self.own.logs()]),
-                  'move the end of the run, which is complete')
-        unlock(self.path, made)
-
-    def _try(self, f, what):
-        try: f()
-        except OSError as e:
-            warn(f"TrainingCheckpoint could not {what} ({e}), so the next start loads the fits of {self.path} instead "
-                 "of training them. To train again, delete them or use TrainingCheckpoint(resume=False).",
-                 'troubleshooting.html#a-run-does-not-resume')
-
-    def _unlock_unused(self):
-        if not self.own.listed: unlock(self.path, True)
-
-    def _at_exit(self):
-        if os.getpid() != self.pid: return
-        self._unlock_unused()
-        later = any(fit_of(f) > self.n_fits for f in self.files)   # fits that another process had begun
-        if not self.n_fits or self.unfinished or self.stopped or later or _failed(): return
-        if not self.ranks.all_ended(): return
-        self.finish()
-        if not self.files: return
-        end = f'{self.path.name}-finished/{self.files[-1].name}'
-        print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}; its end is {end}.")
-        if self.cut: print(f'{self.cut} Did the run end too early? To continue it with its next fit, move {end} back to {self.path}.')
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #9ff17d2a
 # Writes states, in a thread if they ask for that, and keeps the warnings of what went wrong
@@ -254,6 +164,114 @@ def _failed():
     if not IN_IPYTHON: return getattr(sys, 'last_value', None) is not None
     from IPython import get_ipython
     return not getattr(get_ipython(), 'last_execution_succeeded', True)
+
+# %% ../../nbs/api/checkpoint/05_folder.ipynb #75d941d0
+# Mark the run as complete: its last state moves to the folder `...-finished`, and the next start begins a new run
+@patch
+def finish(self:CheckpointFolder):
+    self._call_off()
+    self.in_use.pop(self.path, None)
+    self.wait()
+    made = self.own.made
+    self._try(partial(self.own.finish, [*(f.name for f in self.files[-1:]), *self.own.logs()]),
+              'move the end of the run, which is complete')
+    unlock(self.path, made)
+
+@patch
+def _try(self:CheckpointFolder, f, what):
+    try: f()
+    except OSError as e:
+        warn(f"TrainingCheckpoint could not {what} ({e}), so the next start loads the fits of {self.path} instead "
+             "of training them. To train again, delete them or use TrainingCheckpoint(resume=False).",
+             'troubleshooting.html#a-run-does-not-resume')
+
+@patch
+def _unlock_unused(self:CheckpointFolder):
+    if not self.own.listed: unlock(self.path, True)
+
+@patch
+def _at_exit(self:CheckpointFolder):
+    if os.getpid() != self.pid: return
+    self._unlock_unused()
+    later = any(fit_of(f) > self.n_fits for f in self.files)   # fits that another process had begun
+    if not self.n_fits or self.unfinished or self.stopped or later or _failed(): return
+    if not self.ranks.all_ended(): return
+    self.finish()
+    if not self.files: return
+    end = f'{self.path.name}-finished/{self.files[-1].name}'
+    print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}; its end is {end}.")
+    if self.cut:
+        print(f'{self.cut} Did the run end too early? To continue it with its next fit, move {end} back to {self.path}.')
+
+# %% ../../nbs/api/checkpoint/05_folder.ipynb #136bbc71
+# Write a checkpoint of `fit` after `done` loader batches (`inf`: at its end), and remove those that it replaces.
+# An error is a warning and does not stop training
+@patch
+def save(self:CheckpointFolder, state, fit, done, keep, background=False):
+    self.writer.write(partial(self._save, fit=fit, done=done, keep=keep), state, background)
+
+# Returns what to warn of, or None
+@patch
+def _save(self:CheckpointFolder, state, fit, done, keep):
+    name = f'{fit}-end.pt' if done == inf else f'{fit}-{done:09d}.pt'
+    try:
+        # again, as the lock ends when something in this process opens and closes the file
+        lock(self.path)
+        path = self._write(state, name, fit)
+    except (OSError,RuntimeError) as e:
+        return f"TrainingCheckpoint could not save {self.path/name} ({str(e).splitlines()[0]}). Training continues."
+    self.files = sorted({*self.files, path}, key=_place)
+    old = self.of_fit(fit)[:-keep] + [f for f in self.files if fit_of(f) < fit and _place(f)[1] != inf]
+    self.files = [f for f in self.files if f not in old]
+    with suppress(OSError): self._remove_others()      # the next save tries again
+
+@patch
+def _remove_others(self:CheckpointFolder): self.own.remove(keep={f.name for f in self.files} | self.own.logs())
+
+@patch
+def _write(self:CheckpointFolder, state, name, fit):
+    try: return self.own.write(state, name)
+    except (OSError,RuntimeError) as e: self._make_room(e, size_of(state), fit)
+    return self.own.write(state, name)
+
+# If the error `e` says that the disk is full: remove checkpoints that the new one replaces
+@patch
+def _make_room(self:CheckpointFolder, e, needed, fit):
+    if not self.room.is_short(e, needed): raise e
+    self._remove_others()                      # what a killed run left half-written
+    old = [f for f in self.files if fit_of(f) == fit or fit_of(f) < fit and _place(f)[1] != inf]
+    gone = self.room.to_remove(e, needed, old)
+    if gone == old and gone: self.writer.tell(self.room.one_only())
+    self.files = [f for f in self.files if f not in gone]
+    self._remove_others()
+
+# %% ../../nbs/api/checkpoint/05_folder.ipynb #bd315ebd
+# The newest good checkpoint of a fit, or None
+@patch
+def load(self:CheckpointFolder, fit, device):
+    self.wait()
+    for f in reversed(self.of_fit(fit)):
+        try: return read_checkpoint(f, device)
+        except torch.OutOfMemoryError: raise
+        except Exception as e:                 # a damaged file leads `torch.load` to errors of any type
+            what = f'{type(e).__name__}: {str(e).splitlines()[0]}'
+            warn(f"The checkpoint {f} is damaged ({what}). TrainingCheckpoint uses the one before it.", 'troubleshooting.html#a-run-does-not-resume')
+        self.files.remove(f)
+
+# The number of the saved fit that began so (weights, random numbers, seed, settings), or None. If several began with the
+# same weights and random numbers: the first with the same settings, too
+@patch
+def fit_that_began(self:CheckpointFolder, words):
+    began = {}
+    for f in self.files:                             # the newest may be damaged
+        if fit_of(f) > self.n_fits: began[fit_of(f)] = beginning_of(f) or began.get(fit_of(f))
+    same = first(n for n,b in began.items() if b == words)
+    return same or first(n for n,b in began.items() if b and b[:2] == words[:2])
+
+# Ignore the checkpoints of this fit and of later fits
+@patch
+def forget(self:CheckpointFolder, fit):
+    self.files = [f for f in self.files if fit_of(f) < fit]
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #c8d2f5a1
 _locks,_unlockable = {},set()     # folder -> descriptor of its lock file, on Windows a `FileLock`; folders that it has told of

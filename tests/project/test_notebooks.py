@@ -14,8 +14,7 @@ most = 5    # cells in a row that define something, with nothing to see in betwe
 
 debts = dict(promise=set(), long_lines=set(),
              long_cells=set(('accumulation/02_batch accumulation/11_weigh batch_size/01_noise '
-                             'checkpoint/05_folder '
-                             'checkpoint/06_files core/01_accumulator core/02_losses core/03_probe core/05_scaler '
+                             'core/01_accumulator core/02_losses core/03_probe core/05_scaler '
                              'core/14_values core/19_untouched core/20_measured logs/02_wandb '
                              'loop/01_batch_loop loop/03_rows loop/05_learner parallel/01_data_parallel '
                              'parallel/07_ranks precision/01_callback').split()),
