@@ -516,8 +516,8 @@ def table(
     return '\n'.join(lines)
 
 # %% ../nbs/api/91_conformance.ipynb #6f0b8ac3
-# `python -m fastaccum.conformance my_loop.py`. Returns the exit code: 0 if nothing is wrong, 1 if something is not exact, 2 if nothing
-# could be measured
+# `python -m fastaccum.conformance my_loop.py`. Returns the exit code: 0 if nothing is wrong, 1 if something is not
+# exact, 2 if nothing could be measured
 def main(args=None) -> int:
     parser = argparse.ArgumentParser(prog='python -m fastaccum.conformance',
                                      description='Compare a training loop with training in big batches.')

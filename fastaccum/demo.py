@@ -7,7 +7,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/demo.html.md"""
 # %% ../nbs/api/90_demo.ipynb #ac719de2
 from __future__ import annotations
 import warnings
-warnings.filterwarnings('ignore', '.torch.jit.script', FutureWarning)  # fastai's import warns, but a newcomer should see the table first
+# fastai's import warns, but a newcomer should see the table first
+warnings.filterwarnings('ignore', '.torch.jit.script', FutureWarning)
 
 # %% auto #0
 __all__ = ['main']
@@ -25,8 +26,8 @@ from .accumulation.callback import GradientAccumulation, GradientAccumulationSch
 from .core.memory import PeakMemory
 
 # %% ../nbs/api/90_demo.ipynb #b75227f5
-# scikit-learn's handwritten digits, 8x8 pixels: 1437 items for training, 360 for validation. The order of the items is the same for every
-# batch size
+# scikit-learn's handwritten digits, 8x8 pixels: 1437 items for training, 360 for validation. The order of the items is
+# the same for every batch size
 def digits_dls(bs) -> DataLoaders:
     x,y = load_digits(return_X_y=True)
     items = L(zip(tensor(x).float().view(-1, 1, 8, 8)/16, tensor(y)))
@@ -96,8 +97,8 @@ def row(name, run, whole) -> str:
     return _line(name, f'{run.accuracy:.1%}', len(items), f'{min(items)} to {max(items)}', off, str(run.peak), f'{run.seconds:.1f}')
 
 # %% ../nbs/api/90_demo.ipynb #637180d8
-# The four runs, in a table. log: context manager that yields callbacks to log the last run; show: called with each line, as soon as it is
-# known. Returns what `train` returned for (a), (b), (c) and (d)
+# The four runs, in a table. log: context manager that yields callbacks to log the last run; show: called with each
+# line, as soon as it is known. Returns what `train` returned for (a), (b), (c) and (d)
 def run_all(epochs=15, log=nullcontext(()), show=print) -> list:
     show(header)
     runs = []
@@ -120,8 +121,8 @@ def verdict(runs) -> str:
             f'weights off by {difference(c, a):.0e}.')
 
 # %% ../nbs/api/90_demo.ipynb #bc82d25e
-# A figure of (a), (b) and (c), to be read at a width of 600 pixels, or 350 with its panels below each other: losses and distance to (a)
-# over the steps, and the items of each step of the first epochs. runs: from `run_all`
+# A figure of (a), (b) and (c), to be read at a width of 600 pixels, or 350 with its panels below each other: losses and
+# distance to (a) over the steps, and the items of each step of the first epochs. runs: from `run_all`
 def figure(runs, below=False):
     a,b,c = (r.steps for r in runs[:3])
     fig,(loss,off,size) = plt.subplots(*((3, 1) if below else (1, 3)), figsize=(4.4, 6) if below else (8, 2.9), layout='constrained')
@@ -138,8 +139,8 @@ def figure(runs, below=False):
     return fig
 
 # %% ../nbs/api/90_demo.ipynb #14905aad
-# An offline run of Weights & Biases in the folder `out`: the absolute path, as W&B's service may have started in another folder. Yields the
-# callbacks that log to it: none if W&B is not installed
+# An offline run of Weights & Biases in the folder `out`: the absolute path, as W&B's service may have started in
+# another folder. Yields the callbacks that log to it: none if W&B is not installed
 @contextmanager
 def wandb_offline(out:Path):
     try:

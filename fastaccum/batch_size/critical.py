@@ -57,8 +57,8 @@ def critical_batch(
     return table.reset_index()
 
 # %% ../../nbs/api/batch_size/03_critical.ipynb #3fcc1ab4
-# The sizes in order, the items of a branch, and a sentence on the cost; raises an error if the sizes cannot be compared. The arguments
-# are those of `critical_batch`
+# The sizes in order, the items of a branch, and a sentence on the cost; raises an error if the sizes cannot be
+# compared. The arguments are those of `critical_batch`
 def check_branches(learn, sizes, n_items, n_seeds, force) -> tuple:
     sizes,bs = sorted(set(sizes)),loader_bs(learn.dls.train)
     if len(sizes) < 2 or not all(map(is_count, sizes)):

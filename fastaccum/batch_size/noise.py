@@ -96,8 +96,10 @@ class GradientNoiseScale(LoopCallback):
     def after_backward(self):
         if self.norms is not None: self.norms.end()
 
-    def _so_far(self): return self.learn.gradient_accumulation.acc.so_far  # accumulation: record of the accumulated batch
-    def _closed(self): return self.learn.gradient_accumulation.acc.closed  # accumulation: record of the one that closed last
+    # accumulation: record of the accumulated batch
+    def _so_far(self): return self.learn.gradient_accumulation.acc.so_far
+    # accumulation: record of the one that closed last
+    def _closed(self): return self.learn.gradient_accumulation.acc.closed
 
     def _stop(self):
         if self.norms is not None: self.norms.remove()
@@ -191,7 +193,8 @@ def plot(self:GradientNoiseScale,
     ax = ax or plt.subplots(figsize=(7, 2.8), layout='constrained')[1]
     top = 10*max(b[np.isfinite(b)].max(initial=1), sizes.max())
     ax.fill_between(steps, np.maximum(low, .1), np.where(np.isfinite(high), high, 1e3*top), alpha=.25, label='90% interval', lw=0)
-    ax.plot(steps, np.where(np.isfinite(b), b, np.nan), '.-', ms=3, label='noise scale')    # a gap where there is no estimate
+    # a gap where there is no estimate
+    ax.plot(steps, np.where(np.isfinite(b), b, np.nan), '.-', ms=3, label='noise scale')
     ax.plot(steps, sizes, 'k:', label='accum_bs')
     bottom = min(b[np.isfinite(b)].min(initial=top), sizes.min())/4
     unit = getattr(getattr(self.learn, 'gradient_accumulation', None), 'unit', 'items')
@@ -272,9 +275,9 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         self._size,self._judged,self.changes = state['size'],state['judged'],[Change(*c) for c in state['changes']]
 
 # %% ../../nbs/api/batch_size/01_noise.ipynb #54ce9f5b
-# tr(S) of the gradient of one item, and |G|**2 of the true gradient, from one step. The second may be below 0. NaN or infinite with fewer
-# than two micro-batches that have a weight. sq_norms, sq_weights, weight: sums of `|weight*g|**2`, `weight**2` and `weight` over the
-# micro-batches; sq_mean: |G|**2 of the accumulated gradient
+# tr(S) of the gradient of one item, and |G|**2 of the true gradient, from one step. The second may be below 0. NaN or
+# infinite with fewer than two micro-batches that have a weight. sq_norms, sq_weights, weight: sums of `|weight*g|**2`,
+# `weight**2` and `weight` over the micro-batches; sq_mean: |G|**2 of the accumulated gradient
 def noise_and_signal(sq_norms, sq_weights, weight, sq_mean, n_items):
     t = (sq_norms - sq_weights*sq_mean)/(weight**2 - sq_weights)   # of T/W
     return t*n_items, sq_mean - t

@@ -21,7 +21,8 @@ _rules = dict(linear=lambda k: k, sqrt=lambda k: k**.5)
 
 class ScaleLR(LoopCallback):
     "Scale the learning rate with the size of the accumulated batch, or of larger loader batches"
-    order,run_valid,name = 999,False,'scale_lr'   # scales after all that may cancel the step, restores after all that records the rate
+    # scales after all that may cancel the step, restores after all that records the rate
+    order,run_valid,name = 999,False,'scale_lr'
     def __init__(self,
         rule:str|None=None,   # 'linear' or 'sqrt'; it has no default, as it depends on the optimizer
         bs:int|None=None,     # Items per step that the learning rate was chosen for; default: a schedule's first size, else a loader batch
@@ -95,7 +96,8 @@ class ScaleLR(LoopCallback):
     def _put_back(self):
         opt = self.learn.opt
         for name,(k,old,new) in self._scaled.items():
-            now = [h[name] for h in opt.hypers]   # another callback may have set the value that the next step should use
+            # another callback may have set the value that the next step should use
+            now = [h[name] for h in opt.hypers]
             opt.set_hyper(name, [o if v == n else self._times(1/k, name, v) for o,n,v in zip(old, new, now)])
         self._scaled = {}
 

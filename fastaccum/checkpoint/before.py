@@ -28,7 +28,8 @@ def attributes(o):
 # What a list, a set, a deque or a dict holds
 def content(o):
     then = dict(o) if isinstance(o, dict) else list(o)
-    of = next(c for c in (OrderedDict, dict, set, deque, list) if isinstance(o, c))     # whatever a class of the user's makes of it
+    # whatever a class of the user's makes of it
+    of = next(c for c in (OrderedDict, dict, set, deque, list) if isinstance(o, c))
     def put_back():
         of.clear(o)
         (of.extend if of in (list,deque) else of.update)(o, then)

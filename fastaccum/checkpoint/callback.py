@@ -25,7 +25,8 @@ __all__ = ['TrainingCheckpoint', 'saved_wandb_id']
 class TrainingCheckpoint(LoopCallback):
     "Save a fit between two optimizer steps; a restarted script continues from there, and ends with the same weights, bit for bit"
     order,run_valid,name = 1000,False,'training_checkpoint'   # after all that the step changes
-    runs_fit,in_checkpoint,reads_pred = True,False,False    # a fit of its Learner is handed to it; it has no state itself
+    # a fit of its Learner is handed to it; it has no state itself
+    runs_fit,in_checkpoint,reads_pred = True,False,False
     def __init__(self,
         fname:str='checkpoint',   # Folder of the checkpoints, in `learn.path/learn.model_dir`
         every_steps:int|None=None,# Optimizer steps from one checkpoint to the next; None: only by time
@@ -44,7 +45,8 @@ class TrainingCheckpoint(LoopCallback):
                              "damaged checkpoint costs little).")
         store_attr()
         self.now,self.folder = None,None       # the `CheckpointedFit` while a fit runs, the `CheckpointFolder`
-        self.given,self.fingerprints = Given(),DataFingerprints()                  # what it knows from one fit to the next
+        # what it knows from one fit to the next
+        self.given,self.fingerprints = Given(),DataFingerprints()
         self.told,self.left = set(),None       # paths that it has warned of; path -> why, of the last fit that trained
 
     # Runs the fit of its Learner; `train` trains. A fit inside a fit is an ordinary one

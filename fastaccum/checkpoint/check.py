@@ -126,7 +126,8 @@ def check_tensors(saved, now, path):
     check_form(versions, {str: {str: object, 'version?': int}}, f'{path}._metadata')
 
 # %% ../../nbs/api/checkpoint/11_check.ipynb #c4ec0009
-# The state of an optimizer against what one step makes of zeros, where the optimizer is PyTorch's or fastai's: shapes and types
+# The state of an optimizer against what one step makes of zeros, where the optimizer is PyTorch's or fastai's: shapes
+# and types
 def check_optimizer(sd, opt, path):
     now = opt.state_dict()
     check_form(sd, {**{k: object for k in now}, 'state': (list,dict)}, path)

@@ -83,8 +83,8 @@ def read_checkpoint(path, device='cpu'):
                     lambda d: moved(d['from_device'], made, lambda t: t.to(device)) if 'from_device' in d else None)
 
 # %% ../../nbs/api/checkpoint/06_files.ipynb #0aff60f7
-# A copy of a state on the CPU, and its tensors to pass as `spare` the next time: reusing the memory of a copy that is no longer
-# needed is faster than allocating
+# A copy of a state on the CPU, and its tensors to pass as `spare` the next time: reusing the memory of a copy that is
+# no longer needed is faster than allocating
 def copied(state, spare=None):
     made,used,spare = {},{},spare or {}
     def on_host(t):
@@ -283,7 +283,8 @@ def clear(self:OwnFiles):
         done.mkdir(exist_ok=True)
         there = OwnFiles(done)
         there.run = self.run
-        there.listed = {f.name for f in done.iterdir()}           # files of an earlier run; foreign files stay untouched
+        # files of an earlier run; foreign files stay untouched
+        there.listed = {f.name for f in done.iterdir()}
         new = [there.free(n) for n in keep]
         for n,to in zip(keep, new): os.replace(self.path/n, done/to)
         there.remove(new)

@@ -26,8 +26,8 @@ from ..core.losses import of_outputs
 __all__ = []
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #9d355b8e
-# An argument of a fit, of a callback, a transform, a loss, as a value that can be compared and shown: `v`, or the arguments of
-# its constructor. `depth`: how many levels of objects within objects to describe
+# An argument of a fit, of a callback, a transform, a loss, as a value that can be compared and shown: `v`, or the
+# arguments of its constructor. `depth`: how many levels of objects within objects to describe
 def setting(v, depth=4):
     if v is None or type(v) in (bool,int,float,str): return v
     if isinstance(v, Enum): return setting(v.value, depth)
@@ -55,7 +55,8 @@ def _function(f, depth):
 def _arguments(o):
     names = dict.fromkeys(n for c in type(o).__mro__[:-1] if '__init__' in vars(c) for n in inspect.signature(c.__init__).parameters)
     held = getattr(o, '__dict__', {})
-    return {n: held.get(n, held.get(f'_{n}')) for n in names if n in held or f'_{n}' in held}   # `_accum_bs`: `accum_bs` is a property
+    # `_accum_bs`: `accum_bs` is a property
+    return {n: held.get(n, held.get(f'_{n}')) for n in names if n in held or f'_{n}' in held}
 
 def _object(o, depth):
     name = type(o).__name__
@@ -100,7 +101,8 @@ def _length(ds):
 def _transform(t):
     if isinstance(t, (nn.Module,str)): return repr(t)
     s = setting(t)
-    f = getattr(vars(t).get('encodes'), '__wrapped__', None) if isinstance(t, Transform) else None      # made from a function
+    # made from a function
+    f = getattr(vars(t).get('encodes'), '__wrapped__', None) if isinstance(t, Transform) else None
     if f is not None: return [setting(f), s]
     return s if isinstance(t, Transform) else s if s != type(t).__name__ or ' at 0x' in repr(t) else repr(t)
 
@@ -122,7 +124,8 @@ def _read(ds, idxs):
     columns = _columns(held, len(ds))
     if columns: return [[_row(c, i) for c in columns] for i in idxs]
     with undisturbed(ds):
-        random.seed(0); np.random.seed(0); torch.default_generator.manual_seed(0)     # so that it draws the same in every process
+        # so that it draws the same in every process
+        random.seed(0); np.random.seed(0); torch.default_generator.manual_seed(0)
         return [ds[i] for i in idxs]
 
 # The parts of `v` that have `n` rows
@@ -204,7 +207,8 @@ def fit_settings(learn, cbs):
     return dict(res, hypers={k: v for k,v in hypers.items() if k not in schedules}, schedules=schedules)
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #5ab0c913
-# What the modules of a model are, besides their tensors: an activation, the `p` of a dropout, the functions of PyTorch that forward calls
+# What the modules of a model are, besides their tensors: an activation, the `p` of a dropout, the functions of PyTorch
+# that forward calls
 def _modules_of(model): return {n: text for n,m in model.named_modules() if (text := _module(m))}
 
 def _module(m):
@@ -219,7 +223,8 @@ def _torch_functions(cls):
     return sorted(n for n in names_of(cls.forward) if isinstance(getattr(F, n, None), functions))
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #5c41b78a
-# Does it take part in every step, with arguments that must stay the same? fastaccum's callbacks with a slot of the loop do
+# Does it take part in every step, with arguments that must stay the same? fastaccum's callbacks with a slot of the loop
+# do
 def _has_settings(cb):
     return getattr(type(cb), 'slot', None) is not None or isinstance(cb, (training.GradientAccumulation, fp16.MixedPrecision))
 
@@ -286,7 +291,8 @@ def callback_list(cbs):
 def _is_fastais(cb): return type(cb).__module__.startswith('fastai.')
 
 def _arguments_of(cb):
-    beta = dict(distrib=setting(cb.distrib)) if isinstance(cb, MixHandler) and hasattr(cb, 'distrib') else {}     # made from `alpha`
+    # made from `alpha`
+    beta = dict(distrib=setting(cb.distrib)) if isinstance(cb, MixHandler) and hasattr(cb, 'distrib') else {}
     return {**{k: setting(v) for k,v in _own_arguments(cb).items() if k in vars(cb) and k not in notes_of(type(cb))}, **beta}
 
 _loggers = ('fastaccum.logs','fastaccum.wandb',

@@ -122,7 +122,8 @@ class SavedFit:
         return res
 
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #3554b4ad
-# The rest of a fit, after the checkpoint `saved`. `epoch()`: the present epoch of the loader; `data()`: what the data are now
+# The rest of a fit, after the checkpoint `saved`. `epoch()`: the present epoch of the loader; `data()`: what the data
+# are now
 class RestOfFit:
     def __init__(self, saved, epoch, data):
         self.saved = saved

@@ -153,7 +153,8 @@ def _call_at_exit(f):
 def size_of(state):
     sizes = {}
     def note(t):
-        if t.layout == torch.strided: sizes[t.data_ptr()] = t.untyped_storage().nbytes() + 512      # tied weights stay one
+        # tied weights stay one
+        if t.layout == torch.strided: sizes[t.data_ptr()] = t.untyped_storage().nbytes() + 512
     _changed(state, Tensor, note)
     return int(1.02*sum(sizes.values())) + 2**16
 
@@ -258,8 +259,8 @@ def load(self:CheckpointFolder, fit, device):
             warn(f"The checkpoint {f} is damaged ({what}). TrainingCheckpoint uses the one before it.", 'troubleshooting.html#a-run-does-not-resume')
         self.files.remove(f)
 
-# The number of the saved fit that began so (weights, random numbers, seed, settings), or None. If several began with the
-# same weights and random numbers: the first with the same settings, too
+# The number of the saved fit that began so (weights, random numbers, seed, settings), or None. If several began with
+# the same weights and random numbers: the first with the same settings, too
 @patch
 def fit_that_began(self:CheckpointFolder, words):
     began = {}

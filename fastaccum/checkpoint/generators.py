@@ -21,8 +21,8 @@ from ..loop.events import is_a
 __all__ = []
 
 # %% ../../nbs/api/checkpoint/08_generators.ipynb #690fdf8b
-# The state of all random number generators, for `set_rng_state`: of the CPU and `device`, of the loaders, and of those that `others`
-# (name -> object: a callback) may hold. `apart`: objects that are not looked into
+# The state of all random number generators, for `set_rng_state`: of the CPU and `device`, of the loaders, and of those
+# that `others` (name -> object: a callback) may hold. `apart`: objects that are not looked into
 def rng_state(device=None, loaders=(), others={}, apart=()):
     vs = Values()
     res = dict(python=random.getstate(), numpy=vs.encode(np.random.get_state(), 'numpy'), torch=torch.get_rng_state())
@@ -54,7 +54,8 @@ def set_rng_state(state, device=None, loaders=(), others={}, apart=(), path='rng
 def _set_device_rng(device, state):
     module = device_rng(device or 'cpu')
     if module is None: return
-    if isinstance(state, list): module.set_rng_state_all(state[:module.device_count()])     # there may be fewer devices now
+    # there may be fewer devices now
+    if isinstance(state, list): module.set_rng_state_all(state[:module.device_count()])
     else: module.set_rng_state(state)
 
 # %% ../../nbs/api/checkpoint/08_generators.ipynb #9b623b89
@@ -184,7 +185,8 @@ _drawers = random,np,np.random,torch
 def _code_draws(f, names, depth=3):
     used = [names[n] for n in names_of(f) if n in names]
     if _drawing & {*names_of(f)} and any(isinstance(v, types.ModuleType) and v in _drawers for v in used): return True
-    if any(getattr(v, '__self__', None) is random._inst for v in used): return True              # `from random import randint`
+    # `from random import randint`
+    if any(getattr(v, '__self__', None) is random._inst for v in used): return True
     inside = [(c, names) for c in inner_codes(f)]
     called = [(g, g.__globals__) for g in used if isinstance(g, types.FunctionType) and g.__module__.split('.')[0] not in _no_users]
     return depth > 0 and any(_code_draws(*c, depth-1) for c in inside+called)

@@ -155,7 +155,9 @@ _other_number = ("One process began the epoch of a PyTorch DataLoader and severa
 # An epoch of PyTorch's `dl`, which is about to begin. `rng`: the random numbers; `new_workers`: does it start its
 # workers?
 class TorchEpoch:
-    def __init__(self, dl, rng, new_workers=True): self.dl,self.rng,self.new_workers = dl,rng,new_workers
+    def __init__(self, dl, rng, new_workers=True):
+        self.dl,self.rng = dl,rng
+        self.new_workers = new_workers
 
     def state(self, done): return dict(epoch_rng=self.rng)
 
@@ -167,7 +169,8 @@ class TorchEpoch:
         self.rng,self.new_workers = state.get('epoch_rng'),state['new_workers']
         before(self.rng)
         dl = self.dl
-        if self.new_workers: torch.empty((), dtype=torch.int64).random_(generator=dl.generator)   # their seed is drawn before the order
+        # their seed is drawn before the order
+        if self.new_workers: torch.empty((), dtype=torch.int64).random_(generator=dl.generator)
         batched = dl.batch_sampler is not None
         order = iter(dl.batch_sampler if batched else dl.sampler)
         for _ in range(state['batch']): next(order)

@@ -71,7 +71,10 @@ def _put_held(f, values):
 
 # Model, optimizer and loss
 class TrainedState:
-    def __init__(self, learn, loss, vs): self.learn,self.model,self.loss,self.vs = learn,get_model(learn.model),loss,vs
+    def __init__(self, learn, loss, vs):
+        self.learn,self.vs = learn,vs
+        self.model = get_model(learn.model)
+        self.loss = loss
 
     def take(self):
         whole,_,_ = self._sharding()
@@ -114,8 +117,8 @@ class TrainedState:
         opt.hypers = L(opt.hypers)
         opt.state = defaultdict(dict, opt.state)
 
-    # How the weights are spread over several ranks, if they are: functions that gather sharded tensors, return this rank's parts of whole
-    # tensors, and load the optimizer's state. The callback that `saves_learner` provides them
+    # How the weights are spread over several ranks, if they are: functions that gather sharded tensors, return this
+    # rank's parts of whole tensors, and load the optimizer's state. The callback that `saves_learner` provides them
     def _sharding(self):
         cb = declared(self.learn.cbs, 'saves_learner')
         return (noop, noop, self.learn.opt.load_state_dict) if cb is None or not cb.many else cb.sharding()
@@ -138,7 +141,8 @@ _of_settings = 'lr','wd','moms'       # arguments of a `Learner` that training m
 _no_state = {*inspect.signature(Learner.__init__).parameters, *L.split('xb yb x y pred loss_grad dl lock logger create_mbar all_batches '
                                                                        '_metrics opt')} - {*_of_settings}
 
-# The arguments that the script passed to callbacks, the `Learner` and the model, to tell them from what training has changed
+# The arguments that the script passed to callbacks, the `Learner` and the model, to tell them from what training has
+# changed
 class Given:
     def __init__(self): self.args,self.models = {},{}     # id of an object -> the object, its arguments
 
@@ -175,7 +179,8 @@ class _Version:
     def __eq__(self, o): return type(o) is _Version and o.t is self.t and o.n == self.n
 
 # %% ../../nbs/api/checkpoint/03_state.ipynb #842b7ed4
-# Those of the saved attributes that a file may set. Names of files and folders are the script's: texts that the constructor was given
+# Those of the saved attributes that a file may set. Names of files and folders are the script's: texts that the
+# constructor was given
 def _settable(o, attrs, never):
     def is_named(v): return isinstance(v, (str,Path)) or isinstance(v, tuple) and v[:1] == ('path',)
     given = inspect.signature(type(o).__init__).parameters
@@ -184,7 +189,9 @@ def _settable(o, attrs, never):
 
 # A callback's attributes
 class AttrsState:
-    def __init__(self, name, cb, vs, given): self.name,self.cb,self.vs,self.given = name,cb,vs,given
+    def __init__(self, name, cb, vs, given):
+        self.name,self.cb = name,cb
+        self.vs,self.given = vs,given
 
     def take(self):
         vs,cb = self.vs,self.cb
@@ -202,7 +209,10 @@ class AttrsState:
 # %% ../../nbs/api/checkpoint/03_state.ipynb #429d6551
 # What a callback gives itself
 class OwnState:
-    def __init__(self, name, cb, vs, given): self.path,self.cb,self.vs = f'{name}.state_dict()',cb,vs
+    def __init__(self, name, cb, vs, given):
+        self.cb,self.vs = cb,vs
+        self.path = f'{name}.state_dict()'
+
     def take(self): return dict(state=self.vs.strict(self.cb.state_dict(), self.path))
     def keep(self, before): before.keep(self.cb)
     def put(self, state):
@@ -352,7 +362,9 @@ rng_form = dict(python=tuple, numpy=tuple, torch=Tensor, loaders=[(tuple,_none)]
 
 # All random numbers of a Learner: also those of generators that its loss, its model or a callback in `cbs` may hold
 class RandomNumbers:
-    def __init__(self, learn, loss, cbs): self.learn,self.loss,self.cbs = learn,loss,cbs
+    def __init__(self, learn, loss, cbs):
+        self.learn,self.loss = learn,loss
+        self.cbs = cbs
 
     def take(self): return rng_state(learner_device(self.learn), self.learn.dls.loaders, self._places(), self._apart())
     def keep(self, before): before.add(partial(self._set, self.take()))

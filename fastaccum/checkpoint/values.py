@@ -419,7 +419,8 @@ kinds.update(
     view=(None, _put_view))
 
 # %% ../../nbs/api/checkpoint/04_values.ipynb #90bfe741
-# A hash of what `encode` returned, or of a tensor: the same for values that are equal bit for bit. Eight bytes, in hexadecimal digits
+# A hash of what `encode` returned, or of a tensor: the same for values that are equal bit for bit. Eight bytes, in
+# hexadecimal digits
 def digest(o):
     h = hashlib.blake2b(digest_size=8)
     _feed(h, o)

@@ -34,7 +34,8 @@ class GradientAccumulator:
         self.accum_bs = int(accum_bs)
         self.normalize,self.reduce = normalize,reduce
         self.floor = floor
-        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32  # type of the shares
+        # type of the shares
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32
         self.closed = Accumulated()
         self.rollback(self.closed)
 
@@ -330,7 +331,8 @@ def mean_of_divided(divided, losses, weights, *_):
     return loss.sum()/larger(total, largest(divided)),total
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #81a29307
-# Multiply all gradients in place, with one foreach multiply per device. `factor`: a number, or a tensor without dimensions on any device
+# Multiply all gradients in place, with one foreach multiply per device. `factor`: a number, or a tensor without
+# dimensions on any device
 def scale_grads(params, factor):
     by_device = {}
     for p in params:
@@ -341,8 +343,8 @@ def scale_grads(params, factor):
         torch._foreach_mul_(grads, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #b8c5a04b
-# Turn gradients that are a sum over micro-batches, divided by `target`, into those of the mean. If `weight`, the sum of the weights, is 0,
-# they become zero
+# Turn gradients that are a sum over micro-batches, divided by `target`, into those of the mean. If `weight`, the sum of
+# the weights, is 0, they become zero
 def rescale(params, target, weight):
     if isinstance(weight, Tensor): factor = torch.where(weight > 0, target/weight, 0.)
     else: factor = target/weight if weight else 0.

@@ -94,7 +94,8 @@ class ChunkedLoss:
     def _look(self, f, x, yb):
         rule,name = self.rule,getattr(f, '__name__', type(f).__name__)
         rule.look_up(f)
-        several = self.n_chunks > 1 and n_items(yb) > 1                 # a single chunk is all that the loss averages over
+        # a single chunk is all that the loss averages over
+        several = self.n_chunks > 1 and n_items(yb) > 1
         if rule.probed and several and (torch.is_grad_enabled() or not rule.sure) and rule.due():
             self.looks += 1
             rule.measure(x, yb, n_items(yb), where=self.where or f'look {self.looks}')
@@ -112,8 +113,8 @@ class ChunkedLoss:
         return rule.info
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e012
-# The input of `head`, in the place of its outputs. `call(x)` computes these, default `head`, in the precision that autocast has now,
-# for one of `n_chunks` at a time
+# The input of `head`, in the place of its outputs. `call(x)` computes these, default `head`, in the precision that
+# autocast has now, for one of `n_chunks` at a time
 class HeadInput:
     def __init__(self, x, head, call=None, n_chunks=1):
         kind = x.device.type
@@ -183,7 +184,8 @@ def check_head(head):
         raise ValueError(f"The head has a {type(norm).__name__}, which would see a chunk instead of the batch: choose a layer after it.")
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e015
-# The chunks: a function that cuts `x.x`, or a tensor like it, and the targets. `info`: a `LossInfo`, if positions may be cut
+# The chunks: a function that cuts `x.x`, or a tensor like it, and the targets. `info`: a `LossInfo`, if positions may
+# be cut
 def cut_batch(x, yb, n_chunks, info=None):
     n,ys = n_items(yb),tensors_in(yb)
     if n > len(x.x) or len(x.x)%n: n = len(x.x)                              # flat targets of several positions
@@ -219,7 +221,8 @@ def position_dims(x, ys, info):
     if dim is None or info is None or info.measured or not is_known(info.loss_func): return None,None
     if info.over not in ('classes', 'elements') or len(y) != len(x.x): return None,None
     soft = info.over == 'classes' and y.is_floating_point()
-    if soft and (dim == 1 or hasattr(info.loss_func, 'axis')): return None,None                  # these have their classes in dim 1
+    # these have their classes in dim 1
+    if soft and (dim == 1 or hasattr(info.loss_func, 'axis')): return None,None
     dim_y = dim if dim == 1 or y.dim() == x.x.dim() else 1
     return (dim,dim_y) if y.dim() > dim_y and y.shape[dim_y] == x.x.shape[dim] else (None,None)
 
@@ -261,12 +264,14 @@ class Chunks:
                 loss = loss.detach()
                 values.append(loss*share if not isinstance(weight, Tensor) else torch.where(weight > 0, loss, 0.)*share)
         if self.values is not None: self.values.join(0, self.weights, self.info.reduction != 'sum')
-        value = without_class(sum(values)).clone()                             # no view, so that callbacks may add to it in place
+        # no view, so that callbacks may add to it in place
+        value = without_class(sum(values)).clone()
         return value if not isinstance(self.total, Tensor) else torch.where(self.total > 0, value, math.nan)
 
     # Value, and the gradients of the input (if `wanted` says so) and of the head's parameters, times `scale`
     def gradients(self, wanted, scale):
-        x,leaves = self.x.x,{n: p.detach().requires_grad_() for n,p in trained(self.x.head)}    # hooks of the parameters get the whole
+        # hooks of the parameters get the whole
+        x,leaves = self.x.x,{n: p.detach().requires_grad_() for n,p in trained(self.x.head)}
         of_x,ps = torch.empty_like(x) if wanted else None,list(leaves.values())
         of_ps = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ps]
         own,checked = {p: n for n,p in trained(self.x.head)},[]
@@ -309,7 +314,8 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx, run, x, *ps):
         ctx.scale = 1. if run.scaler is None else run.scaler.scale(torch.ones((), device=x.device))
         if not any(ctx.needs_input_grad):
-            with torch.enable_grad(): return run.value(lambda loss, *_: run.check(loss, [], {}))   # has the loss parameters?
+            # has the loss parameters?
+            with torch.enable_grad(): return run.value(lambda loss, *_: run.check(loss, [], {}))
         value,ctx.grads = run.gradients(ctx.needs_input_grad[1], ctx.scale)
         return value
 

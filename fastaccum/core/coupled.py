@@ -41,7 +41,8 @@ class CoupledBatch:
         self.size,self.lists = size,lists
         self.kept = None
         self.find_views = views if n > size else None
-        self.looks,self.differs = looks,None                      # on the device: do numbers of the output differ between parts?
+        # on the device: do numbers of the output differ between parts?
+        self.looks,self.differs = looks,None
         self.grads = {}
         self.first = 0
         self.factor = 1
@@ -57,7 +58,8 @@ class CoupledBatch:
         state = partial(ModuleRandom, device, own) if own else partial(RandomState, device)
         self.replays = [Replay(self.module, state) for _ in self.sizes]
         for i,(xb,replay) in enumerate(zip(self.xbs, self.replays)):
-            leaves,form = tree_flatten(xb)               # the second pass gets the same inputs, even if the model changes them
+            # the second pass gets the same inputs, even if the model changes them
+            leaves,form = tree_flatten(xb)
             before = [(t, t._version, t.clone()) if last and isinstance(t, Tensor) else (t, None, None) for t in leaves]
             with replay.first():
                 self.kept = self.model(*tree_unflatten(leaves, form))
@@ -109,7 +111,8 @@ class CoupledBatch:
         return res
 
 # %% ../../nbs/api/core/11_coupled.ipynb #c0a1d011
-# The module of `model` that should see the whole batch: 'head' for the last child of an `nn.Sequential`, or a name in `named_modules()`
+# The module of `model` that should see the whole batch: 'head' for the last child of an `nn.Sequential`, or a name in
+# `named_modules()`
 def find_head(model, coupled):
     if coupled == 'head' and isinstance(model, nn.Sequential) and len(model) > 1: return model[-1]
     with suppress(AttributeError): return model.get_submodule(coupled)
@@ -142,7 +145,8 @@ def up_to(head, call, *args):
                      f"and return the head's output unchanged, {how}.")
 
 # %% ../../nbs/api/core/11_coupled.ipynb #c0a1d00e
-# Returns its tensor unchanged. The tensor's gradient goes to `keep` and no further; the tensor may be changed in place, like any output
+# Returns its tensor unchanged. The tensor's gradient goes to `keep` and no further; the tensor may be changed in place,
+# like any output
 class Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx, token, t, keep):

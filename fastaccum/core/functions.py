@@ -49,14 +49,16 @@ def inner_codes(f): return [c for c in getattr(f, '__code__', f).co_consts if is
 def names_in(f): return [*dict.fromkeys([*names_of(f), *(n for c in inner_codes(f) for n in names_in(c))])]
 
 # %% ../../nbs/api/core/09_functions.ipynb #b9302f4f
-# What a function says: its code, names, constants, and the values of the globals that are numbers or texts; None if it has no code
+# What a function says: its code, names, constants, and the values of the globals that are numbers or texts; None if it
+# has no code
 def says(f):
     code = getattr(f, '__code__', None)
     if code is None: return None
     def is_value(name): return type(f.__globals__.get(name)) in (bool,int,float,str)
     consts = [c for c in code.co_consts if not hasattr(c, 'co_code') and c != f.__doc__]
     names = [n for n in code.co_names if not is_value(n)]
-    return code.co_code,names,consts,[f.__globals__[n] for n in code.co_names if is_value(n)]       # by value, not by name
+    # by value, not by name
+    return code.co_code,names,consts,[f.__globals__[n] for n in code.co_names if is_value(n)]
 
 # %% ../../nbs/api/core/09_functions.ipynb #7f0e44a3
 _called = '__call__','before_call','encodes','decodes','forward','__getitem__','get_idxs'

@@ -39,7 +39,8 @@ class HostGradients:
 
     def __enter__(self) -> HostGradients:
         for p in self.params: p.grad = None
-        self.own,self.whole_step = vars(self.opt).get('step'),self.opt.step   # a scheduler of PyTorch's may have put one there
+        # a scheduler of PyTorch's may have put one there
+        self.own,self.whole_step = vars(self.opt).get('step'),self.opt.step
         self.opt.step = self.step
         self.follow()
         return self
@@ -140,7 +141,8 @@ class HostGradient(Tensor):
             whole = o if o.whole is None else o.whole
             return tree_map_only(Tensor, lambda t: cls(t, o.device, whole), func(*tree_map_only(cls, lambda o: o.host, args), **kwargs))
         if op is aten.detach_: return o
-        if op is aten.zero_ and o.whole is None: o.is_zero = True; return o          # fastai's optimizers do so after each step
+        # fastai's optimizers do so after each step
+        if op is aten.zero_ and o.whole is None: o.is_zero = True; return o
         if op is aten.clone: return cls.of(func(o.bring(), **kwargs))
         if func is aten.add_.Tensor and isinstance(o, cls) and not kwargs and isinstance(args[1], Tensor) and not isinstance(args[1], cls):
             return o.add(args[1])
@@ -183,7 +185,8 @@ class Lane:
         self.held = deque()
         self.size = 0
         self.most = 0
-        self.spare = defaultdict(list)     # memory of the host for the next gradient of a kind: to lock its pages takes long
+        # memory of the host for the next gradient of a kind: to lock its pages takes long
+        self.spare = defaultdict(list)
 
     # f(), which reads `g`, on this stream: in `backward`, which goes on meanwhile, as long as the gradients that are
     # held take no more than two of the largest size

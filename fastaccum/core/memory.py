@@ -101,7 +101,8 @@ _messages = ('out of memory', "DefaultCPUAllocator: can't allocate memory", 'Def
 
 # Did memory run out? Also if fastai has put the name of a callback before the message of the exception
 def is_out_of_memory(exception) -> bool:
-    if isinstance(exception, (MemoryError, torch.cuda.OutOfMemoryError)): return True  # `torch.OutOfMemoryError` is the same class
+    # `torch.OutOfMemoryError` is the same class
+    if isinstance(exception, (MemoryError, torch.cuda.OutOfMemoryError)): return True
     return isinstance(exception, RuntimeError) and any(m in str(exception) for m in _messages)
 
 # %% ../../nbs/api/core/06_memory.ipynb #7d2be3c4

@@ -17,7 +17,8 @@ from .losses import n_items
 __all__ = []
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #157be694
-# How to cut `n` items into the fewest parts of at most `size`, as even as possible: else BatchNorm might get a single item in the last one
+# How to cut `n` items into the fewest parts of at most `size`, as even as possible: else BatchNorm might get a single
+# item in the last one
 def part_sizes(n, size):
     if n <= size: return [n]
     m = -(-n//size)
@@ -38,7 +39,8 @@ def split_items(b, size, n=None, views=False, lists=None):
     if n is None: n = n_items(b)
     m = -(-n//size)
     if isinstance(b, Tensor) and b.dim():
-        if b.shape[0] == n: return list(b.unflatten(0, (m, n//m)).unbind() if n%m == 0 else b.tensor_split(m))  # `unbind` is faster
+        # `unbind` is faster
+        if b.shape[0] == n: return list(b.unflatten(0, (m, n//m)).unbind() if n%m == 0 else b.tensor_split(m))
         if views and b.shape[0]%n == 0: return [p.flatten(0, 1) for p in b.unflatten(0, (-1, n)).tensor_split(m, 1)]
         raise TypeError(f"Cannot split a tensor of shape {tuple(b.shape)} into micro-batches: the batch has {n} items. "
                         "Leave out micro_batch_size for such data.")
@@ -137,7 +139,8 @@ def _guess(b):
     return 'columns' if stacked else 'objects'
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #d6be3f35
-# Call `f` with the tensors at each place of `batches`, which have the same structure; other values, and the types, are the first one's
+# Call `f` with the tensors at each place of `batches`, which have the same structure; other values, and the types, are
+# the first one's
 def map_tensors(f, *batches):
     b = batches[0]
     if isinstance(b, Tensor): return f(*batches)
@@ -162,7 +165,8 @@ def others_in(b):
 def join_items(parts): return map_tensors(lambda *o: torch.cat(o) if o[0].dim() else torch.stack(o), *parts)
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #c0a1d00c
-# The rows of `size` items from the item `start` on, in a tensor with the rows of `n` items: (views, items, rows of an item in a view, ...)
+# The rows of `size` items from the item `start` on, in a tensor with the rows of `n` items: (views, items, rows of an
+# item in a view, ...)
 def rows_of(t, views, n, start, size): return t.unflatten(0, (views, n, len(t)//n//views))[:,start:start+size]
 
 # An error if parts return other numbers beside tensors, or objects in which tensors cannot be joined
@@ -226,8 +230,8 @@ class Joined:
         return out
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #9fed098a
-# The micro-batches of a loader batch of `n` items: inputs, targets, and the values that callbacks keep `beside` them, such as MixUp's
-# `yb1` and `lam`
+# The micro-batches of a loader batch of `n` items: inputs, targets, and the values that callbacks keep `beside` them,
+# such as MixUp's `yb1` and `lam`
 def split_batch(xb, yb, n, size, beside=(), views=False, lists=None):
     m = len(part_sizes(n, size))
     # column by column, as there may be as many inputs as items

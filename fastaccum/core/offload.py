@@ -15,7 +15,8 @@ from .memory import backend, side_stream
 __all__ = []
 
 # %% ../../nbs/api/core/16_offload.ipynb #5b0e0006
-# Moves what a forward pass saves, except the parameters of `model`, tensors smaller than `min_bytes`, and tensors on the CPU
+# Moves what a forward pass saves, except the parameters of `model`, tensors smaller than `min_bytes`, and tensors on
+# the CPU
 class Mover:
     def __init__(self, model, min_bytes=2**16):
         self.params,self.min_bytes = {p.untyped_storage()._cdata for p in model.parameters()},min_bytes
@@ -36,7 +37,8 @@ class Mover:
     def unpack(o): return o.fetch() if isinstance(o, OnHost) else o
 
 # %% ../../nbs/api/core/16_offload.ipynb #5b0e000a
-# The copy on the host of a tensor on another device. before(): the `OnHost` of the tensor saved just before, as long as it exists
+# The copy on the host of a tensor on another device. before(): the `OnHost` of the tensor saved just before, as long as
+# it exists
 class OnHost:
     def __init__(self, t, before=lambda: None):
         self.device = t.device

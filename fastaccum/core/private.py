@@ -56,7 +56,8 @@ def plain_tensors(): return torch._C.DisableTorchFunctionSubclass()
 # `__torch_function__` of a class that is asked about operators only
 never_asked = torch._C._disabled_torch_function_impl
 
-# Half of what PyTorch's `GradScaler` does at a step, on the device: `scale` grows after `interval` steps without overflow, or backs off
+# Half of what PyTorch's `GradScaler` does at a step, on the device: `scale` grows after `interval` steps without
+# overflow, or backs off
 def update_scale(scale, tracker, found_inf, growth, backoff, interval):
     torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
 

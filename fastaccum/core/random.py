@@ -53,7 +53,8 @@ class RandomState(PythonRandom):
         self.on_device = mod.get_rng_state(*self._place()) if mod else None
         self.own = [state_of(g) for g in own]
 
-    def _place(self): return () if self.device.type == 'mps' else (self.device,)  # MPS has one device, and its functions take none
+    # MPS has one device, and its functions take none
+    def _place(self): return () if self.device.type == 'mps' else (self.device,)
 
     # `own`: the generators again, since this object may have come from another process
     def restore(self, own=()):
@@ -71,8 +72,8 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b)
 
 # %% ../../nbs/api/core/10_random.ipynb #c25c0ad9
-# The state that a forward and backward pass changes: random generators, buffers, gradients. Without `gradients`, those of `params` must
-# each be zero or None now, and `restore` makes them so again
+# The state that a forward and backward pass changes: random generators, buffers, gradients. Without `gradients`, those
+# of `params` must each be zero or None now, and `restore` makes them so again
 class Snapshot:
     def __init__(self, model, params, gradients=True):
         self.params = list(params)
@@ -91,7 +92,8 @@ class Snapshot:
         self.rng.restore()
 
 # %% ../../nbs/api/core/10_random.ipynb #c41f90aa
-# Repeats a module's forward pass with the random numbers (`random_state()` takes their state) and buffers that the first pass started from
+# Repeats a module's forward pass with the random numbers (`random_state()` takes their state) and buffers that the
+# first pass started from
 class Replay:
     def __init__(self, module, random_state=PythonRandom): self.module,self.random_state = module,random_state
 

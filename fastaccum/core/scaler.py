@@ -40,7 +40,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self.max_scale = float(max_scale)
         self.hysteresis = int(hysteresis)
         self.patience = int(patience)
-        self._init_overflow_tracker,self._overflow_tracker = 0,None  # moves to the device with the first loss, like torch's growth tracker
+        # moves to the device with the first loss, like torch's growth tracker
+        self._init_overflow_tracker,self._overflow_tracker = 0,None
         self._last_found:Tensor|None = None
         self._last_skipped:bool|None = None
         self._record = _StepRecord(self.min_scale, self.patience)
@@ -181,8 +182,8 @@ _what_to_try = ('gradients have inf or NaN even there, so no step is taken any m
 _counters = 'n_steps','n_overflows','_overflows_at_min'  # in `state_dict`
 
 # %% ../../nbs/api/core/05_scaler.ipynb #7af677ba
-# Scale and overflow of every step; stays on the device until `read`. Overflows at `min_scale` are counted in `at_min`: `patience` of
-# them in a row are too many. The other arguments are counts from before the first row
+# Scale and overflow of every step; stays on the device until `read`. Overflows at `min_scale` are counted in `at_min`:
+# `patience` of them in a row are too many. The other arguments are counts from before the first row
 class _StepRecord:
     def __init__(self, min_scale, patience, n_steps=0, n_overflows=0, at_min=0):
         self.min_scale,self.patience = min_scale,patience

@@ -16,8 +16,9 @@ from .watch import model_moved, no_trace, nodes_of
 __all__ = []
 
 # %% ../../nbs/api/core/13_terms.ipynb #c0a3d006
-# A warning, if a number of the model's in the loss is not the mean of its micro-batches', or None. `call(*xb)` gave `out` for the `n`
-# items of `xb`; `weigh(sizes)`: the weights of its parts, or None for a sum; `tol`: a relative difference that is still rounding
+# A warning, if a number of the model's in the loss is not the mean of its micro-batches', or None. `call(*xb)` gave
+# `out` for the `n` items of `xb`; `weigh(sizes)`: the weights of its parts, or None for a sum; `tol`: a relative
+# difference that is still rounding
 def check_terms(model, call, xb, n, out, loss, weigh, lists=None, tol=1e-3):
     names = terms_in(model, out, loss) if n > 1 else ()
     if not names: return None

@@ -28,8 +28,8 @@ from .warnings import _libraries
 __all__ = []
 
 # %% ../../nbs/api/core/19_untouched.ipynb #b46a0008
-# Context in which what the `roots` hold may be called, without warnings and logs. Afterwards random generators, and all that the roots hold
-# or refer to, are as before, but for what `moved` names. `drawn` tells whether a generator was used
+# Context in which what the `roots` hold may be called, without warnings and logs. Afterwards random generators, and all
+# that the roots hold or refer to, are as before, but for what `moved` names. `drawn` tells whether a generator was used
 class Untouched:
     def __init__(self, *roots): self.roots,self.moved = roots,[]
 
@@ -56,7 +56,8 @@ class Untouched:
     def try_out(self, call):
         results = []
         for _ in range(2):
-            with heard() as changed, suppress(Exception): results.append(call())      # it may fail, as the user's code may
+            # it may fail, as the user's code may
+            with heard() as changed, suppress(Exception): results.append(call())
             self.check()
         if changed: raise Moved([*dict.fromkeys(changed)])
         off = apart(*results) if len(results) == 2 else 0.

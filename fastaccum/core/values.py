@@ -20,8 +20,8 @@ from .untouched import Moved, Untouched, name_of
 __all__ = []
 
 # %% ../../nbs/api/core/14_values.ipynb #c0a3d006
-# What a loss object keeps: of its last call, such as the parts of a loss (after several micro-batches it has the values of all), and what
-# callbacks put there for the items of a batch, such as a weight for each
+# What a loss object keeps: of its last call, such as the parts of a loss (after several micro-batches it has the values
+# of all), and what callbacks put there for the items of a batch, such as a weight for each
 class LossValues:
     def __init__(self, loss_func=None):
         loss_func = of_outputs(loss_func)
@@ -32,7 +32,8 @@ class LossValues:
         self.news = []
         self._before = {}
         self._looks = {}
-        self.given = []                                                            # what callbacks have put there for this batch
+        # what callbacks have put there for this batch
+        self.given = []
         self.stuck,self.told = None,False                                          # why the loss cannot be called again
         self.end()
 
@@ -40,7 +41,8 @@ class LossValues:
     @property
     def kinds(self): return {k: fits[0] if fits else None for k,fits in self.fits.items()}
 
-    # The tensors with a row for each of a loader batch's `n` items that were put there since the last batch ended: their names
+    # The tensors with a row for each of a loader batch's `n` items that were put there since the last batch ended:
+    # their names
     def look(self, n):
         new = [k for k,v in vars(self.holder).items() if _is_rows(v, n) and not _same(v, self._left.get(k))]
         self.given = new if n > 1 else []
@@ -55,8 +57,8 @@ class LossValues:
         self._before,self.parts = dict(vars(self.holder)),[o for o in self.parts if o[0] < start]
         self._start = sum(n for _,n,*_ in self.parts)
 
-    # A micro-batch has been counted, as number `i` of its accumulated batch. `rule`, `shown`: see `LossRule`; `rows`: the places of its
-    # items in the loader batch, if they do not follow those before
+    # A micro-batch has been counted, as number `i` of its accumulated batch. `rule`, `shown`: see `LossRule`; `rows`:
+    # the places of its items in the loader batch, if they do not follow those before
     def add(self, i, n, pred, yb, rule, shown=None, rows=None):
         held = vars(self.holder)
         new = [k for k,v in held.items() if k not in (*self.fits, *self.given) and v is not self._before.get(k) and leaves_of(v)]
@@ -102,7 +104,8 @@ class LossValues:
         if trace.moved: self.stuck = str(Moved(trace.moved))
         for name in names:
             vals,fits = [o[name] for o in seen or ()],self.fits.get(name, _kinds)
-            if not seen or not alike(vals[0], vals[1]): fits = []                # it counts, or goes on from its last value
+            # it counts, or goes on from its last value
+            if not seen or not alike(vals[0], vals[1]): fits = []
             elif not k: fits = ['rows' if all(isinstance(v, Tensor) and v.dim() for v in vals[0]) else 'mean']
             else: fits = [kind for kind in fits if alike(vals[0], _joined_leaves(kind, vals[2:], weights, sizes))]
             self.fits[name],self._looks[name] = fits,self._looks.get(name, 4)-1 if len(fits) > 1 else 0

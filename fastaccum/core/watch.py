@@ -83,12 +83,14 @@ def _apart(a, b):
     return ((a-b).norm()/a.norm().clamp(min=1e-12) - rounding).nan_to_num(0)
 
 # %% ../../nbs/api/core/12_watch.ipynb #d9a0c001
-# The forward hooks by which others see what the model computes, as (dict, key): not PyTorch's and W&B's, and not those of the model itself
+# The forward hooks by which others see what the model computes, as (dict, key): not PyTorch's and W&B's, and not those
+# of the model itself
 def hooks_of_others(model):
     modules = [*model.modules()]
     hooks = [(d, k, h) for m in modules for d in (m._forward_hooks, m._forward_pre_hooks) for k,h in d.items()]
     if not hooks: return []
-    own = {id(v) for m in modules for v in (m, *vars(m).values())}          # a U-Net's blocks have fastai's `Hook` as an attribute
+    # a U-Net's blocks have fastai's `Hook` as an attribute
+    own = {id(v) for m in modules for v in (m, *vars(m).values())}
     def is_other(f):
         while isinstance(f, partial): f = f.func
         owner = getattr(f, '__self__', f)
@@ -110,7 +112,8 @@ class OutputViews:
     def find(self, batch, out):
         n = batch.sizes[0]
         unsure = any(t.dim() and (len(t) != n or t.shape[1:2] == (n,)) for t in tensors_in(out))
-        unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))       # perhaps a number of items
+        # perhaps a number of items
+        unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))
         self.found = {}
         if not unsure: return
         try: self.found = views_of(batch)
@@ -119,7 +122,8 @@ class OutputViews:
     def believe(self): self.found = {}
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d013
-# Output -> how many views its rows hold, if more than 1: 2 if all items' first views come before all second ones, as in `torch.cat((a, b))`
+# Output -> how many views its rows hold, if more than 1: 2 if all items' first views come before all second ones, as in
+# `torch.cat((a, b))`
 def views_of(batch):
     size = max(2, part_sizes(batch.n, batch.size)[0])
     part,n = [split_items(x, size, batch.n, True, batch.lists)[0] for x in batch.xb],part_sizes(batch.n, size)[0]
@@ -219,7 +223,8 @@ def changed_buffers(model, before):
     names = {m: n for n,m in model.named_modules()}
     def has_changed(m, k, b, version, old):
         now = m._buffers.get(k, m._parameters.get(k))
-        if now is None or now.shape != b.shape: return False             # a cache of tables, made anew for longer inputs
+        # a cache of tables, made anew for longer inputs
+        if now is None or now.shape != b.shape: return False
         if now is b and old is None: return b._version != version
         return not torch.equal(now, b if old is None else old)
     found = [f'{names[m]}.{k}'.lstrip('.') + ' (a frozen weight)'*(k in m._parameters) for m,k,*rest in before if has_changed(m, k, *rest)]

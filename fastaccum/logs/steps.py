@@ -21,8 +21,10 @@ __all__ = ['StepLogger']
 # %% ../../nbs/api/logs/01_steps.ipynb #4962a2ae
 class StepLogger(LoopCallback):
     "Log one row per accumulated batch in training, and mark skipped steps. The rows continue over several fits"
-    order,run_valid,name = 10.5,False,'step_logger'  # to see the gradient's norm after unscaling (10) and before clipping (11)
-    reads_pred,takes_rows,rows_of_steps_only = False,True,True   # a row for each accumulated batch, whatever `log_accum_batch` is
+    # to see the gradient's norm after unscaling (10) and before clipping (11)
+    order,run_valid,name = 10.5,False,'step_logger'
+    # a row for each accumulated batch, whatever `log_accum_batch` is
+    reads_pred,takes_rows,rows_of_steps_only = False,True,True
     def __init__(self,
         grad_norm:bool=False,   # Log the norm of the accumulated gradient, unscaled and before clipping?
         clipped_norm:bool=False,# Log the norm of the gradient after clipping?
@@ -115,9 +117,11 @@ def plot(self:StepLogger,
     n_cols,n_rows = min(3, len(names)),math.ceil(len(names)/3)
     fig,axs = plt.subplots(n_rows, n_cols, figsize=(3.4*n_cols, 2.4*n_rows + .3), squeeze=False, layout='constrained')
     for ax in axs.flat[len(names):]: ax.set_axis_off()
-    skipped,others = df[x][df.skipped],{}                              # others: lines beside the columns, by their names in the legend
+    # others: lines beside the columns, by their names in the legend
+    skipped,others = df[x][df.skipped],{}
     for n,ax in zip(names, axs.flat):
-        alone = df[n].notna() & df[n].shift().isna() & df[n].shift(-1).isna()      # a line between gaps would not be seen
+        # a line between gaps would not be seen
+        alone = df[n].notna() & df[n].shift().isna() & df[n].shift(-1).isna()
         ax.plot(df[x], df[n], '.-' if alone.any() else '-')
         if n == unit: others['accum_bs'], = ax.plot(df[x], df.accum_bs, 'k:')
         if n == 'noise_scale' and 'noise_low' in df:
@@ -212,17 +216,20 @@ def to_host(row:dict) -> dict:
         for (k,v),val in zip(d.items(), vals): res[k] = val if v.is_floating_point() else int(val)
     return {k: int(v) if isinstance(v, bool) else v for k,v in res.items()}
 
-def _wide(device): return torch.float32 if device.type == 'mps' else torch.float64  # float64 holds float32 and large counts exactly
+# float64 holds float32 and large counts exactly
+def _wide(device): return torch.float32 if device.type == 'mps' else torch.float64
 
 # %% ../../nbs/api/logs/01_steps.ipynb #a37bf726
-# Number of epochs trained so far. It grows within an epoch, continues over several fits, and counts a shortened epoch as one
+# Number of epochs trained so far. It grows within an epoch, continues over several fits, and counts a shortened epoch
+# as one
 class EpochAxis:
     def __init__(self, done=0): self.done,self.start = done,None
 
     def begin(self): self.start = math.ceil(self.done)
     def move(self, learn): self.done = self.start + (learn.iter+1)/learn.n_iter
     def end(self):
-        begun = math.ceil(self.done) if self.start is None else self.start     # an epoch may be cancelled before `begin`
+        # an epoch may be cancelled before `begin`
+        begun = math.ceil(self.done) if self.start is None else self.start
         self.done,self.start = begun + 1,None
     def at_least(self, done): self.done = max(self.done, done)   # other code may have trained too
     def state_dict(self): return dict(done=self.done, start=self.start)
@@ -290,7 +297,8 @@ def _kind(v):
     return 0 if isinstance(v, bool) else 1 if isinstance(v, int) else 2
 
 # %% ../../nbs/api/logs/01_steps.ipynb #8d765c96
-# Measures what `StepLogger` needs. Uses the clock on a CPU and the device's events elsewhere, so that the host never waits
+# Measures what `StepLogger` needs. Uses the clock on a CPU and the device's events elsewhere, so that the host never
+# waits
 class StepClock:
     def __init__(self, logger):
         self.logger = logger
@@ -318,7 +326,8 @@ class StepClock:
         if part == 'data': self._spans['data'].append(perf_counter()-self._waits)
         now = perf_counter() if self.device.type == 'cpu' else _event(self.device)
         if part not in (None,'data') and self._last is not None: self._spans[part].append((self._last, now))
-        self._last,self._waits = now,perf_counter()   # time after the last part counts as waiting for the next loader batch
+        # time after the last part counts as waiting for the next loader batch
+        self._last,self._waits = now,perf_counter()
 
     # -- values of the step that ends now; None before the first one began
     def items_per_s(self):
@@ -349,7 +358,8 @@ def _event(device):
     return res
 
 # %% ../../nbs/api/logs/01_steps.ipynb #b58ed7ed
-# The 2-norm of the gradients of all `params` together, on the device, without a host sync. Parameters without a gradient count as 0
+# The 2-norm of the gradients of all `params` together, on the device, without a host sync. Parameters without a
+# gradient count as 0
 def grad_norm(params) -> Tensor:
     grads = [p.grad for p in params if p.grad is not None]
     grads = [g.coalesce().values() if g.is_sparse else g for g in grads]
@@ -357,8 +367,8 @@ def grad_norm(params) -> Tensor:
     return torch.stack([n.to(grads[0].device) for n in torch._foreach_norm(grads, 2, dtype=torch.float32)]).norm()
 
 # %% ../../nbs/api/logs/01_steps.ipynb #20ed03bd
-# Give a row from `step_row` to callbacks that have a `writer` of TensorBoard, on its own axis of loader batches; fastai's already has
-# `train_loss` and the hyperparameters. Reads the device only if there is such a callback
+# Give a row from `step_row` to callbacks that have a `writer` of TensorBoard, on its own axis of loader batches;
+# fastai's already has `train_loss` and the hyperparameters. Reads the device only if there is such a callback
 def to_tensorboard(learn, row):
     for cb in learn.cbs:
         if not (hasattr(vars(cb).get('writer'), 'add_scalar') and cb.run): continue

@@ -50,7 +50,7 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         self._fitting = True
         self._hists = {}
         new = run.id != self._run_id
-        if new: self._run_id,self._wandb_step,self._n_steps,self.axis,self._recent = run.id,-1,0,EpochAxis(),deque()
+        if new: self._start(run.id, step=-1, n_steps=0)
         if not self._ahead: self.axis.at_least(run.summary.get('epoch') or 0)  # other code may have trained in this run
         try: run.config.update(fit_config(learn), allow_val_change=True)
         except Exception as e:                 # W&B, or the user's objects in it: no reason to end a training
@@ -60,6 +60,13 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         if self.log_model and not hasattr(learn, 'save_model'):  # fastai's `after_create` was too early for it
             learn.add_cb(SaveModelCallback(fname=self.model_name or 'model'))
             learn.save_model('before_fit')
+
+    def _start(self, run_id, step, n_steps):
+        "Where a run is: at its beginning, or where a checkpoint says"
+        self._run_id = run_id
+        self._wandb_step,self._n_steps = step,n_steps
+        self.axis = EpochAxis()
+        self._recent = deque()
 
     def before_step(self):
         if self._fitting and self.log and self._n_steps%self.log_freq == 0: self._hists = histograms(self.learn.model, self.log)
@@ -122,8 +129,8 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         if wandb.run is not None and wandb.run.id != state['run_id']:
             print(f"WandbCallback: the checkpoint belongs to the run {state['run_id']!r}, but this run is {wandb.run.id!r}. To continue "
                   "the old run, start with `wandb.init(id=saved_wandb_id(...), resume='allow')`.")
-        self._run_id,self._ahead = (wandb.run.id, wandb.run.step) if wandb.run is not None else (state['run_id'], 0)
-        self._wandb_step,self._n_steps,self.axis,self._recent = state['step'],state['n_steps'],EpochAxis(),deque()
+        run_id,self._ahead = (wandb.run.id, wandb.run.step) if wandb.run is not None else (state['run_id'], 0)
+        self._start(run_id, state['step'], state['n_steps'])
         self.axis.load_state_dict(state['axis'])
         for step,row in state['rows'] if self._run_id == state['run_id'] and wandb.run is not None else ():
             if step >= self._ahead: self._log_row(row, step)
@@ -253,8 +260,8 @@ def histograms(model, log) -> dict:
     return {k: histogram(t.to_dense()) for k,t in tensors.items()}
 
 # %% ../../nbs/api/logs/02_wandb.ipynb #04e012d1
-# Log a folder, without its `models`, as an artifact that the run uses. (Offline W&B cannot record use, so as one that the run creates)
-# name: of the artifact, default the folder's; metadata: W&B gets `str(value)`
+# Log a folder, without its `models`, as an artifact that the run uses. (Offline W&B cannot record use, so as one that
+# the run creates) name: of the artifact, default the folder's; metadata: W&B gets `str(value)`
 def log_dataset(path, name=None, metadata=None, description='raw dataset'):
     if wandb.run is None: raise ValueError('You must call wandb.init() before log_dataset()')
     path = Path(path)

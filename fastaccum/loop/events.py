@@ -100,9 +100,11 @@ class EventTable:
         table['mixers'] = [cb for cb in self.cbs if mixes(cb) or hears(cb, ['before_batch'])]
         table['mute_in_validation'] = [cb for cb in self.cbs if declares(cb, 'repeats_rows')]
         table['outsiders'] = [cb for cb in self.cbs if hears(cb)]
-        table.update({ev: [] for ev in _batch_events})       # new lists: another event may be iterating over the old one
+        # new lists: another event may be iterating over the old one
+        table.update({ev: [] for ev in _batch_events})
         for cb in self.learn.cbs.sorted('order'): self._add(cb)
-        if [cb for cb,*_ in table['after_pred']] == [table['precision']]: table['after_pred'] = []   # no other callback changes its output
+        # no other callback changes its output
+        if [cb for cb,*_ in table['after_pred']] == [table['precision']]: table['after_pred'] = []
         table['backward'] = [e for ev in ('before_backward','after_cancel_backward','after_backward') for e in table[ev]]
         table['reads_pred'] = any(_may_read_pred(cb) for cb,*_ in table['after_batch'])
         return table

@@ -163,7 +163,8 @@ def check_own_loop(learn):
                         "callback.")
 
 # %% ../../nbs/api/loop/05_learner.ipynb #ec4b0b8e
-# Context in which a validation sends the events of a fit. These would reset the callbacks in `fitting`: only the `Recorder` gets them
+# Context in which a validation sends the events of a fit. These would reset the callbacks in `fitting`: only the
+# `Recorder` gets them
 @contextmanager
 def as_a_fit(learn, fitting):
     def fire(*events):

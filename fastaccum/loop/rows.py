@@ -63,7 +63,8 @@ class Rows:
     # Is there a row for this batch?
     def due(self):
         now = self.loop.now
-        return now.closed or not self.one_a_step() or now.predicted and self.loop.accumulation.cancelled     # fastai gives one then, too
+        # fastai gives one then, too
+        return now.closed or not self.one_a_step() or now.predicted and self.loop.accumulation.cancelled
 
     # The work of `Recorder.after_batch` in training: metrics of each batch, a row for each step. False: that is not
     # called again

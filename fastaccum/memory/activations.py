@@ -204,8 +204,9 @@ _kept = [getattr(torch.ops.aten, n).default for n in ('mm','addmm','bmm','baddbm
          '_scaled_dot_product_flash_attention_for_cpu','_scaled_dot_product_efficient_attention','_scaled_dot_product_cudnn_attention')]
 
 # %% ../../nbs/api/memory/01_activations.ipynb #9348b091
-# Contexts of a block's forward pass and of its repetition, which has the same random numbers (except PyTorch's own, which `checkpoint`
-# handles) and buffers. keep: makes two PyTorch contexts that keep results instead of recomputing them
+# Contexts of a block's forward pass and of its repetition, which has the same random numbers (except PyTorch's own,
+# which `checkpoint` handles) and buffers. keep: makes two PyTorch contexts that keep results instead of recomputing
+# them
 def replayed(module, keep=None) -> tuple:
     replay,(first,second) = Replay(module),(nullcontext(),nullcontext()) if keep is None else keep()
     first.respect_saved_tensors_hooks = True  # what is kept selectively may be offloaded

@@ -196,8 +196,9 @@ class Cost(NamedTuple):
     when:str     # The part of training with this peak
 
 # %% ../../nbs/api/memory/02_advice.ipynb #484b5d05
-# Notes the bytes in use after each allocation, and counts floating-point operations. reads: may values of tensors be read? If not, each is
-# 1: some optimizers (Lamb: is the norm 0?) and the measuring of a loss read values, which do not change how much they keep
+# Notes the bytes in use after each allocation, and counts floating-point operations. reads: may values of tensors be
+# read? If not, each is 1: some optimizers (Lamb: is the norm 0?) and the measuring of a loss read values, which do not
+# change how much they keep
 class Costs(StorageFollower):
     def __init__(self, reads=True):
         super().__init__()
@@ -530,7 +531,8 @@ class PassCosts:
             if self.why is None or not is_out_of_memory(e) or max(sizes) == 1: raise
             self.most = max(sizes)//2
         else: return Pass(costs, k)
-        return self.passed(plan, train, n, k, keeps)    # outside `except`, because the traceback keeps the activations alive
+        # outside `except`, because the traceback keeps the activations alive
+        return self.passed(plan, train, n, k, keeps)
 
     # The costs of a micro-batch, or of all those that share a loss, in training or in validation: of `n` items, chosen
     # `among` so many

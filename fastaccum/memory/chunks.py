@@ -146,8 +146,8 @@ class PassOn(OtherForward):
     def __call__(self, x): return x if isinstance(x, HeadInput) else self.plain(x)
 
 # %% ../../nbs/api/memory/04_chunks.ipynb #c0a3f013
-# In the place of a Learner's loss: of outputs as before, and of the head's input in chunks. Attributes, copies and pickles are those of the
-# loss in whose place it is
+# In the place of a Learner's loss: of outputs as before, and of the head's input in chunks. Attributes, copies and
+# pickles are those of the loss in whose place it is
 class HeadLoss:
     def __init__(self, chunked): vars(self).update(chunked=chunked, loss_of_outputs=chunked.loss_func, used=False)
     def __getattr__(self, k):

@@ -36,7 +36,8 @@ class LargestFirst(LoopCallback):
         if batch not in ('first','epoch') and not callable(batch):
             raise ValueError(f"batch={batch!r}: pass 'first' for the first batch of the loader without shuffling, 'epoch' to load an "
                              "epoch and take its largest batch, or a function of the training loader that returns a batch.")
-        self.batch,self.elements = batch,None                # elements of the batch that was tried; None: not yet in this fit
+        # elements of the batch that was tried; None: not yet in this fit
+        self.batch,self.elements = batch,None
 
     def before_fit(self):
         self.elements,acc = None,self.loop.table['accumulation']
@@ -74,7 +75,8 @@ class LargestFirst(LoopCallback):
         if callable(self.batch): return self.batch(dl)
         one = self.batch == 'first'
         if isinstance(dl, DataLoader):
-            check_repeats(dl)                                # a copy, as a shuffle makes a language model's loader cut up its texts anew
+            # a copy, as a shuffle makes a language model's loader cut up its texts anew
+            check_repeats(dl)
             dl = dl.new(shuffle=False, **dict(num_workers=0) if one else {})
         return max(islice(dl, 1) if one else dl, key=elements_in)
 

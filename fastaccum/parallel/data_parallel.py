@@ -40,7 +40,8 @@ class DataParallel(LoopCallback):
             raise ValueError("overlap=True sends gradients while a rank computes, so the speeds for shares='auto' cannot be measured. Use "
                              "one of the two.")
         store_attr()
-        self.brings_ranks = self.make_ranks() if start_group(timeout) else None   # accumulation and checkpoints find it here
+        # accumulation and checkpoints find it here
+        self.brings_ranks = self.make_ranks() if start_group(timeout) else None
         self.fitting = False
         self.validation = None
         self._logger = None

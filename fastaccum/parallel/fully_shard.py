@@ -80,7 +80,8 @@ class FullyShard(DataParallel):
         reshard(learn.model)
         model,opt = whole(learn.model.state_dict()),whole(learn.opt.state_dict()) if with_opt and learn.opt is not None else None
         save_model(file, _With(model), opt and _With(opt), with_opt=with_opt, **kwargs)
-        if self.rank and hasattr(learn, 'lr_finder'): torch.save(dict(model=model, opt=opt), file)  # each rank has its own folder
+        # each rank has its own folder
+        if self.rank and hasattr(learn, 'lr_finder'): torch.save(dict(model=model, opt=opt), file)
         return file
 
     def load_learner(self, file, device=None, **kwargs):
@@ -210,7 +211,8 @@ class ShardedRanks(Ranks):
         return mean,weight,n
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #22702e59
-# Compares one small gradient of a step with the sum of what the ranks' backward passes gave, whatever PyTorch makes of it in between
+# Compares one small gradient of a step with the sum of what the ranks' backward passes gave, whatever PyTorch makes of
+# it in between
 class SumWitness:
     # `is_blind`: may others change gradients between the backward passes of a step?
     def __init__(self, model, acc, is_blind=False):
@@ -224,7 +226,8 @@ class SumWitness:
         self.seen = None
         self.hooks = {}
         above = [m for k,m in model.named_modules() if is_sharded(m) and (not k or f'{owner}.'.startswith(f'{k}.'))]
-        self.forward = above[-1].register_forward_pre_hook(self._watch)        # after FSDP's own, which gathers the weights
+        # after FSDP's own, which gathers the weights
+        self.forward = above[-1].register_forward_pre_hook(self._watch)
 
     # A step begins
     def begin(self):
@@ -283,7 +286,8 @@ def part_for_rank(t):
     return parts[dist.get_rank()] if dist.get_rank() < len(parts) else t[:0]
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #265eaa0a
-# Raise an error for settings that do not work with a sharded model; `cb`: a `FullyShard` that is attached to a `Learner`
+# Raise an error for settings that do not work with a sharded model; `cb`: a `FullyShard` that is attached to a
+# `Learner`
 def check_shards(cb):
     acc = cb.brings_ranks.accumulation
     if acc.auto:

@@ -109,7 +109,8 @@ class Ranks(OneRank):
     n_own      = property(lambda self: self.row[self.rank])            # this rank's items
     total      = property(lambda self: sum(self.row))                  # as planned: the dataset may skip items
     n_active   = property(lambda self: sum(n > 0 for n in self.row))   # ranks with items
-    first_item = property(lambda self: sum(self.row[:self.rank]))      # place of this rank's first item among those of all
+    # place of this rank's first item among those of all
+    first_item = property(lambda self: sum(self.row[:self.rank]))
 
     def sum_of_batch(self, n): return int(self.agree('count', items=n).items)
 
@@ -141,7 +142,8 @@ class Ranks(OneRank):
     pools      = property(lambda self: self.accumulation is not None and way_of(self.accumulation).pools_norms)
 
     # -- a step
-    # Loss, weight and number of items over all ranks, from a mean loss, the sum of its weights, and the target that `backward` divided by
+    # Loss, weight and number of items over all ranks, from a mean loss, the sum of its weights, and the target that
+    # `backward` divided by
     def reduce(self, loss, weight, n_items, target):
         with self.shares.waiting(self.device): res = self._reduce(loss, weight, n_items, target)
         if self.shares.measures and self.shares.step_ends(self.dl.dl.bs, self.device): self._share(self.learn.iter+1)
@@ -150,7 +152,8 @@ class Ranks(OneRank):
     def _reduce(self, loss, weight, n_items, target):
         acc = self.accumulation.acc
         if self.overlap:
-            with together(): self.buckets.send_rest(self._early_scale(ifnone(target, 1)))   # before the sums, on all ranks
+            # before the sums, on all ranks
+            with together(): self.buckets.send_rest(self._early_scale(ifnone(target, 1)))
         mean,total,weight,n = self.add_up(loss, weight, n_items)
         target = ifnone(acc.target, 1)                                 # which another rank's rule may have changed
         with together():
@@ -236,8 +239,8 @@ class Ranks(OneRank):
     def all_ended(self): return all_ended(self.timeout)
 
     # -- the head
-    # Exchange it: where this rank is (one of `kinds`), what it asks for, and values to add up. A rank that does not vote goes where the
-    # others are. Raises `CancelFitException` if another rank has ended the fit
+    # Exchange it: where this rank is (one of `kinds`), what it asks for, and values to add up. A rank that does not
+    # vote goes where the others are. Raises `CancelFitException` if another rank has ended the fit
     def agree(self, kind, votes=True, **values):
         asked,self.asked = self.asked,set()        # a signal may add more at any moment
         ends = kind == 'end'
@@ -259,7 +262,8 @@ class Ranks(OneRank):
     def _place_of(self, kind):
         learn,step = self.learn,kind in ('step','average','count','norm','backward')
         batch = learn.iter if step else self.calls if kind in ('outputs','forward') else 0
-        if step or kind in ('train','validate'): batch += learn.epoch*len(learn.dls.train)    # the others may come without a fit
+        # the others may come without a fit
+        if step or kind in ('train','validate'): batch += learn.epoch*len(learn.dls.train)
         return kinds.index(kind) + len(kinds)*(batch%2**16)
 
     # Another: what the loss is thought to average over

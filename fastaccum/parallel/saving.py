@@ -17,7 +17,8 @@ from .processes import from_all, from_rank0
 __all__ = []
 
 # %% ../../nbs/api/parallel/06_saving.ipynb #4b5ff90b
-# A state to save: that of rank 0, with what differs on other ranks. All ranks call it; `buffers`: names of the model's buffers
+# A state to save: that of rank 0, with what differs on other ranks. All ranks call it; `buffers`: names of the model's
+# buffers
 def joined(state, buffers):
     parts = parts_of(state, buffers)
     digests = from_rank0(None if dist.get_rank() else digests_of(parts))

@@ -19,8 +19,9 @@ from .shares import split_items
 __all__ = []
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #44859a61
-# The rank's part of every batch of `dl`, which is fastai's or PyTorch's loader of whole batches. With `ghosts`, a rank without
-# items gets one that does not count, so that all ranks have the same number of batches. The ranks' `shares` may move between two batches
+# The rank's part of every batch of `dl`, which is fastai's or PyTorch's loader of whole batches. With `ghosts`, a rank
+# without items gets one that does not count, so that all ranks have the same number of batches. The ranks' `shares` may
+# move between two batches
 class ShardedDL(TfmdDL):
     _default = 'dl'
     def __init__(self, dl, rank, shares, ghosts=False):
@@ -95,7 +96,8 @@ class ShardedDL(TfmdDL):
     def after_iter(self): self.dl.after_iter()
     def randomize(self): self.dl.randomize()
     def new(self, *args, **kwargs): return self.dl.new(*args, **kwargs)
-    def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)  # all is gathered once, at the end
+    # all is gathered once, at the end
+    def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #c3b0e9a7
 # Make each metric, which has accumulated this rank's items, count the items of all ranks
@@ -110,14 +112,16 @@ def check_metrics(metrics):
     for m in metrics: _attributes(m)
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #3343c09d
-# Predictions for all items, in the loader's order, on each rank. `preds`: of this rank's items; `rows`: of a `ShardedDL`;
-# `dim`: where to join
+# Predictions for all items, in the loader's order, on each rank. `preds`: of this rank's items; `rows`: of a
+# `ShardedDL`; `dim`: where to join
 def joined_predictions(preds, rows, dim=0):
-    starts = np.cumsum([0, *[sum(r) for r in zip(*rows)]])[:-1].tolist()  # where each rank's items begin after concatenation
+    # where each rank's items begin after concatenation
+    starts = np.cumsum([0, *[sum(r) for r in zip(*rows)]])[:-1].tolist()
     order = []
     for row in rows:
         for r,n in enumerate(row): order += range(starts[r], starts[r]+n); starts[r] += n
-    parts = [p for p,items in zip(from_all(preds), zip(*rows)) if sum(items)]  # a rank without items has nothing to join
+    # a rank without items has nothing to join
+    parts = [p for p,items in zip(from_all(preds), zip(*rows)) if sum(items)]
     return map_tensors(lambda *ts: torch.cat(ts, dim).index_select(dim, tensor(order)), *parts)
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #db04f291
@@ -130,8 +134,8 @@ class LocalDL(GetAttr):
     def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #6d9c9dfd
-# For batches of `sizes` items, the number of items of each rank, in proportion to `shares`. In a small last batch fewer ranks have items,
-# if a rank would have a single one, of which BatchNorm cannot compute a variance
+# For batches of `sizes` items, the number of items of each rank, in proportion to `shares`. In a small last batch fewer
+# ranks have items, if a rank would have a single one, of which BatchNorm cannot compute a variance
 def shard_sizes(sizes, shares):
     row_of = {n: split_items(n, shares) for n in set(sizes)}
     rows = [row_of[n] for n in sizes]
@@ -141,7 +145,8 @@ def shard_sizes(sizes, shares):
         left.remove(min(left, key=lambda r: (shares[r], -r)))
         part = split_items(sizes[-1], [shares[r] for r in left])
         last = [part[left.index(r)] if r in left else 0 for r in range(len(shares))]
-    fits = all(a <= b for a,b in zip(last, rows[0]))                   # a rank has no more items than in the first batch
+    # a rank has no more items than in the first batch
+    fits = all(a <= b for a,b in zip(last, rows[0]))
     return [*rows[:-1], last] if fits else rows
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #1792fe31
@@ -170,8 +175,8 @@ def known_sizes(dl):
     raise ValueError(_no_sizes(dl))
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #41604d86
-# Indices in the order of an epoch. All ranks draw it with rank 0's random numbers, as `LMDataLoader` shuffles texts, not only indices;
-# afterwards each goes on with its own, but for those of the loader
+# Indices in the order of an epoch. All ranks draw it with rank 0's random numbers, as `LMDataLoader` shuffles texts,
+# not only indices; afterwards each goes on with its own, but for those of the loader
 def drawn_by_rank0(dl):
     mine,first = RandomState(own=[dl.rng]),dist.get_rank() == 0
     drawn_with,idxs = from_rank0((mine, [int(i) for i in dl.get_idxs()]) if first else None)

@@ -18,11 +18,12 @@ from .processes import from_rank0, together
 __all__ = []
 
 # %% ../../nbs/api/parallel/10_shares.ipynb #7714c63e
-# How many of `n` items each rank takes. Only the ratios of the positive `shares` count. Of two ranks that are equally due, the first is
-# served
+# How many of `n` items each rank takes. Only the ratios of the positive `shares` count. Of two ranks that are equally
+# due, the first is served
 def split_items(n, shares):
     total,k = sum(shares),len(shares)
-    res = [max(0, floor(s/total*(n-k/2) + .5 - 1e-9)) for s in shares]      # what each has for certain: less than `k` items are left
+    # what each has for certain: less than `k` items are left
+    res = [max(0, floor(s/total*(n-k/2) + .5 - 1e-9)) for s in shares]
     for _ in range(n-sum(res)):
         r = max(range(k), key=lambda r: shares[r]/(2*res[r]+1))
         res[r] += 1
@@ -63,7 +64,8 @@ class Shares:
 # Shares that move to the speeds that the ranks measure, until they settle
 class MeasuredShares(Shares):
     measures = True
-    every,least_gain,most_moves = 5,.03,20     # steps from one move to the next; a gain that counts; moves after which they settle anyway
+    # steps from one move to the next; a gain that counts; moves after which they settle anyway
+    every,least_gain,most_moves = 5,.03,20
     def __init__(self, rank, world):
         super().__init__(world)
         self.rank,self.given = rank,'auto'

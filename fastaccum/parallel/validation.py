@@ -41,7 +41,8 @@ class JointValidation:
         if acc is not None and way_of(acc).is_coupled: return True
         if self.weight is not None: return False
         trained = acc is not None and acc.rule.new_probe is not None
-        self.rule = copy(acc.rule) if trained else LossRule(LossProbe)         # a copy, as MixUp replaces the loss in training
+        # a copy, as MixUp replaces the loss in training
+        self.rule = copy(acc.rule) if trained else LossRule(LossProbe)
         self.rule.look_up(self.learn.loss_func, acc is None or bool(acc.check_loss and acc.normalize))
         if self.rule.info.inexact: return True
         if not self.rule.probed: return False
@@ -82,7 +83,8 @@ class JointValidation:
             if kind == 'outputs': joined_items(rows[i], None, ranks.device)
             elif kind == 'forward': ranks.ghost_forward()
             else: break
-        if kind == 'cancelled' and hasattr(self.learn, 'recorder'): self.learn.recorder.cancel_valid = True    # as on the ranks that voted
+        # as on the ranks that voted
+        if kind == 'cancelled' and hasattr(self.learn, 'recorder'): self.learn.recorder.cancel_valid = True
         self.cancelled = kind == 'cancelled'
         if not self.cancelled: self._set_losses()
 
@@ -92,7 +94,8 @@ class JointValidation:
         sums = torch.zeros(4, len(self.rows), dtype=torch.float64, device=self.ranks.device)
         for i,loss,weight,items,floor in self.parts:
             loss,weight = (torch.as_tensor(v, dtype=torch.float64, device=sums.device).detach() for v in (loss, weight))
-            counts = weight > 0 if not floor else loss.isfinite()       # with a least divisor, a loss without weight counts, too
+            # with a least divisor, a loss without weight counts, too
+            counts = weight > 0 if not floor else loss.isfinite()
             total = torch.where(counts, loss*weight.clamp(min=floor), 0.)
             sums[:,i] = torch.stack([total, weight, torch.full_like(weight, items), torch.full_like(weight, items*floor)])
         with together(): dist.all_reduce(sums)

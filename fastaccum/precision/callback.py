@@ -133,7 +133,8 @@ class MixedPrecision(LoopCallback):
     def before_step(self):
         if not self.scaler.is_enabled() or self.scaler._scale is None: return  # bf16, or no backward pass yet
         self.scaler.unscale_(self.opt)
-        if self.scaler.may_give_up: self._finite = self._finite_grads()        # before clipping turns all gradients into NaN
+        # before clipping turns all gradients into NaN
+        if self.scaler.may_give_up: self._finite = self._finite_grads()
 
     def opt_step(self) -> bool|Tensor: # Did the weights change?
         "Step unless a gradient overflowed. This takes one host sync, or none with fused optimizers"
