@@ -72,22 +72,6 @@ class Ranks(OneRank):
         if self.overlap: self.hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.buckets.place]
         if self.learn.one_batch.lr_finder and self.rank: save_for_lr_find(self.learn)
 
-    def before_validate(self):
-        self.shares.pause()                        # what happens between two steps is no part of them
-        self.agree('validate')
-        self.join_buffers()
-
-    def join_buffers(self):
-        if self.buffers_differ: average_buffers(self.learn.model, self._usual_row())
-        self.buffers_differ = False
-
-    # Items of each rank in the latest of the epoch's largest loader batches
-    def _usual_row(self): return max(reversed(self.dl.rows), key=sum, default=[1]*self.world)
-
-    # The loader batches of a validation begin, and end
-    def begin_validation(self):
-        self.calls = 0
-        self.shares.check_same(self.rank)
     def end_validation(self): pass
 
     def end_fit(self):
@@ -111,56 +95,9 @@ class Ranks(OneRank):
     n_active   = property(lambda self: sum(n > 0 for n in self.row))   # ranks with items
     # place of this rank's first item among those of all
     first_item = property(lambda self: sum(self.row[:self.rank]))
-
-    def sum_of_batch(self, n): return int(self.agree('count', items=n).items)
-
-    def begin(self, batch):
-        if self.overlap: self._expect(batch)
-        if self.shares.measures: self.shares.batch_begins(self.n_own, self.device)
-        if self.n_own: return True
-        self.no_items()
-        batch.way.take_part(self.learn)
-        return False
-
-    # The batch gets its events and its row, without items of this rank
-    def no_items(self):
-        learn = self.learn
-        learn.one_batch.now.went_through()         # other ranks have its items
-        learn.pred,learn.loss = None,torch.zeros((), device=self.device)
-
-    # Outputs of all ranks' items, place of this rank's first, and the factor for its gradients; the targets of all go
-    # into `learn.yb`. A rank without items has no outputs, and needs none
-    def gather(self, out=None):
-        learn = self.learn
-        with self.shares.waiting(self.device): joined = joined_items(self.row, None if out is None else (out, learn.yb), self.device)
-        if joined is None: return None
-        out,learn.yb = joined
-        return out,self.first_item,self.n_active
-
     norms      = property(lambda self: JointNorms(self))
     # Does BatchNorm see the items of all ranks?
     pools      = property(lambda self: self.accumulation is not None and way_of(self.accumulation).pools_norms)
-
-    # -- a step
-    # Loss, weight and number of items over all ranks, from a mean loss, the sum of its weights, and the target that
-    # `backward` divided by
-    def reduce(self, loss, weight, n_items, target):
-        with self.shares.waiting(self.device): res = self._reduce(loss, weight, n_items, target)
-        if self.shares.measures and self.shares.step_ends(self.dl.dl.bs, self.device): self._share(self.learn.iter+1)
-        return res
-
-    def _reduce(self, loss, weight, n_items, target):
-        acc = self.accumulation.acc
-        if self.overlap:
-            # before the sums, on all ranks
-            with together(): self.buckets.send_rest(self._early_scale(ifnone(target, 1)))
-        mean,total,weight,n = self.add_up(loss, weight, n_items)
-        target = ifnone(acc.target, 1)                                 # which another rank's rule may have changed
-        with together():
-            self.buckets.send_rest(target/total if total else 0.)
-            self.buckets.receive()
-        if self.overlap and acc.normalize: scale_grads(acc.params, acc.accum_bs/total if total else 0.)
-        return mean,weight,n
 
     # From loader batch `first` on, the ranks take their present shares. The step in which workers start anew is not
     # measured
@@ -174,119 +111,177 @@ class Ranks(OneRank):
         self.shares.out_of_memory(own=True)
         self.ask('out_of_memory')                  # with the next head, all ranks learn of it
 
-    # The loss over all ranks, the divisor of the gradients, and the sums of weights and items
-    def add_up(self, loss, weight, n_items):
-        acc,others = self.accumulation.acc,[v for cb in self.summing for v in cb.rank_sums()]
-        def exchange(loss, weight):
-            total = loss.double()*acc.divisor(weight) if acc.normalize else loss
-            floor = acc.least_divisor
-            return self.agree('step', loss=total, weight=weight, items=n_items, floor=floor, floors=floor > 0,
-                              **{f'other{i}': v for i,v in enumerate(others, 1)})
-        head = exchange(loss, weight)
-        if head.unsure and not same_on_all(head.rule, head.rule_squared, self.world):
-            self._share_rule()
-            head = exchange(*acc.mean())
-            self._check_rule(head)
-        mean = acc.normalize
-        for cb in self.summing: cb.summed_over_ranks((head.other1, head.other2), head.weight, head.items)
-        total = max(head.weight, head.floor/(head.floors or 1)) if mean else 1
-        return torch.tensor(head.loss/total if total else 0., dtype=loss.dtype, device=self.device),total,head.weight,int(head.items)
+# %% ../../nbs/api/parallel/07_ranks.ipynb #e91ae7c1
+@patch
+def sum_of_batch(self:Ranks, n): return int(self.agree('count', items=n).items)
 
-    # A rank that has not seen what the loss averages over, as its targets were all ignored so far, or it had a single
-    # item, takes over what another rank has measured
-    def _share_rule(self):
-        cb,acc = self.accumulation,self.accumulation.acc
-        rules = from_all(cb.rule.info.as_dict() if cb.rule.sure else None)
-        if cb.rule.sure: return
-        weights = cb.rule.adopt(first(r for r in rules if r is not None))
-        if not acc.losses or len(weights) != len(acc.losses): return
-        acc.correct(weights, cb.rule.divided_by(weights))
-        weight = acc.mean()[1]
-        if acc.normalize and not weight:
-            for p in acc.params:
-                if p.grad is not None: p.grad.zero_()                  # they may be NaN
-        elif not self.late_weights:
-            cb.warn_once("This rank could not measure what the loss averages over before the gradients were sent, so the first step is not "
-                         "exact. To be exact from the first step, pass weight=.", 'troubleshooting.html#the-loss-is-off')
+@patch
+def begin(self:Ranks, batch):
+    if self.overlap: self._expect(batch)
+    if self.shares.measures: self.shares.batch_begins(self.n_own, self.device)
+    if self.n_own: return True
+    self.no_items()
+    batch.way.take_part(self.learn)
+    return False
 
-    # In case the ranks go on accumulating: each of them holds the sum now
-    def step_cancelled(self): scale_grads(self.accumulation.acc.params, 1/self.world)
+# The batch gets its events and its row, without items of this rank
+@patch
+def no_items(self:Ranks):
+    learn = self.learn
+    learn.one_batch.now.went_through()         # other ranks have its items
+    learn.pred,learn.loss = None,torch.zeros((), device=self.device)
 
-    # -- gradients that are sent while the last backward pass computes
-    # A batch begins: how many backward passes come before the ranks send?
-    def _expect(self, batch):
-        if batch.closes: self.agree('step')        # a rank that has ended the fit would not send
-        self.left = batch.way.calls_for(self.n_own) if batch.closes and self.n_own else inf
+# Outputs of all ranks' items, place of this rank's first, and the factor for its gradients; the targets of all go
+# into `learn.yb`. A rank without items has no outputs, and needs none
+@patch
+def gather(self:Ranks, out=None):
+    learn = self.learn
+    own = None if out is None else (out, learn.yb)
+    with self.shares.waiting(self.device): joined = joined_items(self.row, own, self.device)
+    if joined is None: return None
+    out,learn.yb = joined
+    return out,self.first_item,self.n_active
 
-    def begin_backward(self):
-        if self.overlap: self.left -= 1
+# %% ../../nbs/api/parallel/07_ranks.ipynb #aea2e21f
+@patch
+def before_validate(self:Ranks):
+    self.shares.pause()                        # what happens between two steps is no part of them
+    self.agree('validate')
+    self.join_buffers()
 
-    def _arrived(self, p):
-        if self.left: return
-        self.buckets.arrived(p, self._early_scale(ifnone(self.accumulation.acc.target, 1)))
+@patch
+def join_buffers(self:Ranks):
+    if self.buffers_differ: average_buffers(self.learn.model, self._usual_row())
+    self.buffers_differ = False
 
-    def _early_scale(self, target): return target/self.accumulation.acc.accum_bs if self.accumulation.acc.normalize else 1
+# Items of each rank in the latest of the epoch's largest loader batches
+@patch
+def _usual_row(self:Ranks): return max(reversed(self.dl.rows), key=sum, default=[1]*self.world)
 
-    # -- a checkpoint
-    def ask(self, what): self.asked.add(what)      # all ranks know it after the next message
-    def load(self, folder, fit, device): return load_together(folder, fit, device)
-    def join(self, learn, state):
-        self.shares.pause()
-        return joined(state, dict(get_model(learn.model).named_buffers()))
-    def load_shares(self, state):
-        self.shares.load_state_dict(state)
-        if self.dl is not None: self._share(0)
-    def all_ended(self): return all_ended(self.timeout)
+# The loader batches of a validation begin, and end
+@patch
+def begin_validation(self:Ranks):
+    self.calls = 0
+    self.shares.check_same(self.rank)
 
-    # -- the head
-    # Exchange it: where this rank is (one of `kinds`), what it asks for, and values to add up. A rank that does not
-    # vote goes where the others are. Raises `CancelFitException` if another rank has ended the fit
-    def agree(self, kind, votes=True, **values):
-        asked,self.asked = self.asked,set()        # a signal may add more at any moment
-        ends = kind == 'end'
-        if kind in ('outputs','forward'): self.calls += 1
-        place,rule = (0, 0) if ends or not votes else (self._place_of(kind), self._rule() if kind == 'step' else 0)
-        unsure = kind == 'step' and not self.accumulation.rule.sure
-        own = Head(**values, place=place, place_squared=place**2, votes=votes, rule=rule, rule_squared=rule**2, unsure=unsure, ended=ends,
-                   **dict.fromkeys(asked, True))
-        head = own.added_up(self.device)
-        self.known.update(k for k in asks if getattr(head, k))
-        if head.out_of_memory: self.shares.out_of_memory(own=False)
-        if head.ended and not ends:
-            self.ended = True
-            raise CancelFitException('another rank has ended the fit')
-        if not head.ended: self._check_same(kind, head)
-        return head
+# %% ../../nbs/api/parallel/07_ranks.ipynb #1768878f
+# Loss, weight and number of items over all ranks, from a mean loss, the sum of its weights, and the target that
+# `backward` divided by
+@patch
+def reduce(self:Ranks, loss, weight, n_items, target):
+    with self.shares.waiting(self.device): res = self._reduce(loss, weight, n_items, target)
+    if self.shares.measures and self.shares.step_ends(self.dl.dl.bs, self.device): self._share(self.learn.iter+1)
+    return res
 
-    # A number that must be the same on all ranks
-    def _place_of(self, kind):
-        learn,step = self.learn,kind in ('step','average','count','norm','backward')
-        batch = learn.iter if step else self.calls if kind in ('outputs','forward') else 0
-        # the others may come without a fit
-        if step or kind in ('train','validate'): batch += learn.epoch*len(learn.dls.train)
-        return kinds.index(kind) + len(kinds)*(batch%2**16)
+@patch
+def _reduce(self:Ranks, loss, weight, n_items, target):
+    acc = self.accumulation.acc
+    if self.overlap:
+        # before the sums, on all ranks
+        with together(): self.buckets.send_rest(self._early_scale(ifnone(target, 1)))
+    mean,total,weight,n = self.add_up(loss, weight, n_items)
+    target = ifnone(acc.target, 1)                                 # which another rank's rule may have changed
+    with together():
+        self.buckets.send_rest(target/total if total else 0.)
+        self.buckets.receive()
+    if self.overlap and acc.normalize: scale_grads(acc.params, acc.accum_bs/total if total else 0.)
+    return mean,weight,n
 
-    # Another: what the loss is thought to average over
-    def _rule(self):
-        acc = self.accumulation
-        return zlib.crc32(f'{acc.rule.key} {acc.acc.normalize}'.encode())%1000
+# The loss over all ranks, the divisor of the gradients, and the sums of weights and items
+@patch
+def add_up(self:Ranks, loss, weight, n_items):
+    acc,others = self.accumulation.acc,[v for cb in self.summing for v in cb.rank_sums()]
+    def exchange(loss, weight):
+        total = loss.double()*acc.divisor(weight) if acc.normalize else loss
+        floor = acc.least_divisor
+        return self.agree('step', loss=total, weight=weight, items=n_items, floor=floor, floors=floor > 0,
+                          **{f'other{i}': v for i,v in enumerate(others, 1)})
+    head = exchange(loss, weight)
+    if head.unsure and not same_on_all(head.rule, head.rule_squared, self.world):
+        self._share_rule()
+        head = exchange(*acc.mean())
+        self._check_rule(head)
+    for cb in self.summing: cb.summed_over_ranks((head.other1, head.other2), head.weight, head.items)
+    total = max(head.weight, head.floor/(head.floors or 1)) if acc.normalize else 1
+    mean = torch.tensor(head.loss/total if total else 0., dtype=loss.dtype, device=self.device)
+    return mean,total,head.weight,int(head.items)
 
-    def _check_same(self, kind, head):
-        learn = self.learn
-        if not same_on_all(head.place, head.place_squared, head.votes):
-            where = f"epoch {learn.__dict__.get('epoch', 0)}, batch {learn.__dict__.get('iter', 0)}"
-            of_batches = ", and with coupled='batchnorm' also `CancelBatchException`" if self.pools else ''
-            raise RuntimeError(f"The ranks have parted: this one is at {kind!r} ({where}), "
-                               "another is not. Something ends an epoch or a validation on some ranks only (`CancelTrainException`, "
-                               f"`CancelEpochException`, `CancelValidException`{of_batches}): end it on all ranks, or raise "
-                               "`CancelFitException`.")
-        if not head.unsure: self._check_rule(head)
+# In case the ranks go on accumulating: each of them holds the sum now
+@patch
+def step_cancelled(self:Ranks): scale_grads(self.accumulation.acc.params, 1/self.world)
 
-    def _check_rule(self, head):
-        if not same_on_all(head.rule, head.rule_squared, self.world):
-            raise RuntimeError("The ranks disagree about what the loss averages over. This rank has measured: "
-                               f"{self.accumulation.loss_rule}. Pass weight= to the accumulation callback: a function that takes the "
-                               "Learner and returns what its loss averaged over.")
+# %% ../../nbs/api/parallel/07_ranks.ipynb #de5b6650
+# A rank that has not seen what the loss averages over, as its targets were all ignored so far, or it had a single
+# item, takes over what another rank has measured
+@patch
+def _share_rule(self:Ranks):
+    cb,acc = self.accumulation,self.accumulation.acc
+    rules = from_all(cb.rule.info.as_dict() if cb.rule.sure else None)
+    if cb.rule.sure: return
+    weights = cb.rule.adopt(first(r for r in rules if r is not None))
+    if not acc.losses or len(weights) != len(acc.losses): return
+    acc.correct(weights, cb.rule.divided_by(weights))
+    weight = acc.mean()[1]
+    if acc.normalize and not weight:
+        for p in acc.params:
+            if p.grad is not None: p.grad.zero_()                  # they may be NaN
+    elif not self.late_weights:
+        cb.warn_once("This rank could not measure what the loss averages over before the gradients were sent, so the first step "
+                     "is not exact. To be exact from the first step, pass weight=.", 'troubleshooting.html#the-loss-is-off')
+
+# Another: what the loss is thought to average over
+@patch
+def _rule(self:Ranks):
+    acc = self.accumulation
+    return zlib.crc32(f'{acc.rule.key} {acc.acc.normalize}'.encode())%1000
+
+@patch
+def _check_rule(self:Ranks, head):
+    if not same_on_all(head.rule, head.rule_squared, self.world):
+        raise RuntimeError("The ranks disagree about what the loss averages over. This rank has measured: "
+                           f"{self.accumulation.loss_rule}. Pass weight= to the accumulation callback: a function that takes the "
+                           "Learner and returns what its loss averaged over.")
+
+# %% ../../nbs/api/parallel/07_ranks.ipynb #c1581cd6
+# A batch begins: how many backward passes come before the ranks send?
+@patch
+def _expect(self:Ranks, batch):
+    if batch.closes: self.agree('step')        # a rank that has ended the fit would not send
+    self.left = batch.way.calls_for(self.n_own) if batch.closes and self.n_own else inf
+
+@patch
+def begin_backward(self:Ranks):
+    if self.overlap: self.left -= 1
+
+@patch
+def _arrived(self:Ranks, p):
+    if self.left: return
+    self.buckets.arrived(p, self._early_scale(ifnone(self.accumulation.acc.target, 1)))
+
+@patch
+def _early_scale(self:Ranks, target):
+    acc = self.accumulation.acc
+    return target/acc.accum_bs if acc.normalize else 1
+
+# %% ../../nbs/api/parallel/07_ranks.ipynb #0aca5d86
+@patch
+def ask(self:Ranks, what): self.asked.add(what)      # all ranks know it after the next message
+
+@patch
+def load(self:Ranks, folder, fit, device): return load_together(folder, fit, device)
+
+@patch
+def join(self:Ranks, learn, state):
+    self.shares.pause()
+    return joined(state, dict(get_model(learn.model).named_buffers()))
+
+@patch
+def load_shares(self:Ranks, state):
+    self.shares.load_state_dict(state)
+    if self.dl is not None: self._share(0)
+
+@patch
+def all_ended(self:Ranks): return all_ended(self.timeout)
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #232b40c9
 kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','end'
@@ -323,6 +318,48 @@ class Head(NamedTuple):
     # Where the ranks are that have voted
     @property
     def kind(self): return kinds[int(self.place/self.votes)%len(kinds)]
+
+# %% ../../nbs/api/parallel/07_ranks.ipynb #534fdc5c
+# Exchange it: where this rank is (one of `kinds`), what it asks for, and values to add up. A rank that does not
+# vote goes where the others are. Raises `CancelFitException` if another rank has ended the fit
+@patch
+def agree(self:Ranks, kind, votes=True, **values):
+    asked,self.asked = self.asked,set()        # a signal may add more at any moment
+    ends = kind == 'end'
+    if kind in ('outputs','forward'): self.calls += 1
+    place,rule = (0, 0) if ends or not votes else (self._place_of(kind), self._rule() if kind == 'step' else 0)
+    unsure = kind == 'step' and not self.accumulation.rule.sure
+    own = Head(**values, place=place, place_squared=place**2, votes=votes, rule=rule, rule_squared=rule**2, unsure=unsure,
+               ended=ends, **dict.fromkeys(asked, True))
+    head = own.added_up(self.device)
+    self.known.update(k for k in asks if getattr(head, k))
+    if head.out_of_memory: self.shares.out_of_memory(own=False)
+    if head.ended and not ends:
+        self.ended = True
+        raise CancelFitException('another rank has ended the fit')
+    if not head.ended: self._check_same(kind, head)
+    return head
+
+# A number that must be the same on all ranks
+@patch
+def _place_of(self:Ranks, kind):
+    learn,step = self.learn,kind in ('step','average','count','norm','backward')
+    batch = learn.iter if step else self.calls if kind in ('outputs','forward') else 0
+    # the others may come without a fit
+    if step or kind in ('train','validate'): batch += learn.epoch*len(learn.dls.train)
+    return kinds.index(kind) + len(kinds)*(batch%2**16)
+
+@patch
+def _check_same(self:Ranks, kind, head):
+    learn = self.learn
+    if not same_on_all(head.place, head.place_squared, head.votes):
+        where = f"epoch {learn.__dict__.get('epoch', 0)}, batch {learn.__dict__.get('iter', 0)}"
+        of_batches = ", and with coupled='batchnorm' also `CancelBatchException`" if self.pools else ''
+        raise RuntimeError(f"The ranks have parted: this one is at {kind!r} ({where}), "
+                           "another is not. Something ends an epoch or a validation on some ranks only (`CancelTrainException`, "
+                           f"`CancelEpochException`, `CancelValidException`{of_batches}): end it on all ranks, or raise "
+                           "`CancelFitException`.")
+    if not head.unsure: self._check_rule(head)
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #dd7064a5
 def save_for_lr_find(learn):
