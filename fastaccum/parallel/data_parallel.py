@@ -75,115 +75,7 @@ class DataParallel(LoopCallback):
         if isinstance(learn.model, nn.parallel.DistributedDataParallel): learn.model = learn.model.module
         return learn.remove_cbs([shell, self])
 
-    # -- a fit
-    @contextmanager
-    def errors_told(self,
-        joint:bool=True # Do all ranks take part from the start? A validation turns out to be joint when its loader is sharded
-    ):
-        "Context of a fit or a validation: an error that ends it on this rank is told to the others, which would wait for this one"
-        if self.telling: yield; return             # inside another: the script may catch the error
-        self.telling,self.joint = True,joint
-        try: yield
-        except BaseException as e:
-            told = self.tell(e) if self.many and self.joint else e
-            if told is e: raise
-            raise told from e
-        finally: self.telling = False
-
-    def tell(self, e): return tell_and_leave(e)    # the error to raise
-
-    def before_fit(self):
-        if not self.many: return
-        if not in_group(): raise RuntimeError(has_left)
-        trains = self.learn.opt is not None        # a loaded Learner only predicts
-        if trains: check_settings(self)
-        self._tidy_fit()                           # whatever ended the last fit
-        if self.rank: self._quiet()
-        self.brings_ranks.begin_fit(self.learn)
-
-    def _quiet(self):
-        "Switch off progress bars, files and rows for a server: rank 0 makes them"
-        for o in self.learn.cbs:
-            if declares(o, 'writes'): o.run = False
-        self._logger,self.learn.logger = self.learn.logger,noop
-
-    def after_fit(self):
-        if self.fitting: self.brings_ranks.end_fit()
-        self._tidy_fit()
-
     def detach(self): self._tidy_fit()
-
-    def _tidy_fit(self):
-        if self.many: self.brings_ranks.tidy()
-        if self._logger is not None: self.learn.logger = self._logger
-        self.fitting = False
-        self.validation = None
-        self._logger = None
-
-    # -- loaders, and what is computed from their items
-    def _shard(self, dl, ghosts=False):
-        "The rank's part of `dl`, the same object each time"
-        if not ghosts and not (isinstance(dl, (DataLoader, torch.utils.data.DataLoader)) and len(getattr(dl, 'dataset', ())) >= self.world):
-            return LocalDL(dl)
-        old = self._loaders.get(ghosts)
-        if old is not None and old.source is dl: old.share()
-        else:
-            old = self._loaders[ghosts] = ShardedDL(dl, self.rank, self.brings_ranks.shares, ghosts)
-            old.source = dl
-        return old
-
-    def before_train(self):
-        if not self.many: return
-        self.learn.dl = self._shard(self.learn.dl, ghosts=True)
-        rows = self.learn.dl.rows
-        if not self.fitting:
-            if not self.brings_ranks.pools: self._tell_of_single_items(rows)
-            self.brings_ranks.own_random_numbers()
-        self.fitting = True
-        self.brings_ranks.begin_epoch(self.learn.dl)
-
-    def _tell_of_single_items(self, rows):
-        n = sum(rows[-1]) if rows else 0
-        if n < 2 or min(rows[0]) < 2 or 1 not in rows[-1]: return
-        if not any(isinstance(m, nn.BatchNorm1d) for m in self.learn.model.modules()): return
-        self.warn_once(f"The last loader batch of an epoch has {n} items for {self.world} ranks, so a rank has a single one, of which "
-                       "BatchNorm cannot compute a variance. Use drop_last=True, or another batch size.",
-                       'tutorials/many_devices.html#when-something-goes-wrong')
-
-    def after_train(self):
-        rec = getattr(self.learn, 'recorder', None)
-        if not self.fitting or rec is None or not rec.train_metrics: return
-        self.brings_ranks.agree('metrics')
-        reduce_metrics(rec._train_mets[1:])
-
-    def before_validate(self):
-        if not self.many: return
-        self.learn.dl = dl = self._shard(self.learn.dl)
-        if self.fitting: self.brings_ranks.before_validate()
-        if not isinstance(dl, ShardedDL): return
-        self.joint = True                          # from here on, also if the ranks turn out to differ
-        self.validation = JointValidation(self.brings_ranks, self.learn, dl.rows)
-
-    def after_cancel_validate(self):
-        if self.validation is not None: self.validation.cancel()
-
-    def after_validate(self):
-        validation,self.validation = self.validation,None
-        if validation is None: return
-        learn = self.learn
-        validation.end()
-        if hasattr(learn, 'recorder'): reduce_metrics([m for m in learn.recorder._valid_mets if m not in validation.losses])
-        if hasattr(learn, 'gather_preds'): self._join_gathered(learn.gather_preds, validation.rows_done())
-
-    # Let `get_preds` return the items of all ranks, in order: in fastai's `GatherPredsCallback`, after the loader
-    def _join_gathered(self, gather_preds, rows):
-        if gather_preds.save_preds is not None or gather_preds.save_targs is not None:
-            raise ValueError("save_preds and save_targs write one file per batch, and each rank would write its own: leave them out, and "
-                             "save what get_preds returns.")
-        wanted = dict(preds='with_preds', targets='with_targs', inputs='with_input', losses='with_loss')
-        names = [k for k,on in wanted.items() if getattr(gather_preds, on)]
-        parts = [getattr(gather_preds, k) for k in names]
-        for k,v in zip(names, joined_predictions(parts, rows, gather_preds.concat_dim)): setattr(gather_preds, k, v)
 
     # -- a checkpoint
     def state_dict(self) -> dict: # Plain values
@@ -273,6 +165,129 @@ def _check_coupled(cb, acc):
         why = ("a rank that runs out of memory would have to start again after the others have received its outputs: pass a number as "
                "micro_batch_size")
     if why: raise ValueError(f"coupled={acc.coupled!r} with several ranks: {why}.")
+
+# %% ../../nbs/api/parallel/01_data_parallel.ipynb #5f94eb21
+@patch
+@contextmanager
+def errors_told(self:DataParallel,
+    joint:bool=True # Do all ranks take part from the start? A validation turns out to be joint when its loader is sharded
+):
+    "Context of a fit or a validation: an error that ends it on this rank is told to the others, which would wait for this one"
+    if self.telling: yield; return             # inside another: the script may catch the error
+    self.telling,self.joint = True,joint
+    try: yield
+    except BaseException as e:
+        told = self.tell(e) if self.many and self.joint else e
+        if told is e: raise
+        raise told from e
+    finally: self.telling = False
+
+@patch
+def tell(self:DataParallel, e): return tell_and_leave(e)    # the error to raise
+
+@patch
+def before_fit(self:DataParallel):
+    if not self.many: return
+    if not in_group(): raise RuntimeError(has_left)
+    trains = self.learn.opt is not None        # a loaded Learner only predicts
+    if trains: check_settings(self)
+    self._tidy_fit()                           # whatever ended the last fit
+    if self.rank: self._quiet()
+    self.brings_ranks.begin_fit(self.learn)
+
+@patch
+def _quiet(self:DataParallel):
+    "Switch off progress bars, files and rows for a server: rank 0 makes them"
+    for o in self.learn.cbs:
+        if declares(o, 'writes'): o.run = False
+    self._logger,self.learn.logger = self.learn.logger,noop
+
+@patch
+def after_fit(self:DataParallel):
+    if self.fitting: self.brings_ranks.end_fit()
+    self._tidy_fit()
+
+@patch
+def _tidy_fit(self:DataParallel):
+    if self.many: self.brings_ranks.tidy()
+    if self._logger is not None: self.learn.logger = self._logger
+    self.fitting = False
+    self.validation = None
+    self._logger = None
+
+# %% ../../nbs/api/parallel/01_data_parallel.ipynb #79481d78
+@patch
+def _shard(self:DataParallel, dl, ghosts=False):
+    "The rank's part of `dl`, the same object each time"
+    splits = isinstance(dl, (DataLoader,torch.utils.data.DataLoader)) and len(getattr(dl, 'dataset', ())) >= self.world
+    if not ghosts and not splits: return LocalDL(dl)
+    old = self._loaders.get(ghosts)
+    if old is not None and old.source is dl: old.share()
+    else:
+        old = self._loaders[ghosts] = ShardedDL(dl, self.rank, self.brings_ranks.shares, ghosts)
+        old.source = dl
+    return old
+
+@patch
+def before_train(self:DataParallel):
+    if not self.many: return
+    self.learn.dl = self._shard(self.learn.dl, ghosts=True)
+    rows = self.learn.dl.rows
+    if not self.fitting:
+        if not self.brings_ranks.pools: self._tell_of_single_items(rows)
+        self.brings_ranks.own_random_numbers()
+    self.fitting = True
+    self.brings_ranks.begin_epoch(self.learn.dl)
+
+@patch
+def _tell_of_single_items(self:DataParallel, rows):
+    n = sum(rows[-1]) if rows else 0
+    if n < 2 or min(rows[0]) < 2 or 1 not in rows[-1]: return
+    if not any(isinstance(m, nn.BatchNorm1d) for m in self.learn.model.modules()): return
+    self.warn_once(f"The last loader batch of an epoch has {n} items for {self.world} ranks, so a rank has a single one, of which "
+                   "BatchNorm cannot compute a variance. Use drop_last=True, or another batch size.",
+                   'tutorials/many_devices.html#when-something-goes-wrong')
+
+@patch
+def after_train(self:DataParallel):
+    rec = getattr(self.learn, 'recorder', None)
+    if not self.fitting or rec is None or not rec.train_metrics: return
+    self.brings_ranks.agree('metrics')
+    reduce_metrics(rec._train_mets[1:])
+
+# %% ../../nbs/api/parallel/01_data_parallel.ipynb #c2b11046
+@patch
+def before_validate(self:DataParallel):
+    if not self.many: return
+    self.learn.dl = dl = self._shard(self.learn.dl)
+    if self.fitting: self.brings_ranks.before_validate()
+    if not isinstance(dl, ShardedDL): return
+    self.joint = True                          # from here on, also if the ranks turn out to differ
+    self.validation = JointValidation(self.brings_ranks, self.learn, dl.rows)
+
+@patch
+def after_cancel_validate(self:DataParallel):
+    if self.validation is not None: self.validation.cancel()
+
+@patch
+def after_validate(self:DataParallel):
+    validation,self.validation = self.validation,None
+    if validation is None: return
+    learn = self.learn
+    validation.end()
+    if hasattr(learn, 'recorder'): reduce_metrics([m for m in learn.recorder._valid_mets if m not in validation.losses])
+    if hasattr(learn, 'gather_preds'): self._join_gathered(learn.gather_preds, validation.rows_done())
+
+# Let `get_preds` return the items of all ranks, in order: in fastai's `GatherPredsCallback`, after the loader
+@patch
+def _join_gathered(self:DataParallel, gather_preds, rows):
+    if gather_preds.save_preds is not None or gather_preds.save_targs is not None:
+        raise ValueError("save_preds and save_targs write one file per batch, and each rank would write its own: leave them out, and "
+                         "save what get_preds returns.")
+    wanted = dict(preds='with_preds', targets='with_targs', inputs='with_input', losses='with_loss')
+    names = [k for k,on in wanted.items() if getattr(gather_preds, on)]
+    parts = [getattr(gather_preds, k) for k in names]
+    for k,v in zip(names, joined_predictions(parts, rows, gather_preds.concat_dim)): setattr(gather_preds, k, v)
 
 # %% ../../nbs/api/parallel/01_data_parallel.ipynb #4120c8d0
 # Move model and loaders to this rank's GPU; loaders made before the ranks started are on the first GPU
