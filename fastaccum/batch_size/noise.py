@@ -50,24 +50,6 @@ class GradientNoiseScale(LoopCallback):
     def before_fit(self):
         if self.learn.opt is not None and not self._fitting: self._check()   # `validate` fires this event too
 
-    def _check(self):
-        "Raise an error if there is nothing to measure"
-        learn,acc = self.learn,getattr(self.learn, 'gradient_accumulation', None)
-        check_single([o for o in learn.cbs if isinstance(o, GradientNoiseScale)], 'GradientNoiseScale')
-        if acc is None:
-            raise ValueError("GradientNoiseScale compares the micro-batches of a step: add GradientAccumulation, with accum_bs of at least "
-                             "two loader batches, or with micro_batch_size of at most half a loader batch.")
-        if not acc.normalize or acc.weight is None and LossInfo(learn.loss_func).reduction == 'sum':
-            raise ValueError("GradientNoiseScale needs the mean over the accumulated batch: leave out normalize=False, and use a loss "
-                             "with reduction='mean'.")
-        bs = loader_bs(learn.dls.train)
-        if num_distrib() > 1 or acc.auto or bs is None or acc.unit != 'items': return
-        most = bs if acc.per_loader_batch else getattr(acc, 'min_accum_bs', None) or max(acc.accum_bs, getattr(acc, 'final_accum_bs', 0))
-        if most <= bs and way_of(acc).calls_for(most) == 1:
-            raise ValueError(f"GradientNoiseScale compares the micro-batches of a step, but each step has only one: the loader batch has "
-                             f"{bs} items, and accum_bs={most}. Split loader batches with micro_batch_size={max(1, bs//2)}, or raise "
-                             "accum_bs.")
-
     def before_train(self):
         if self._fitting: return
         self._fitting = True
@@ -80,68 +62,7 @@ class GradientNoiseScale(LoopCallback):
     def tidy(self): self._stop(); self._fitting = False
     def detach(self): self.tidy()
 
-    # ---- the micro-batches of an accumulated batch
     def norms_of(self, params): return MicroNorms(params)
-
-    def before_batch(self):
-        if self._off: return
-        if self.learn.gradient_accumulation.opens:
-            self._stop()
-            if self._n_opened%self.every == 0: self.norms = self.norms_of(self._params)
-            self._n_opened += 1
-        elif self.norms is not None: self.norms.settle(len(self._so_far().weights))
-
-    def before_backward(self):
-        if self.norms is not None: self.norms.begin()
-    def after_backward(self):
-        if self.norms is not None: self.norms.end()
-
-    # accumulation: record of the accumulated batch
-    def _so_far(self): return self.learn.gradient_accumulation.acc.so_far
-    # accumulation: record of the one that closed last
-    def _closed(self): return self.learn.gradient_accumulation.acc.closed
-
-    def _stop(self):
-        if self.norms is not None: self.norms.remove()
-        self.norms = self.summed = None
-
-    # ---- the step
-    def before_step(self):
-        if self.norms is None: return
-        sums,sq_mean = self.summed or self._sums(self._closed()),grad_norm(self._params).square()
-        sq_norms,sq_weights,weight,n = map(_in_float64(sq_mean.device), sums)
-        x,y = noise_and_signal(sq_norms, sq_weights, weight, sq_mean.to(sq_norms), n)
-        self._stop()
-        self.ratio.add(x, y)
-        self.rows.append(dict(fit=self._n_fits, x=x, y=y, accum_bs=self.learn.gradient_accumulation.accum_bs))
-
-    def _sums(self, record):
-        "Sums of `|weight*g|**2`, `weight**2` and `weight` over the micro-batches, and items; NaN if one was not measured"
-        norms = self.norms.settle(len(record.weights))
-        if not len(record.weights): return 0.,0.,0.,0.                  # a rank without items
-        if not self.learn.gradient_accumulation.normalize or len(norms) != len(record.weights): return (math.nan,)*4
-        to = _in_float64(norms[0].device)
-        w = torch.stack([to(w) for w in record.weights])
-        own = torch.stack(norms).to(w)*(to(record.target)/to(self._loss_scale()))   # of w*g
-        return own.square().sum(), w.square().sum(), w.sum(), to(record.n_items)
-
-    def _loss_scale(self):
-        "The factor of the losses before `backward`: 1 without fp16"
-        mp = getattr(self.learn, 'mixed_precision', None)
-        return 1. if mp is None else ifnone(mp.scaler.scale_now, 1.)
-
-    # ---- several ranks
-    def rank_sums(self) -> tuple: # Two numbers, or tensors with one element
-        "What several ranks add up at a step, before they add up their gradients"
-        return self._sums(self._so_far())[:2] if self.norms is not None else (0., 0.)
-
-    def summed_over_ranks(self,
-        sums,   # `rank_sums` of all ranks, added up
-        weight, # Sum of the weights of all ranks
-        n_items # Items of all ranks
-    ):
-        "Use these for the next step, instead of this rank's own"
-        self.summed = *sums,weight,n_items
 
     # ---- the result
     @property
@@ -372,6 +293,98 @@ class MicroNorms:
 def _in_float64(device):
     dtype = torch.float32 if device.type == 'mps' else torch.float64
     return lambda v: v.to(device, dtype, non_blocking=True) if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device)
+
+# %% ../../nbs/api/batch_size/01_noise.ipynb #a391fd6a
+@patch
+def before_batch(self:GradientNoiseScale):
+    if self._off: return
+    if self.learn.gradient_accumulation.opens:
+        self._stop()
+        if self._n_opened%self.every == 0: self.norms = self.norms_of(self._params)
+        self._n_opened += 1
+    elif self.norms is not None: self.norms.settle(len(self._so_far().weights))
+
+@patch
+def before_backward(self:GradientNoiseScale):
+    if self.norms is not None: self.norms.begin()
+
+@patch
+def after_backward(self:GradientNoiseScale):
+    if self.norms is not None: self.norms.end()
+
+# accumulation: record of the accumulated batch
+@patch
+def _so_far(self:GradientNoiseScale): return self.learn.gradient_accumulation.acc.so_far
+
+# accumulation: record of the one that closed last
+@patch
+def _closed(self:GradientNoiseScale): return self.learn.gradient_accumulation.acc.closed
+
+@patch
+def _stop(self:GradientNoiseScale):
+    if self.norms is not None: self.norms.remove()
+    self.norms = self.summed = None
+
+@patch
+def before_step(self:GradientNoiseScale):
+    if self.norms is None: return
+    sums,sq_mean = self.summed or self._sums(self._closed()),grad_norm(self._params).square()
+    sq_norms,sq_weights,weight,n = map(_in_float64(sq_mean.device), sums)
+    x,y = noise_and_signal(sq_norms, sq_weights, weight, sq_mean.to(sq_norms), n)
+    self._stop()
+    self.ratio.add(x, y)
+    self.rows.append(dict(fit=self._n_fits, x=x, y=y, accum_bs=self.learn.gradient_accumulation.accum_bs))
+
+@patch
+def _sums(self:GradientNoiseScale, record):
+    "Sums of `|weight*g|**2`, `weight**2` and `weight` over the micro-batches, and items; NaN if one was not measured"
+    norms = self.norms.settle(len(record.weights))
+    if not len(record.weights): return 0.,0.,0.,0.                  # a rank without items
+    if not self.learn.gradient_accumulation.normalize or len(norms) != len(record.weights): return (math.nan,)*4
+    to = _in_float64(norms[0].device)
+    w = torch.stack([to(w) for w in record.weights])
+    own = torch.stack(norms).to(w)*(to(record.target)/to(self._loss_scale()))   # of w*g
+    return own.square().sum(), w.square().sum(), w.sum(), to(record.n_items)
+
+@patch
+def _loss_scale(self:GradientNoiseScale):
+    "The factor of the losses before `backward`: 1 without fp16"
+    mp = getattr(self.learn, 'mixed_precision', None)
+    return 1. if mp is None else ifnone(mp.scaler.scale_now, 1.)
+
+@patch
+def rank_sums(self:GradientNoiseScale) -> tuple: # Two numbers, or tensors with one element
+    "What several ranks add up at a step, before they add up their gradients"
+    return self._sums(self._so_far())[:2] if self.norms is not None else (0., 0.)
+
+@patch
+def summed_over_ranks(self:GradientNoiseScale,
+    sums,   # `rank_sums` of all ranks, added up
+    weight, # Sum of the weights of all ranks
+    n_items # Items of all ranks
+):
+    "Use these for the next step, instead of this rank's own"
+    self.summed = *sums,weight,n_items
+
+# %% ../../nbs/api/batch_size/01_noise.ipynb #197056d0
+@patch
+def _check(self:GradientNoiseScale):
+    "Raise an error if there is nothing to measure"
+    learn,acc = self.learn,getattr(self.learn, 'gradient_accumulation', None)
+    check_single([o for o in learn.cbs if isinstance(o, GradientNoiseScale)], 'GradientNoiseScale')
+    if acc is None:
+        raise ValueError("GradientNoiseScale compares the micro-batches of a step: add GradientAccumulation, with accum_bs of at least "
+                         "two loader batches, or with micro_batch_size of at most half a loader batch.")
+    if not acc.normalize or acc.weight is None and LossInfo(learn.loss_func).reduction == 'sum':
+        raise ValueError("GradientNoiseScale needs the mean over the accumulated batch: leave out normalize=False, and use a loss "
+                         "with reduction='mean'.")
+    bs = loader_bs(learn.dls.train)
+    if num_distrib() > 1 or acc.auto or bs is None or acc.unit != 'items': return
+    most = bs if acc.per_loader_batch else getattr(acc, 'min_accum_bs', None) or max(acc.accum_bs, getattr(acc, 'final_accum_bs', 0))
+    if most <= bs and way_of(acc).calls_for(most) == 1:
+        raise ValueError(f"GradientNoiseScale compares the micro-batches of a step, but each step has only one: the loader batch has "
+                         f"{bs} items, and accum_bs={most}. Split loader batches with micro_batch_size={max(1, bs//2)}, or raise "
+                         "accum_bs.")
 
 # %% ../../nbs/api/batch_size/01_noise.ipynb #7d2ef513
 # A change of `accum_bs`, and its reason

@@ -79,26 +79,6 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         self._log_row(to_host(self._train_row()), self._wandb_step, self._hists)
         self._n_steps,self._hists = self._n_steps+loop.closed,{}
 
-    def _train_row(self):
-        "The row of a step; with `log_accum_batch=False`, also the row of a loader batch without a step. Some values are on the device"
-        learn,loop = self.learn,self.loop
-        known = step_row(learn) if loop.closed else loop.accumulation.so_far
-        known = {k: v for k,v in known.items() if k not in ('loss','lr')}
-        hypers = {f'{k}_{i}': v for i,h in enumerate(learn.opt.hypers) for k,v in h.items() if isinstance(v, (Number,Tensor))}
-        known.update(hypers)
-        return {**known, **{v.name: v.of(self, known) for v in of_row}}
-
-    def _at_step(self, step):
-        "The step for the next row: after rows that other code has logged, but the same as before for rows repeated after a restart"
-        return step if step < self._ahead else max(step, wandb.run.step)
-
-    def _log_row(self, row, step, more={}):
-        "Log a row, and keep it for checkpoints until W&B must have written it; `more`: values that checkpoints do not keep"
-        wandb.log({**row, **more}, step=step)
-        now = time.time()
-        self._recent.append((now, step, row))
-        while self._recent[0][0] < now - _keep_rows_s: self._recent.popleft()
-
     def after_train(self):
         if self._fitting: self.axis.end()
 
@@ -135,38 +115,12 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         for step,row in state['rows'] if self._run_id == state['run_id'] and wandb.run is not None else ():
             if step >= self._ahead: self._log_row(row, step)
 
-    def _sample(self):
-        "Loader of `n_preds` items of the validation set, the same in all runs with the same `seed`; `None` if it cannot be made"
-        dls = self.learn.dls
-        try:
-            n = len(dls.valid_ds)
-            idxs = random.Random(self.seed).sample(range(n), min(self.n_preds, n))
-            items = getattr(dls.valid_ds.items, 'iloc', dls.valid_ds.items)
-            if isinstance(dls, TabularDataLoaders): return dls.test_dl(items[idxs], with_labels=True, process=False)
-            return dls.test_dl([items[i] for i in idxs], with_labels=True)
-        except Exception as e:                 # a data set of the user's, of any kind: no reason to end a training
-            self.log_preds = False
-            print(f'WandbCallback was not able to prepare a DataLoader for logging prediction samples -> {e}')
-
     def log_predictions(self):
         "Log predictions for a sample of the validation set as a `wandb.Table`"
         fetch = FetchPredsCallback(dl=self.valid_dl, with_input=True, with_decoded=True, reorder=self.reorder)
         with no_random(reproducible=False), self.learn.added_cbs(fetch):
             fetch.after_validate()
             super().log_predictions()
-
-    def _log_folder(self):
-        "Log the folder that the argument `log_dataset=` names, or the folder of the Learner's data"
-        path = Path(self.learn.dls.path if self.log_dataset is True else self.log_dataset)
-        if self.log_dataset is True and path == Path('.'):
-            return print('WandbCallback could not retrieve the dataset path, please provide it explicitly to "log_dataset"')
-        log_dataset(path, self.dataset_name, {'path relative to learner': os.path.relpath(path, self.learn.path)})
-
-    def _log_best(self):
-        "Log the last model that `SaveModelCallback` saved, with the metrics of the last epoch"
-        save = self.learn.save_model
-        if save.last_saved_path is None: print('WandbCallback could not retrieve a model to upload')
-        else: log_model(save.last_saved_path, name=save.fname, metadata=epoch_values(self.learn.recorder))
 
 # %% ../../nbs/api/logs/02_wandb.ipynb #12289cc3
 # `of(cb, known)`: of the `WandbCallback`, and what is known of the step
@@ -175,6 +129,30 @@ of_row = [
     Value('train_loss', 'after_batch', lambda cb, known: cb.learn.smooth_loss),
     Value('raw_loss', 'after_batch', lambda cb, known: cb.learn.loss),
     Value('train_samples_per_sec', 'after_batch', lambda cb, known: known['items']/(time.perf_counter() - cb.ti_batch))]
+
+# %% ../../nbs/api/logs/02_wandb.ipynb #e6c97bd9
+@patch
+def _train_row(self:WandbCallback):
+    "The row of a step; with `log_accum_batch=False`, also the row of a loader batch without a step. Some values are on the device"
+    learn,loop = self.learn,self.loop
+    known = step_row(learn) if loop.closed else loop.accumulation.so_far
+    known = {k: v for k,v in known.items() if k not in ('loss','lr')}
+    hypers = {f'{k}_{i}': v for i,h in enumerate(learn.opt.hypers) for k,v in h.items() if isinstance(v, (Number,Tensor))}
+    known.update(hypers)
+    return {**known, **{v.name: v.of(self, known) for v in of_row}}
+
+@patch
+def _at_step(self:WandbCallback, step):
+    "The step for the next row: after rows that other code has logged, but the same as before for rows repeated after a restart"
+    return step if step < self._ahead else max(step, wandb.run.step)
+
+@patch
+def _log_row(self:WandbCallback, row, step, more={}):
+    "Log a row, and keep it for checkpoints until W&B must have written it; `more`: values that checkpoints do not keep"
+    wandb.log({**row, **more}, step=step)
+    now = time.time()
+    self._recent.append((now, step, row))
+    while self._recent[0][0] < now - _keep_rows_s: self._recent.popleft()
 
 # %% ../../nbs/api/logs/02_wandb.ipynb #143af827
 def offline_history(
@@ -272,3 +250,33 @@ def log_dataset(path, name=None, metadata=None, description='raw dataset'):
         if p.is_file(): art.add_file(str(p.resolve()))
         elif p.name != 'models': art.add_dir(str(p.resolve()), name=p.name)
     (wandb.run.log_artifact if wandb.run.offline else wandb.run.use_artifact)(art)
+
+# %% ../../nbs/api/logs/02_wandb.ipynb #7e674d1e
+@patch
+def _sample(self:WandbCallback):
+    "Loader of `n_preds` items of the validation set, the same in all runs with the same `seed`; `None` if it cannot be made"
+    dls = self.learn.dls
+    try:
+        n = len(dls.valid_ds)
+        idxs = random.Random(self.seed).sample(range(n), min(self.n_preds, n))
+        items = getattr(dls.valid_ds.items, 'iloc', dls.valid_ds.items)
+        if isinstance(dls, TabularDataLoaders): return dls.test_dl(items[idxs], with_labels=True, process=False)
+        return dls.test_dl([items[i] for i in idxs], with_labels=True)
+    except Exception as e:                 # a data set of the user's, of any kind: no reason to end a training
+        self.log_preds = False
+        print(f'WandbCallback was not able to prepare a DataLoader for logging prediction samples -> {e}')
+
+@patch
+def _log_folder(self:WandbCallback):
+    "Log the folder that the argument `log_dataset=` names, or the folder of the Learner's data"
+    path = Path(self.learn.dls.path if self.log_dataset is True else self.log_dataset)
+    if self.log_dataset is True and path == Path('.'):
+        return print('WandbCallback could not retrieve the dataset path, please provide it explicitly to "log_dataset"')
+    log_dataset(path, self.dataset_name, {'path relative to learner': os.path.relpath(path, self.learn.path)})
+
+@patch
+def _log_best(self:WandbCallback):
+    "Log the last model that `SaveModelCallback` saved, with the metrics of the last epoch"
+    save = self.learn.save_model
+    if save.last_saved_path is None: print('WandbCallback could not retrieve a model to upload')
+    else: log_model(save.last_saved_path, name=save.fname, metadata=epoch_values(self.learn.recorder))
