@@ -256,7 +256,8 @@ def load(self:CheckpointFolder, fit, device):
         except torch.OutOfMemoryError: raise
         except Exception as e:                 # a damaged file leads `torch.load` to errors of any type
             what = f'{type(e).__name__}: {str(e).splitlines()[0]}'
-            warn(f"The checkpoint {f} is damaged ({what}). TrainingCheckpoint uses the one before it.", 'troubleshooting.html#a-run-does-not-resume')
+            warn(f"The checkpoint {f} is damaged ({what}). TrainingCheckpoint uses the one before it.",
+                 'troubleshooting.html#a-run-does-not-resume')
         self.files.remove(f)
 
 # The number of the saved fit that began so (weights, random numbers, seed, settings), or None. If several began with

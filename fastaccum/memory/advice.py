@@ -531,8 +531,7 @@ class PassCosts:
             if self.why is None or not is_out_of_memory(e) or max(sizes) == 1: raise
             self.most = max(sizes)//2
         else: return Pass(costs, k)
-        # outside `except`, because the traceback keeps the activations alive
-        return self.passed(plan, train, n, k, keeps)
+        return self.passed(plan, train, n, k, keeps)    # outside `except`: the traceback keeps the activations alive
 
     # The costs of a micro-batch, or of all those that share a loss, in training or in validation: of `n` items, chosen
     # `among` so many
