@@ -20,7 +20,7 @@ def stepped(self:Learner) -> bool|None: # `None` without a fastaccum callback
     loop = loop_of(self)
     return None if loop is None else bool(loop.now.stepped)
 
-# %% ../../nbs/api/loop/05_learner.ipynb #3c2ae889
+# %% ../../nbs/api/loop/05_learner.ipynb #b61d6fa2
 # fastaccum's batch loop of a Learner, or None. Known by what it is, not by its class: modules may be loaded again
 def loop_of(learn):
     loop = vars(learn).get('one_batch')
@@ -34,6 +34,7 @@ def methods_of(learn): return vars(learn).get('of_fastaccum')
 # The first callback whose class declares `what`
 def declared(cbs, what): return first(cb for cb in cbs if getattr(type(cb), what, False))
 
+# %% ../../nbs/api/loop/05_learner.ipynb #3c2ae889
 # The attributes that stand on one Learner in the place of its methods, while callbacks of fastaccum's are attached to
 # it
 class LearnerMethods:
@@ -74,62 +75,73 @@ class LearnerMethods:
         own = self.before.get(name)
         return partial(getattr(type(self.learn), name), self.learn) if own is None else own
 
-    # In the place of fastai's `_with_events`. A batch is the loop's, a fit may be that of a callback
-    def _with_events(self, f, event_type, ex, final=noop):
-        loop,theirs = loop_of(self.learn),self.theirs('_with_events')
-        if event_type == 'batch' and loop is not None: loop.batch_of_learner(f); final()
-        elif event_type == 'fit': self._fit(f, lambda f: theirs(f, event_type, ex, final))
-        else: theirs(f, event_type, ex, final)
-
-    def _fit(self, f, with_events):
-        learn = self.learn
-        if any(map(takes_loop, learn.cbs)):
-            vars(learn).setdefault('one_batch', self.ours['one_batch'])
-            check_own_loop(learn)
-        # With more callbacks, and with another function between the events of the fit, if it continues
-        def train(cbs=None, f=f):
-            with learn.added_cbs(cbs): with_events(partial(self._in_contexts, f))
-        cb = declared(learn.cbs, 'runs_fit')
-        with self._errors_told(joint=True): train() if cb is None else cb.run_fit(train)
-
-    # However the fit ends, the callbacks are tidied
-    def _in_contexts(self, f):
-        learn = self.learn
-        with ExitStack() as stack:
-            for cb in learn.cbs.sorted('order'):
-                if hasattr(type(cb), 'during_fit'): stack.enter_context(cb.during_fit())
-            loop = loop_of(learn)
-            if loop is not None: stack.enter_context(loop.fit())
-            f()
-
-    def _errors_told(self, joint):
-        cb = declared(self.learn.cbs, 'errors_told')
-        return nullcontext() if cb is None else cb.errors_told(joint)
-
-    # In the place of fastai's: inside a fit it does not disturb the training
-    def validation_context(self, cbs=None, inner=False):
-        learn,theirs = self.learn,self.theirs('validation_context')
-        loop = loop_of(learn)
-        if loop is None or not (loop.in_fit or loop.busy): return ContextManagers([self._told(theirs(cbs=cbs, inner=inner))])
-        events = [] if inner else [as_a_fit(learn, list(learn.cbs))]
-        return ContextManagers([self._told(loop.undisturbed(), theirs(cbs=cbs, inner=True), *events)])
-
-    @contextmanager
-    def _told(self, *contexts):
-        with self._errors_told(joint=False), ContextManagers(contexts): yield
-
-    # The same, if it is called inside a batch
-    def _do_epoch_validate(self, *args, **kwargs):
-        loop,theirs = loop_of(self.learn),self.theirs('_do_epoch_validate')
-        apart = loop.undisturbed() if loop is not None and loop.busy else nullcontext()
-        with self._errors_told(joint=False), apart: theirs(*args, **kwargs)
-
     # Without fastaccum's callbacks, so that the file loads where fastaccum is not installed
     def export(self, *args, **kwargs):
         learn,theirs = self.learn,self.theirs('export')
         ours = [cb for cb in learn.cbs if any(c.__module__.startswith('fastaccum.') for c in type(cb).__mro__)]
         cb = declared(learn.cbs, 'saves_learner')
-        with learn.removed_cbs(ours), nullcontext() if cb is None or not cb.many else cb.exporting(learn): return theirs(*args, **kwargs)
+        exporting = nullcontext() if cb is None or not cb.many else cb.exporting(learn)
+        with learn.removed_cbs(ours), exporting: return theirs(*args, **kwargs)
+
+# %% ../../nbs/api/loop/05_learner.ipynb #78e6e27c
+# In the place of fastai's `_with_events`. A batch is the loop's, a fit may be that of a callback
+@patch
+def _with_events(self:LearnerMethods, f, event_type, ex, final=noop):
+    loop,theirs = loop_of(self.learn),self.theirs('_with_events')
+    if event_type == 'batch' and loop is not None: loop.batch_of_learner(f); final()
+    elif event_type == 'fit': self._fit(f, lambda f: theirs(f, event_type, ex, final))
+    else: theirs(f, event_type, ex, final)
+
+@patch
+def _fit(self:LearnerMethods, f, with_events):
+    learn = self.learn
+    if any(map(takes_loop, learn.cbs)):
+        vars(learn).setdefault('one_batch', self.ours['one_batch'])
+        check_own_loop(learn)
+    # With more callbacks, and with another function between the events of the fit, if it continues
+    def train(cbs=None, f=f):
+        with learn.added_cbs(cbs): with_events(partial(self._in_contexts, f))
+    cb = declared(learn.cbs, 'runs_fit')
+    with self._errors_told(joint=True): train() if cb is None else cb.run_fit(train)
+
+# However the fit ends, the callbacks are tidied
+@patch
+def _in_contexts(self:LearnerMethods, f):
+    learn = self.learn
+    with ExitStack() as stack:
+        for cb in learn.cbs.sorted('order'):
+            if hasattr(type(cb), 'during_fit'): stack.enter_context(cb.during_fit())
+        loop = loop_of(learn)
+        if loop is not None: stack.enter_context(loop.fit())
+        f()
+
+@patch
+def _errors_told(self:LearnerMethods, joint):
+    cb = declared(self.learn.cbs, 'errors_told')
+    return nullcontext() if cb is None else cb.errors_told(joint)
+
+# %% ../../nbs/api/loop/05_learner.ipynb #8963b68d
+# In the place of fastai's: inside a fit it does not disturb the training
+@patch
+def validation_context(self:LearnerMethods, cbs=None, inner=False):
+    learn,theirs = self.learn,self.theirs('validation_context')
+    loop = loop_of(learn)
+    if loop is None or not (loop.in_fit or loop.busy):
+        return ContextManagers([self._told(theirs(cbs=cbs, inner=inner))])
+    events = [] if inner else [as_a_fit(learn, list(learn.cbs))]
+    return ContextManagers([self._told(loop.undisturbed(), theirs(cbs=cbs, inner=True), *events)])
+
+@patch
+@contextmanager
+def _told(self:LearnerMethods, *contexts):
+    with self._errors_told(joint=False), ContextManagers(contexts): yield
+
+# The same, if it is called inside a batch
+@patch
+def _do_epoch_validate(self:LearnerMethods, *args, **kwargs):
+    loop,theirs = loop_of(self.learn),self.theirs('_do_epoch_validate')
+    apart = loop.undisturbed() if loop is not None and loop.busy else nullcontext()
+    with self._errors_told(joint=False), apart: theirs(*args, **kwargs)
 
 # %% ../../nbs/api/loop/05_learner.ipynb #7d1f0c2a
 # Is a method of `Learner` fastai's own? Its file tells, whoever has patched it, and when

@@ -25,12 +25,6 @@ def takes_rows(cb): return isinstance(cb, Recorder) or declares(cb, 'takes_rows'
 def is_recorder(cb): return getattr(type(cb), 'after_batch', None) is Recorder.after_batch
 
 # %% ../../nbs/api/loop/03_rows.ipynb #4466e3c2
-# Can two batches be joined: are they tensors alike, except for the number of items?
-def fits(a, b):
-    (xs,x),(ys,y) = tree_flatten(a),tree_flatten(b)
-    tensors = all(isinstance(t, Tensor) and t.dim() for t in (*xs, *ys))
-    return x == y and tensors and all((s.shape[1:], s.dtype) == (t.shape[1:], t.dtype) for s,t in zip(xs, ys))
-
 # The rows of a batch loop: which callbacks get one, and when
 class Rows:
     def __init__(self, loop): self.loop,self.kept = loop,[]
@@ -95,35 +89,6 @@ class Rows:
     # A fit begins, however the last one ended
     def begin(self): self.kept = []
 
-    # Metrics of training. One that averages over batches gets whole accumulated batches, as it would get the big batch
-    def measure(self, rec):
-        learn,now,mets = self.loop.learn,self.loop.now,rec._train_mets[1:]
-        alone = now.closed and not self.kept or not self.one_a_step()
-        later = [] if alone else [met for met in mets if type(met).accumulate is AvgMetric.accumulate or self._keeps(met)]
-        loss,learn.loss = learn.loss,ifnone(now.batch_loss, learn.loss)        # metrics need the batch's own loss
-        for met in mets:
-            if met not in later: met.accumulate(learn)
-        learn.loss = loss
-        if later: self.kept.append((later, map_tensors(Tensor.detach, learn.pred), learn.yb))
-        if now.closed: self.measure_kept()
-
-    # Does a metric of fastai's `LossMetrics` read a value that the loss has for whole accumulated batches?
-    def _keeps(self, met): return type(met).accumulate is LossMetric.accumulate and self.loop.accumulation.keeps(met.attr)
-
-    # An accumulated batch or an epoch has ended. Predictions that do not fit together, such as sentences of several
-    # lengths, are measured one by one
-    def measure_kept(self):
-        learn = self.loop.learn
-        kept = self.kept
-        self.kept = []
-        if not kept: return
-        batches,now = [(pred, yb) for _,pred,yb in kept],(learn.pred, learn.yb)
-        if all(fits(batches[0], b) for b in batches): batches = [join_items(batches)]
-        try:
-            for learn.pred,learn.yb in batches:
-                for met in kept[0][0]: met.accumulate(learn)
-        finally: learn.pred,learn.yb = now
-
     # Give the row of a step that had no batch of its own to the callbacks that take rows
     def give(self):
         loop,learn = self.loop,self.loop.learn
@@ -133,3 +98,43 @@ class Rows:
             if not self.one_a_step() and not declares(cb, 'rows_of_steps_only'): continue
             if is_recorder(cb): self.record(cb, batch=False)
             elif takes_rows(cb): cb('after_batch')
+
+# %% ../../nbs/api/loop/03_rows.ipynb #cc02a1f4
+# Metrics of training. One that averages over batches gets whole accumulated batches, as it would get the big batch
+@patch
+def measure(self:Rows, rec):
+    learn,now,mets = self.loop.learn,self.loop.now,rec._train_mets[1:]
+    alone = now.closed and not self.kept or not self.one_a_step()
+    later = [] if alone else [met for met in mets if type(met).accumulate is AvgMetric.accumulate or self._keeps(met)]
+    loss,learn.loss = learn.loss,ifnone(now.batch_loss, learn.loss)        # metrics need the batch's own loss
+    for met in mets:
+        if met not in later: met.accumulate(learn)
+    learn.loss = loss
+    if later: self.kept.append((later, map_tensors(Tensor.detach, learn.pred), learn.yb))
+    if now.closed: self.measure_kept()
+
+# Does a metric of fastai's `LossMetrics` read a value that the loss has for whole accumulated batches?
+@patch
+def _keeps(self:Rows, met):
+    return type(met).accumulate is LossMetric.accumulate and self.loop.accumulation.keeps(met.attr)
+
+# An accumulated batch or an epoch has ended. Predictions that do not fit together, such as sentences of several
+# lengths, are measured one by one
+@patch
+def measure_kept(self:Rows):
+    learn = self.loop.learn
+    kept = self.kept
+    self.kept = []
+    if not kept: return
+    batches,now = [(pred, yb) for _,pred,yb in kept],(learn.pred, learn.yb)
+    if all(fits(batches[0], b) for b in batches): batches = [join_items(batches)]
+    try:
+        for learn.pred,learn.yb in batches:
+            for met in kept[0][0]: met.accumulate(learn)
+    finally: learn.pred,learn.yb = now
+
+# Can two batches be joined: are they tensors alike, except for the number of items?
+def fits(a, b):
+    (xs,x),(ys,y) = tree_flatten(a),tree_flatten(b)
+    tensors = all(isinstance(t, Tensor) and t.dim() for t in (*xs, *ys))
+    return x == y and tensors and all((s.shape[1:], s.dtype) == (t.shape[1:], t.dtype) for s,t in zip(xs, ys))

@@ -83,6 +83,9 @@ class Ranks(OneRank):
         for h in self.hooks: h.remove()
         self.hooks = []
 
+    # At the end of the process
+    def all_ended(self): return all_ended(self.timeout)
+
     # May weights change after the backward pass?
     late_weights = property(lambda self: not self.overlap)
 
@@ -279,9 +282,6 @@ def join(self:Ranks, learn, state):
 def load_shares(self:Ranks, state):
     self.shares.load_state_dict(state)
     if self.dl is not None: self._share(0)
-
-@patch
-def all_ended(self:Ranks): return all_ended(self.timeout)
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #232b40c9
 kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','end'

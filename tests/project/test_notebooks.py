@@ -16,7 +16,7 @@ debts = dict(promise=set(), long_lines=set(),
              long_cells=set(('accumulation/02_batch accumulation/11_weigh '
                              'core/01_accumulator core/02_losses core/03_probe core/05_scaler '
                              'core/14_values core/19_untouched core/20_measured '
-                             'loop/01_batch_loop loop/03_rows loop/05_learner '
+                             'loop/01_batch_loop '
                              'precision/01_callback').split()),
              in_a_row=set(), public_first=set(), not_shown=set(), mocked=set())
 
