@@ -19,6 +19,7 @@ import gc, inspect, io, itertools, logging, operator, os, sys, sysconfig, thread
 import numpy as np, torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from fastcore.basics import patch
 from .functions import cells_of, names_in
 from .private import same_version
 from .random import RandomState, generator_types
@@ -102,36 +103,6 @@ def apart(xs, ys):
     def plain(ts): return [t.detach().as_subclass(Tensor).float().nan_to_num() for t in ts]
     def off(a, b): return float((a-b).norm()/a.norm().clamp(min=1e-30)) if a.shape == b.shape else inf
     return max(map(off, plain(xs), plain(ys)), default=0.)
-
-# ---- what this thread changes outside of Python's objects, as far as Python says so: its audit events
-_hearing = {}                                            # thread -> what was heard
-_lasting = {*'''os.link os.mkdir os.putenv os.remove os.rename os.rmdir os.symlink os.truncate os.unsetenv os.utime os.fork os.posix_spawn
-    os.spawn os.system subprocess.Popen socket.connect socket.sendmsg socket.sendto sqlite3.connect'''.split()}
-_writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
-
-# Context; it gives a list. A hook for these events stays for good: it does nothing where no one listens, and must not
-# fail
-@contextmanager
-def heard():
-    _listen()
-    thread,names = threading.get_ident(),[]
-    before,_hearing[thread] = _hearing.get(thread),names
-    try: yield names
-    finally:
-        if before is None: del _hearing[thread]
-        else: _hearing[thread] = before
-
-@lru_cache(1)
-def _listen(): sys.addaudithook(_hear)
-
-def _hear(event, args):
-    if not _hearing or not (event in _lasting or event == 'open' and _is_written(*args)): return
-    names = _hearing.get(threading.get_ident())
-    if names is not None: names.append(f'{args[0]!r} ({event})' if args else event)
-
-# As opposed to what is only read; the events of other libraries may have other arguments
-def _is_written(path=None, mode=None, flags=0, *others):
-    return isinstance(path, (str,bytes)) and path != os.devnull and isinstance(flags, int) and bool(flags & _writing)
 
 # %% ../../nbs/api/core/19_untouched.ipynb #b46a000a
 # `read()` gives its state, a list or bytes; `write(state)` puts it back, where that can be done. `name`: for messages
@@ -323,11 +294,6 @@ class Kept:
             self._add(type(o).__mro__, name)
         if not known or isinstance(o, (partial,property,staticmethod,classmethod)): self._add(gc.get_referents(o), name)
 
-    # Installed libraries do not count the calls of a loss, but for the one that it is of
-    def _is_of_library(self, module):
-        package = package_of(module)
-        return package not in self.packages and is_installed(package)
-
     def _holds_nothing(self, o):
         if isinstance(o, type): return self._is_of_library(o.__module__)
         of_module = isinstance(o, BuiltinFunctionType) and isinstance(o.__self__, ModuleType)
@@ -362,94 +328,111 @@ class Kept:
         def write(old): slot.__set__(o, *old) if old else slot.__delete__(o)
         self._add(self._part(name, read, write), name)
 
-    # What its code names, and what it keeps. Nothing of a library's: PyTorch's functions do not count their calls
-    def _look_at_function(self, f, name):
-        for k,cell in cells_of(f).items(): self._look_at_cell(cell, k)
-        self._add([f.__defaults__, f.__kwdefaults__], name)
-        if vars(f): self._look_at_attributes(f, vars(f), name)
-        else: self._part(name, lambda: _flat(vars(f)), lambda old: vars(f).clear())
-        if not self._is_of_library(f.__globals__.get('__name__')): self._look_at_globals(f.__globals__, names_in(f))
+# %% ../../nbs/api/core/19_untouched.ipynb #21883edc
+# Installed libraries do not count the calls of a loss, but for the one that it is of
+@patch
+def _is_of_library(self:Kept, module):
+    package = package_of(module)
+    return package not in self.packages and is_installed(package)
 
-    def _look_at_cell(self, cell, name):
-        def read():
-            try: return [cell.cell_contents]
-            except ValueError: return []
-        def write(old):
-            if old: cell.cell_contents, = old
-            else: del cell.cell_contents
-        self._add(self._part(name, read, write), name)
+# What its code names, and what it keeps. Nothing of a library's: PyTorch's functions do not count their calls
+@patch
+def _look_at_function(self:Kept, f, name):
+    for k,cell in cells_of(f).items(): self._look_at_cell(cell, k)
+    self._add([f.__defaults__, f.__kwdefaults__], name)
+    if vars(f): self._look_at_attributes(f, vars(f), name)
+    else: self._part(name, lambda: _flat(vars(f)), lambda old: vars(f).clear())
+    if not self._is_of_library(f.__globals__.get('__name__')): self._look_at_globals(f.__globals__, names_in(f))
 
-    # `names`: those in a function's code, which are attributes of the modules that it names, too
-    def _look_at_globals(self, g, names, where=''):
-        def read(): return [g.get(k, _missing) for k in names]
-        def write(old):
-            for k,v in zip(names, old):
-                if v is not _missing: g[k] = v
-                else: g.pop(k, None)
-        for k,v in zip(names, self._part(where[:-1] or ' or '.join([k for k in names if k in g][:3]), read, write)):
-            if v is _missing and not where:              # a module may be imported in the function
-                v = sys.modules.get(k, sys.modules.get(f"{g.get('__package__')}.{k}"))
-            if not isinstance(v, ModuleType): self._add([v], where+k)
-            elif not self._is_of_library(v.__name__) and (key := (id(v), *names)) not in self.seen:
-                self.seen[key] = v
-                self._look_at_globals(vars(v), names, f'{where}{k}.')
+@patch
+def _look_at_cell(self:Kept, cell, name):
+    def read():
+        try: return [cell.cell_contents]
+        except ValueError: return []
+    def write(old):
+        if old: cell.cell_contents, = old
+        else: del cell.cell_contents
+    self._add(self._part(name, read, write), name)
 
-    def _look_at_class(self, c):
-        def read(): return _flat({k: v for k,v in vars(c).items() if k[:2] != '__'})
-        def write(old):
-            before = dict(zip(old[:len(old)//2], old[len(old)//2:]))
-            for k in [k for k in vars(c) if k[:2] != '__' and k not in before]: type.__delattr__(c, k)
-            for k,v in before.items():
-                if vars(c).get(k, _missing) is not v: type.__setattr__(c, k, v)
-        self._part(c.__name__, read, write)
-        for k,v in [*vars(c).items()]: self._add([v], f'{c.__name__}.{k}')
-        self._add([type(c)], c.__name__)
+# `names`: those in a function's code, which are attributes of the modules that it names, too
+@patch
+def _look_at_globals(self:Kept, g, names, where=''):
+    def read(): return [g.get(k, _missing) for k in names]
+    def write(old):
+        for k,v in zip(names, old):
+            if v is not _missing: g[k] = v
+            else: g.pop(k, None)
+    for k,v in zip(names, self._part(where[:-1] or ' or '.join([k for k in names if k in g][:3]), read, write)):
+        if v is _missing and not where:              # a module may be imported in the function
+            v = sys.modules.get(k, sys.modules.get(f"{g.get('__package__')}.{k}"))
+        if not isinstance(v, ModuleType): self._add([v], where+k)
+        elif not self._is_of_library(v.__name__) and (key := (id(v), *names)) not in self.seen:
+            self.seen[key] = v
+            self._look_at_globals(vars(v), names, f'{where}{k}.')
 
-    # Is its content known?
-    def _look_at_content(self, o, name):
-        if isinstance(o, Tensor): self._look_at_tensor(o, name)
-        elif type(o) in generator_types: self.generators.append(o)
-        elif isinstance(o, (tuple,frozenset)): self._add(o, name)
-        elif isinstance(o, tuple(_containers)): self._look_at_container(o, name)
-        elif isinstance(o, GeneratorType): self._add(self._part(name, partial(state_of_generator, o)), name)
-        elif isinstance(o, io.IOBase): self._look_at_file(o, name)
-        elif isinstance(o, weakref.ref): self._add([o()], name)
-        elif isinstance(o, ContextVar): self._part(name, lambda: [o.get(None)], lambda old: o.set(*old))
-        elif is_iterator(type(o)): self._add(self._part(name, partial(state_of_iterator, o), lambda old: o.__setstate__(old[-1])), name)
-        else: return self._look_at_memory(o, name)
+@patch
+def _look_at_class(self:Kept, c):
+    def read(): return _flat({k: v for k,v in vars(c).items() if k[:2] != '__'})
+    def write(old):
+        before = dict(zip(old[:len(old)//2], old[len(old)//2:]))
+        for k in [k for k in vars(c) if k[:2] != '__' and k not in before]: type.__delattr__(c, k)
+        for k,v in before.items():
+            if vars(c).get(k, _missing) is not v: type.__setattr__(c, k, v)
+    self._part(c.__name__, read, write)
+    for k,v in [*vars(c).items()]: self._add([v], f'{c.__name__}.{k}')
+    self._add([type(c)], c.__name__)
+
+# %% ../../nbs/api/core/19_untouched.ipynb #668e9266
+# Is its content known?
+@patch
+def _look_at_content(self:Kept, o, name):
+    if isinstance(o, Tensor): self._look_at_tensor(o, name)
+    elif type(o) in generator_types: self.generators.append(o)
+    elif isinstance(o, (tuple,frozenset)): self._add(o, name)
+    elif isinstance(o, tuple(_containers)): self._look_at_container(o, name)
+    elif isinstance(o, GeneratorType): self._add(self._part(name, partial(state_of_generator, o)), name)
+    elif isinstance(o, io.IOBase): self._look_at_file(o, name)
+    elif isinstance(o, weakref.ref): self._add([o()], name)
+    elif isinstance(o, ContextVar): self._part(name, lambda: [o.get(None)], lambda old: o.set(*old))
+    elif is_iterator(type(o)): self._add(self._part(name, partial(state_of_iterator, o), lambda old: o.__setstate__(old[-1])), name)
+    else: return self._look_at_memory(o, name)
+    return True
+
+@patch
+def _look_at_tensor(self:Kept, t, name):
+    size = t.numel()*t.element_size()
+    plain = t.layout is torch.strided and not t.is_meta and not is_traceable_wrapper_subclass(t)
+    copied = plain and t.is_leaf and size <= self.nbytes
+    if copied: self.nbytes -= size
+    self.parts.append(TensorPart(name, t, copied))
+
+@patch
+def _look_at_container(self:Kept, o, name):
+    read,write = _way_of(type(o))
+    if len(o) > self.refs: return self._part(name, lambda: [len(o)])
+    self.refs -= len(o)
+    old = self._part(name, lambda: read(o), lambda old: write(o, old))
+    if isinstance(o, dict): self._add(old[len(o):], [f'{name}[{k!r}]' if type(k) in _plain else name for k in old[:len(o)]])
+    elif isinstance(old, list): self._add(old, name)
+
+@patch
+def _look_at_file(self:Kept, o, name):
+    if o in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__) or o.closed or not o.seekable(): return
+    if isinstance(o, (io.BytesIO,io.StringIO)): write = partial(_set_memory_file, o)
+    else: write = None if o.writable() else lambda old: o.seek(old[0])       # what was written stays
+    self._part(name, partial(state_of_file, o), write)
+
+@patch
+def _look_at_memory(self:Kept, o, name):
+    if isinstance(o, np.ndarray) and o.dtype.hasobject:
+        self._add(self._part(name, o.ravel().tolist, partial(_set_objects, o)), name)
         return True
-
-    def _look_at_tensor(self, t, name):
-        size = t.numel()*t.element_size()
-        plain = t.layout is torch.strided and not t.is_meta and not is_traceable_wrapper_subclass(t)
-        copied = plain and t.is_leaf and size <= self.nbytes
-        if copied: self.nbytes -= size
-        self.parts.append(TensorPart(name, t, copied))
-
-    def _look_at_container(self, o, name):
-        read,write = _way_of(type(o))
-        if len(o) > self.refs: return self._part(name, lambda: [len(o)])
-        self.refs -= len(o)
-        old = self._part(name, lambda: read(o), lambda old: write(o, old))
-        if isinstance(o, dict): self._add(old[len(o):], [f'{name}[{k!r}]' if type(k) in _plain else name for k in old[:len(o)]])
-        elif isinstance(old, list): self._add(old, name)
-
-    def _look_at_file(self, o, name):
-        if o in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__) or o.closed or not o.seekable(): return
-        if isinstance(o, (io.BytesIO,io.StringIO)): write = partial(_set_memory_file, o)
-        else: write = None if o.writable() else lambda old: o.seek(old[0])       # what was written stays
-        self._part(name, partial(state_of_file, o), write)
-
-    def _look_at_memory(self, o, name):
-        if isinstance(o, np.ndarray) and o.dtype.hasobject:
-            self._add(self._part(name, o.ravel().tolist, partial(_set_objects, o)), name)
-            return True
-        try: nbytes,fixed = (o.nbytes, not o.flags.writeable) if isinstance(o, np.ndarray) else _memory_of(o)
-        except TypeError: return False
-        if fixed or nbytes > self.nbytes: return True
-        self.nbytes -= nbytes
-        self._part(name, partial(state_of_memory, o), partial(_set_memory, o))
-        return True
+    try: nbytes,fixed = (o.nbytes, not o.flags.writeable) if isinstance(o, np.ndarray) else _memory_of(o)
+    except TypeError: return False
+    if fixed or nbytes > self.nbytes: return True
+    self.nbytes -= nbytes
+    self._part(name, partial(state_of_memory, o), partial(_set_memory, o))
+    return True
 
 # %% ../../nbs/api/core/19_untouched.ipynb #b46a000d
 # For messages
@@ -486,3 +469,33 @@ def packages_of(o):
     for _ in range(10):
         yield package_of(getattr(o, '__module__', None) or type(o).__module__)
         o = getattr(o, 'func', getattr(o, '__self__', None))
+
+# %% ../../nbs/api/core/19_untouched.ipynb #fe293d88
+_hearing = {}                                            # thread -> what was heard
+_lasting = {*'''os.link os.mkdir os.putenv os.remove os.rename os.rmdir os.symlink os.truncate os.unsetenv os.utime os.fork os.posix_spawn
+    os.spawn os.system subprocess.Popen socket.connect socket.sendmsg socket.sendto sqlite3.connect'''.split()}
+_writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+
+# Context; it gives a list. A hook for these events stays for good: it does nothing where no one listens, and must not
+# fail
+@contextmanager
+def heard():
+    _listen()
+    thread,names = threading.get_ident(),[]
+    before,_hearing[thread] = _hearing.get(thread),names
+    try: yield names
+    finally:
+        if before is None: del _hearing[thread]
+        else: _hearing[thread] = before
+
+@lru_cache(1)
+def _listen(): sys.addaudithook(_hear)
+
+def _hear(event, args):
+    if not _hearing or not (event in _lasting or event == 'open' and _is_written(*args)): return
+    names = _hearing.get(threading.get_ident())
+    if names is not None: names.append(f'{args[0]!r} ({event})' if args else event)
+
+# As opposed to what is only read; the events of other libraries may have other arguments
+def _is_written(path=None, mode=None, flags=0, *others):
+    return isinstance(path, (str,bytes)) and path != os.devnull and isinstance(flags, int) and bool(flags & _writing)
