@@ -137,8 +137,7 @@ class BatchPass:
     # Is its only micro-batch all that the step of one rank averages over? Then every weight is right, and there is
     # nothing to look at
     def _is_alone(self):
-        is_one = len(self.micros) == 1 and self.micros[0].rows is None and self.cb.ranks.world == 1
-        if not is_one or not self.opens: return False
+        if self.shown.is_cut(self.micros) or self.cb.ranks.world > 1 or not self.opens: return False
         return self.closes or self.last and self.fate(self.before + self.n_more) is Fate.DROP
 
     # Is `learn.pred` of the whole loader batch wanted, by a metric of the training or by a callback?

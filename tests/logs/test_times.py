@@ -1,11 +1,11 @@
 "StepLogger's times, speed and memory: every second to its part, and no waiting for a device"
 import pytest
 from reference import *
+from test_steps import BASE
 from fastaccum.logs.steps import DeviceSeconds, StepClock, StepLogger, StepTable, check_events
 
 torch.manual_seed(0)
 data = Data(torch.randn(61, 6), torch.randn(61, 4))
-BASE = ['step', 'fit', 'epoch', 'items', 'accum_bs', 'loss', 'lr', 'skipped']
 
 def rows(learn): return learn.step_logger.to_df()
 def close(a, b, tol=1e-6): np.testing.assert_allclose(np.asarray(a, float), np.asarray(b, float), rtol=tol, atol=tol)

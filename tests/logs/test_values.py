@@ -48,7 +48,8 @@ def test_names():
     "No two values have one, and no unit of an accumulated batch may be called like one that is always logged"
     names = [v.name for v in of_step + on_request] + ['step','fit','epoch']
     assert len(names) == len({*names})
-    assert {*names} - {'items'} - {v.name for v in on_request if v.argument} <= {*taken_columns}
+    always = {*names} - {'items'} - {v.name for v in on_request if v.argument}
+    assert always <= {*taken_columns}, 'accumulation/arguments has a list of these names, too'
 
 def test_saved():
     "A checkpoint has all of them"
