@@ -19,6 +19,14 @@ __all__ = []
 # %% ../../nbs/api/accumulation/02_batch.ipynb #8929de1a
 # One loader batch on its way through the model. It ends or continues an accumulated batch, whose record the accumulator writes
 class BatchPass:
+    done = False
+    way = None              # how it goes through the model, once it does
+    shown = None            # what the Learner shows of it
+    micros = ()
+    is_alone = False        # is it one micro-batch, and that a step?
+    looks = ()              # the witnesses that look at it
+    values = None           # a `BatchValues`, if the loss keeps values
+
     def __init__(self, cb, n, last, counted=None):
         total = cb.ranks.total
         self.cb = cb                     # a `GradientAccumulation`, which is only read
@@ -35,14 +43,7 @@ class BatchPass:
         self.items = 0 if self.opens else cb.batch.items                       # of the accumulated batch before this loader batch
         self.place = _place_of(cb.learn)
         self.tensors = cb.learn.xb,cb.learn.yb                                 # whose items `n` counts
-        self.done = False
-        self.way = None                  # how it goes through the model, once it does
-        self.shown = None                # what the Learner shows of it
-        self.micros = []
-        self.is_alone = False            # is it one micro-batch, and that a step?
-        self.looks = []                  # the witnesses that look at it
         self.first = len(cb.acc.losses)  # its first micro-batch, among those of the accumulated batch
-        self.values = None               # a `BatchValues`, if the loss keeps values
 
     # Does the accumulated batch end with `n` items?
     def ends(self, n): return n >= self.acc.accum_bs or self.last and n > 0 and self.fate(n) is Fate.STEP
@@ -66,6 +67,7 @@ class BatchPass:
         if values.holder is not None: self.values = BatchValues(self, values)
         shown = self.shown = Shown(learn, self._beside())
         self.micros = way.cut(self, shown)
+        shown.begin(self.micros)
         self.is_alone = self._is_alone()
         keeps_pred,preds,micro = self._keeps_pred(),[],None
         weights.begin(self)
@@ -130,9 +132,9 @@ class BatchPass:
     # Nothing of it is kept until the next one comes
     def _forget(self):
         self.tensors = None
-        self.micros = []
+        self.micros = ()
         self.shown = None
-        self.looks = []
+        self.looks = ()
 
     # Is its only micro-batch all that the step of one rank averages over? Then every weight is right, and there is
     # nothing to look at
@@ -140,11 +142,15 @@ class BatchPass:
         if self.shown.is_cut(self.micros) or self.cb.ranks.world > 1 or not self.opens: return False
         return self.closes or self.last and self.fate(self.before + self.n_more) is Fate.DROP
 
+    # Does it go through the model as the big batch does?
+    @property
+    def is_whole_step(self): return self.is_alone and not self.way.is_joined
+
     # Is `learn.pred` of the whole loader batch wanted, by a metric of the training or by a callback?
     def _keeps_pred(self):
         recorder = getattr(self.learn, 'recorder', None)
         reads = self.loop.events.table['reads_pred'] or getattr(recorder, 'train_metrics', False)
-        return reads and self.shown.is_cut(self.micros)
+        return reads and self.shown.is_cut
 
     # What belongs to the items, too, as (dict, key): MixUp keeps targets and shares of its own, and a loss may have
     # been given weights
@@ -169,19 +175,18 @@ class Shown:
         self.xb,self.yb = learn.xb,learn.yb
         self.places = places                                    # (dict, key) of what callbacks keep beside the batch
         self.beside = [d[k] for d,k in places] if places else []
-        table = learn.one_batch.events.table
-        self.may_change = bool(table['after_pred'] or table['after_loss'] or table['before_backward'])
+        self.may_change = bool(learn.one_batch.events.table['between'])      # by who hears of a micro-batch
 
     # What is kept beside the batch under this key
     def named(self, name): return [v for (_,k),v in zip(self.places, self.beside) if k == name]
 
-    def is_cut(self, micros): return micros[0].xb is not self.xb or micros[0].yb is not self.yb
+    # It is cut into these, which are shown one by one
+    def begin(self, micros): self.is_cut = micros[0].xb is not self.xb or micros[0].yb is not self.yb
 
-    def __enter__(self): self.cut = False
+    def __enter__(self): pass
 
     def show(self, micro):
         learn = self.learn
-        self.cut = micro.xb is not self.xb or micro.yb is not self.yb
         learn.xb,learn.yb = micro.xb,micro.yb
         if self.places: self._put(micro.beside)
         if self.may_change: self.version = getattr(first(micro.yb), '_version', None)
@@ -199,7 +204,7 @@ class Shown:
         with _replacing(learn, 'xb', map_tensors(part, learn.xb)), _replacing(learn, 'yb', map_tensors(part, learn.yb)): yield
 
     def __exit__(self, *_):
-        if self.cut: self.learn.xb,self.learn.yb = self.xb,self.yb
+        if self.is_cut: self.learn.xb,self.learn.yb = self.xb,self.yb
         if self.places: self._put(self.beside)
 
     def _put(self, values):
@@ -221,7 +226,7 @@ class BatchValues:
     # The batch is cut
     def begin(self):
         batch = self.batch
-        self.has_parts = batch.shown.is_cut(batch.micros) or not (batch.opens and batch.closes)
+        self.has_parts = batch.shown.is_cut or not (batch.opens and batch.closes)
         if self.has_parts: self.values.begin(batch.first)
 
     def add(self, micro):

@@ -407,7 +407,7 @@ def before_batch(self:GradientAccumulation):
         whole = ifnone(self.ranks.total, n) if counted is None else counted.total
         size = whole if self.per_loader_batch else self.size_at(epoch*n_iter + i, n_iter, n_epoch)
         if size != acc.accum_bs: acc.open(size)
-        self._without_grad = [p for p in acc.params if p.grad is None] if self.policy.may_drop else []
+        if self.policy.may_drop: self.params.note_untouched()
     # not by `=`: fastai's `__setattr__` would look for the name in the Learner and in its model, at each batch
     self.__dict__['batch'] = BatchPass(self, n, i == n_iter-1, counted)
 
@@ -451,7 +451,7 @@ def _open(self:GradientAccumulation, batch):
     params = self.params
     if params.opt is not self.learn.opt: params.look_up()
     if params.others: params.begin()
-    if not self.per_loader_batch: params.note_trained()
+    if not batch.closes: params.note_trained()
     self.witnesses.call('opens', batch)
 
 @patch
@@ -524,7 +524,7 @@ def _end_epoch(self:GradientAccumulation):
     if fate is Fate.CARRY: return
     if fate is Fate.STEP or self.acc.ready: return loop.extra_step()   # ready: a cancelled step was taken back
     self.clear()
-    for p in self._without_grad: p.grad = None       # with a gradient of zeros the optimizer would touch them
+    self.params.leave_untouched()
 
 # Step on what is left at the end of this epoch, whatever `remainder` is: the fit ends there
 @patch

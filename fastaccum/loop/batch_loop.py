@@ -128,8 +128,8 @@ class BatchLoop:
         predict=None # `predict(call, model, *xb)`: the prediction, where `call(model, *xb)` computes in the right precision. Default: call
     ):
         "Compute prediction and loss of `learn.xb` and `learn.yb`"
-        learn,table = self.learn,self.table
-        call = self.precision.predict
+        learn,call = self.learn,self.precision.predict
+        table = self.events.table                     # it is up to date: `precision` has asked for it
         if predict is None and not learn.training: predict = self.accumulation.predict
         learn.pred = call(learn.model, *learn.xb) if predict is None else predict(call, learn.model, *learn.xb)
         self.now.went_through()
@@ -259,7 +259,7 @@ class BatchLoop:
     def _condition(self, cb, event):
         if event == 'before_batch' and type(cb) is CastToTensor:
             learn = self.learn
-            return lambda: [*map(type, learn.xb), *map(type, learn.yb)].count(Tensor) < len(learn.xb) + len(learn.yb)
+            return lambda: {*map(type, (*learn.xb, *learn.yb))} != {Tensor}
         f = getattr(getattr(cb, event, None), '__func__', None)
         if event == 'after_batch' and f is TrainEvalCallback.after_batch: return self._advance
         return self.rows.condition(cb, event)

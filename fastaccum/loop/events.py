@@ -105,6 +105,7 @@ class EventTable:
         for cb in self.learn.cbs.sorted('order'): self._add(cb)
         # no other callback changes its output
         if [cb for cb,*_ in table['after_pred']] == [table['precision']]: table['after_pred'] = []
+        table['between'] = [e for ev in ('after_pred','after_loss','before_backward') for e in table[ev]]
         table['backward'] = [e for ev in ('before_backward','after_cancel_backward','after_backward') for e in table[ev]]
         table['reads_pred'] = any(_may_read_pred(cb) for cb,*_ in table['after_batch'])
         return table

@@ -39,6 +39,7 @@ class AccumulatedParams(OptimizerParams):
         self.others = []
         self.kept = None
         self.trained = ()
+        self.untouched = ()
     def __iter__(self):
         yield from super().__iter__()
         yield from self.others
@@ -56,7 +57,13 @@ class AccumulatedParams(OptimizerParams):
         self.kept = [(p, p.grad) for p in self.others]
         for p in self.others: p.grad = None
 
-    # It begins, and these are trained
+    # It begins, and these have no gradient
+    def note_untouched(self): self.untouched = [p for p in self if p.grad is None]
+    # It is dropped: with a gradient of zeros the optimizer would touch them
+    def leave_untouched(self):
+        for p in self.untouched: p.grad = None
+
+    # It begins, other loader batches are to come, and these are trained
     def note_trained(self): self.trained = [p for p in (*params_of(self.opt), *self.others) if p.requires_grad]
     # One of them that has been frozen since
     def frozen(self): return None if all(map(is_trained, self.trained)) else first(p for p in self.trained if not p.requires_grad)
@@ -66,11 +73,13 @@ class AccumulatedParams(OptimizerParams):
         for p,g in self.kept or ():
             if g is not None: p.grad = g if p.grad is None else g.add_(p.grad)
         self.kept = None
+        self.trained = ()
 
     # It is given up: they are what they were
     def give_up(self):
         for p,g in self.kept or (): p.grad = g
         self.kept = None
+        self.trained = ()
 
 # Parameters that a loss has: those of a module, also as the `func` of fastai's losses, of a method's object, or of a
 # mixer's old loss

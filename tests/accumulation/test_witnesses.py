@@ -85,6 +85,22 @@ def test_not_due_costs_nothing(monkeypatch):
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     assert Counts.n == 0 and n_looks[0] > 0 and learn.gradient_accumulation.witnesses.looks(None) == []
 
+class Due(Witness):
+    due,seen = True,[]
+    def before_batch(self, batch): self.seen.append(type(self))
+class LooksAtWhole(Due): looks_at_whole = True
+
+@pytest.mark.parametrize('kwargs,all_look', [
+    (dict(accum_bs=8), False), (dict(accum_bs=16), True), (dict(accum_bs=8, remainder='drop'), False), (dict(micro_batch_size=4), True),
+    (dict(micro_batch_size=8, coupled=True), False), (dict(micro_batch_size=4, coupled=True), True)])
+def test_of_a_whole_step(kwargs, all_look, monkeypatch):
+    "In one piece it is the big batch itself: only those that say so look at it"
+    monkeypatch.setattr(witnesses, 'kinds', [Due, LooksAtWhole])
+    monkeypatch.setattr(Due, 'seen', [])
+    learn = fits.learner([t[:16] for t in fits.classes], fits.mlp(), nn.CrossEntropyLoss(), GradientAccumulation(**kwargs), bs=8)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert Due.seen == ([Due, LooksAtWhole] if all_look else [LooksAtWhole])*2
+
 def test_numbers_are_read_at_once():
     heard,all_ = [],Witnesses(None)
     for v in (torch.tensor(True), torch.tensor(2.5), torch.tensor(3)): all_.ask(v, heard.append)

@@ -26,11 +26,9 @@ class AddedLoss(Witness):
         listeners = self.loop.events.table['after_loss']
         self.due = bool(listeners) and self.cb.weights.is_measured and not batch.way.is_coupled
 
-    def before_batch(self, batch): self.is_alone = batch.is_alone
-
     def after_loss(self, micro):
         now,rule = self.loop.now,self.cb.rule
-        if self.is_alone or now.changed != 'added' or now.losses is not None: return
+        if now.changed != 'added' or now.losses is not None: return
         if micro.rows is not None: self._tell(of_trimmed, about='trimmed term')
         if rule.is_sum: self._tell(of_sum, about='changed loss')
         elif rule.info.over not in ('items', 'elements') and self.times.due(rule.always):

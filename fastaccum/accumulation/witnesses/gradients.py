@@ -22,29 +22,27 @@ class SomeSteps(Witness):
         super().__init__(cb)
         self.n_opened = 0
         self.sums = ()                             # each compares two sums at the step: `begin` makes them, `compare` asks for the figure
-        self.is_void = False
 
     def opens(self, batch):
         self.drop()
         self.n_opened += 1
-        if self.n_opened%50 == 0: self.cb.witnesses.read()
-        some = self.n_opened <= 3 or self.n_opened%50 == 0
-        if some and self.cb.ranks.world == 1 and not self.told:
-            self.sums = self.begin([p for p in self.cb.acc.params if p.requires_grad])
+        is_later = self.n_opened%50 == 0
+        if is_later: self.cb.witnesses.read()
+        if self.n_opened > 3 and not is_later: return
+        if self.told or self.cb.ranks.world > 1: return
+        self.sums = self.begin([p for p in self.cb.acc.params if p.requires_grad])
 
-    def void(self): self.is_void = True
+    def void(self): self.drop()
 
     def drop(self):
         for o in self.sums: o.remove()
         self.sums = ()
-        self.is_void = False
         self.due = False
 
     def before_step(self):
-        sums,is_void = self.sums,self.is_void
+        sums = self.sums
         self.drop()
-        if not is_void:
-            for o in sums: self.compare(o)
+        for o in sums: self.compare(o)
 
     def tell_off(self, figure, off):
         if off > 1e-4: self.tell(self.message.format(who=likely_names(self.learn, ('grad', 'clip')), figure=f'{figure}: {off:.0%} off'))

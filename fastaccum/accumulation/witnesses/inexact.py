@@ -14,6 +14,7 @@ from .witness import Witness
 # %% ../../../nbs/api/accumulation/witnesses/07_inexact.ipynb #3734e176
 class InexactLoss(Witness):
     page = 'tutorials/token_losses.html#label-smoothing-with-class-weights-the-fastai-way'
+    looks_at_whole = True
 
     def __init__(self, cb):
         super().__init__(cb)

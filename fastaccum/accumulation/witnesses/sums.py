@@ -14,6 +14,7 @@ from .witness import Witness
 class UndeclaredSum(Witness):
     page = 'troubleshooting.html#the-loss-is-off'
     about = 'sum'
+    looks_at_whole = True
 
     def new_rule(self): self.due = self.cb.rule.probed and self.cb.rule.is_sum
 

@@ -23,11 +23,8 @@ class ModelsTerms(Witness):
         # with `weight` it is not known what halves would weigh
         self.due = not self.has_told and bool(cb.check_loss) and cb.weight is None and not way_of(cb).is_coupled
 
-    # Alone, it has the whole batch's number
-    def before_batch(self, batch): self.is_alone = batch.is_alone
-
     def before_backward(self, micro):
-        if self.is_alone or not self.due: return
+        if not self.due: return
         self.due = False
         learn,cb = self.learn,self.cb
         call = partial(self.loop.precision.predict, learn.model)

@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/witnesses/witness.h
 
 # %% ../../../nbs/api/accumulation/witnesses/01_witness.ipynb #383f20a3
 from __future__ import annotations
+from operator import attrgetter
 from fastai.basics import *
 
 # %% auto #0
@@ -16,6 +17,7 @@ class Witness:
     about = None                                   # what its warning is about; None: its words. A callback gives each warning once
     page = None                                    # of the site, where it says more
     due = False                                    # does it want to look at loader batches? Without, it costs nothing
+    looks_at_whole = False                         # at those, too, that are a step, and go through the model in one piece?
 
     def __init__(self, cb):
         self.cb = cb                               # the `GradientAccumulation`, which is only read
@@ -65,6 +67,8 @@ class Witness:
 # Those outside of loader batches
 events = 'before_epoch','opens','new_rule','before_step','void','drop','after_epoch','after_train','items_differ'
 
+is_due = attrgetter('due')                         # in C, as it is asked of each witness with each loader batch
+
 class Witnesses:
     in_checkpoint = False                          # they only look
     def __init__(self, cb, kinds=()):
@@ -78,7 +82,8 @@ class Witnesses:
 
     # Those that look at the loader batch, which is cut
     def looks(self, batch):
-        looks = [w for w in self.all if w.due]
+        looks = [*filter(is_due, self.all)]
+        if looks and batch.is_whole_step: looks = [w for w in looks if w.looks_at_whole]
         for w in looks: w.before_batch(batch)
         return looks
 
