@@ -72,8 +72,8 @@ check: cases snippets ## what `make test` leaves out: both of these (25 minutes)
 versions: ## do the quick tests pass with the lowest and newest versions that are promised, and each PyTorch between? 6 GB and ten minutes each; ONLY="lowest newest"
 	$(or $(wildcard $(PYTHON)),python3) tools/versions.py $(ONLY)
 
-mutants: $(INSTALLED) $(MUTANTS) ## do the tests notice a change of the code? Of all modules (an hour), or MODULES="scaler events"
-	$(TEST_ENV) $(PYTHON) tools/mutants.py $(MODULES)
+mutants: $(INSTALLED) $(MUTANTS) ## do the tests notice a change of the code? Of all modules (many hours), or MODULES="scaler events"; MOST=20 mutants of each (an hour)
+	$(TEST_ENV) $(if $(MOST),MOST=$(MOST)) $(PYTHON) tools/mutants.py $(MODULES)
 
 foreign: $(INSTALLED) ## do the fits of fastai's notebooks come out the same in micro-batches and in smaller loader batches? (an hour); FASTAI=path of a checkout, else it is cloned
 	$(TEST_ENV) $(PYTHON) tools/foreign.py $(FASTAI)

@@ -1,14 +1,16 @@
-"""Do the tests notice a change of the code? `make mutants`, or `make mutants MODULES="scaler microbatch"`
+"""Do the tests notice a change of the code? `make mutants`, `make mutants MODULES="scaler microbatch"`, or `make mutants MOST=20`
 
 mutmut makes hundreds of small changes in a module (a `<` becomes `<=`, an argument is dropped, ...), and runs the tests on each. A mutant
 that no test kills shows an assertion that is missing, or changes nothing: then it stands in `EQUIVALENT`, with the reason. Mutants that
-change only the words of a message are left out. All is done in a copy, `_mutants`; `mutmut show NAME` there shows a mutant."""
-import ast, json, os, re, shutil, subprocess, sys
+change only the words of a message are left out. With `MOST`, so many of each module are tried, always the same ones. All is done in a
+copy, `_mutants`; `mutmut show NAME` there shows a mutant."""
+import ast, json, os, random, re, shutil, subprocess, sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT/'_mutants'
 GOAL = .95   # of the mutants of each module are killed
+MOST = int(os.environ.get('MOST', 0))   # mutants of a module; 0: all
 # Module, its place, and what is run on its mutants beside its notebook: tests that come close to it
 MODULES = dict(
     losses='core/losses core/test_rule.py core/test_losses.py',
@@ -16,7 +18,16 @@ MODULES = dict(
     scaler='core/scaler core/test_scaler.py',
     microbatch='core/microbatch core/test_parts.py ' + ' '.join(f'accumulation/test_microbatch.py::test_{t}' for t in
                                                       ('split_items', 'cannot_split', 'few_items')),
+    values='core/values accumulation/test_loss_values.py',
     events='loop/events loop/test_events.py',
+    batch_loop='loop/batch_loop loop/test_events.py loop/test_dispatch.py loop/test_own_loops.py loop/test_changes.py',
+    remainder='accumulation/remainder accumulation/test_remainder.py accumulation/test_epoch_ends.py',
+    plan='accumulation/plan accumulation/test_positions.py accumulation/test_remainder.py',
+    facts='accumulation/facts accumulation/test_loss_values.py accumulation/test_own_rules.py',
+    fitting='accumulation/fitting accumulation/test_microbatch.py',
+    batch='accumulation/batch accumulation/test_looks.py accumulation/test_loss_values.py accumulation/test_microbatch.py',
+    ways='accumulation/ways accumulation/test_coupled.py accumulation/test_microbatch.py accumulation/test_tokens.py',
+    weigh='accumulation/weigh accumulation/test_looks.py accumulation/test_own_rules.py accumulation/test_coupled.py',
 )
 # Module, a part of the mutant's line, and why the mutant does what the code does
 EQUIVALENT = (
@@ -75,6 +86,12 @@ pytest_add_cli_args = ["-p", "no:cacheprovider", "-W", "ignore", "-k", "not impo
 pythonpath = [".", "tests", "tools"]
 '''
 
+def sample(place, most): # Names of so many of the mutants of a module
+    from mutmut.mutation.file_mutation import mutate_file_contents
+    file = Path(f'fastaccum/{place}.py')
+    names = mutate_file_contents(str(file), file.read_text(encoding='utf-8')).mutant_names
+    return [f"fastaccum.{place.replace('/', '.')}.{name}" for name in random.Random(place).sample(names, min(most, len(names)))]
+
 def mutants(module): # Mutant -> is it killed, what it takes out, what it puts in
     "In a fresh copy, as mutmut does not see when a test has changed"
     from mutmut.stats import status_by_exit_code
@@ -85,9 +102,10 @@ def mutants(module): # Mutant -> is it killed, what it takes out, what it puts i
     file.write_text(undecorated(file.read_text(encoding='utf-8')), encoding='utf-8')
     (WORK/'pyproject.toml').write_text(config(module), encoding='utf-8')
     os.chdir(WORK)
-    subprocess.run([Path(sys.executable).parent/'mutmut', 'run'], check=True)
+    subprocess.run([Path(sys.executable).parent/'mutmut', 'run', *(sample(place, MOST) if MOST else ())], check=True)
     codes = json.loads(Path(f'mutants/fastaccum/{place}.py.meta').read_text(encoding='utf-8'))['exit_code_by_key']
-    return {name: (status_by_exit_code[code] in ('killed', 'timeout', 'segfault'), *changes(name, place)) for name,code in codes.items()}
+    return {name: (status_by_exit_code[code] in ('killed', 'timeout', 'segfault'), *changes(name, place))
+            for name,code in codes.items() if code is not None}
 
 def changes(name, place):
     from mutmut.mutation.diff_apply import get_diff_for_mutant
@@ -108,7 +126,8 @@ def check(module): # Share of the mutants that are killed; those that do the sam
     same = [k for k,(_,_,new) in alive.items() if reason(module, new)]
     for k in alive.keys()-same: print(f'\n{k}\n- {alive[k][1]}\n+ {alive[k][2]}')
     for m,part,_ in EQUIVALENT:
-        if m==module and not any(part in new for _,_,new in alive.values()): print(f'\nEQUIVALENT has a line that no mutant needs: {part}')
+        if MOST or m!=module or any(part in new for _,_,new in alive.values()): continue
+        print(f'\nEQUIVALENT has a line that no mutant needs: {part}')
     share = (len(found)-len(alive))/(len(found)-len(same))
     print(f'{module}: {len(found)} mutants; {len(same)} do the same as the code; {share:.1%} of the others are killed', flush=True)
     return share
