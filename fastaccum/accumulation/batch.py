@@ -139,7 +139,7 @@ class BatchPass:
     # Is its only micro-batch all that the step of one rank averages over? Then every weight is right, and there is
     # nothing to look at
     def _is_alone(self):
-        if self.shown.is_cut(self.micros) or self.cb.ranks.world > 1 or not self.opens: return False
+        if self.shown.is_cut or self.cb.ranks.world > 1 or not self.opens: return False
         return self.closes or self.last and self.fate(self.before + self.n_more) is Fate.DROP
 
     # Does it go through the model as the big batch does?
