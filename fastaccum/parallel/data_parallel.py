@@ -235,9 +235,19 @@ def before_train(self:DataParallel):
     rows = self.learn.dl.rows
     if not self.fitting:
         if not self.brings_ranks.pools: self._tell_of_single_items(rows)
+        self._check_mixed(rows)
         self.brings_ranks.own_random_numbers()
     self.fitting = True
     self.brings_ranks.begin_epoch(self.learn.dl)
+
+# Raise an error if a callback would have to mix the items of a rank that has a single one
+@patch
+def _check_mixed(self:DataParallel, rows):
+    mixing,single = first(cb for cb in self.learn.cbs if mixes(cb)),first(row for row in rows if 1 in row)
+    if mixing is None or single is None: return
+    raise ValueError(f"{type(mixing).__name__} mixes the items of each rank, and one of them has a single item, as a loader batch of "
+                     f"{sum(single)} is split into {single}: use drop_last=True if that is the last of an epoch, else another batch "
+                     "size or other shares.")
 
 @patch
 def _tell_of_single_items(self:DataParallel, rows):

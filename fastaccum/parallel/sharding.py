@@ -61,7 +61,7 @@ class ShardedDL(TfmdDL):
     def part(self, i):
         row,start = self.rows[i],(i-self.done)*self.dl.bs
         a = start + sum(row[:self.rank])
-        return self.order[a:a+row[self.rank]] or (self.order[start:start+1] if self.ghosts else [])
+        return self.order[a:a+row[self.rank]] or (self.order[start:start+min(2, sum(row))] if self.ghosts else [])
 
     def __iter__(self):
         self.randomize()
