@@ -115,6 +115,7 @@ class FullyShard(DataParallel):
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #22702e58
 class ShardedRanks(Ranks):
     one_target,joint_gradients,late_weights = True,False,False
+    one_model = False
     def __init__(self, sync, **kwargs):
         super().__init__(**kwargs)
         self.sync,self.left = sync,inf

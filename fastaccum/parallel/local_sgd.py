@@ -51,6 +51,7 @@ class LocalSGD(DataParallel):
 # %% ../../nbs/api/parallel/02_local_sgd.ipynb #d8214543
 class LocalRanks(Ranks):
     joint_gradients = False
+    one_model = False
     refuses = dict(TrainingCheckpoint="saves one state for all ranks, but with LocalSGD each rank has its own weights and optimizer: "
                                       "leave it out, and use SaveModelCallback.")
     def __init__(self, period, warmup_steps, outer_lr, outer_momentum, **kwargs):

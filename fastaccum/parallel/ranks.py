@@ -28,6 +28,7 @@ __all__ = []
 # What several ranks do together. `DataParallel` makes one, if there are several
 class Ranks(OneRank):
     joint_gradients = True                         # do they add up their gradients at each step?
+    one_model = True                               # has each of them all weights, and the same?
     def __init__(self, timeout=600, bucket_mb=25, overlap=False, shares=None):
         super().__init__()
         self.timeout,self.bucket_mb = timeout,bucket_mb
@@ -40,6 +41,9 @@ class Ranks(OneRank):
         self.hooks = []
         self.calls = 0
         self.buffers_differ = False
+        self.named = []                            # parameters, with their names
+        self.turn = 0                              # of the one that is compared next
+        self.n_cancelled = 0                       # steps
 
     # -- a fit
     # A fit of `learn` begins, which has an accumulation callback; or a validation alone, and it may have none
@@ -47,6 +51,8 @@ class Ranks(OneRank):
         self.learn = learn
         self.ended = False
         self.buckets = None
+        self.turn = 0
+        self.n_cancelled = 0
         self.accumulation = first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
 
     # `dl`: the `ShardedDL` of the epoch
@@ -68,6 +74,7 @@ class Ranks(OneRank):
     def begin_steps(self):
         self.shares.check_same(self.rank)
         same_weights(self.learn.model)
+        self.named = [(k, p) for k,p in get_model(self.learn.model).named_parameters() if p.is_floating_point()]
         self.buckets = GradientBuckets(self.accumulation.acc.params, self.bucket_mb)
         if self.overlap: self.hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.buckets.place]
         if self.learn.one_batch.lr_finder and self.rank: save_for_lr_find(self.learn)
@@ -211,7 +218,9 @@ def add_up(self:Ranks, loss, weight, n_items):
 
 # In case the ranks go on accumulating: each of them holds the sum now
 @patch
-def step_cancelled(self:Ranks): scale_grads(self.accumulation.acc.params, 1/self.world)
+def step_cancelled(self:Ranks):
+    self.n_cancelled += 1
+    scale_grads(self.accumulation.acc.params, 1/self.world)
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #de5b6650
 # A rank that has not seen what the loss averages over, as its targets were all ignored so far, or it had a single
@@ -301,6 +310,9 @@ class Head(NamedTuple):
     votes:int = 1            # does it say where all should be?
     rule:int = 0
     rule_squared:int = 0
+    weights:float = 0.       # sum of a parameter, or of all
+    weights_squared:float = 0.
+    size:float = 0.          # sum of their absolute values
     unsure:bool = False      # is the rule merely assumed?
     ended:bool = False       # has the rank ended the fit?
     save:bool = False        # what it asks for
@@ -330,7 +342,7 @@ def agree(self:Ranks, kind, votes=True, **values):
     place,rule = (0, 0) if ends or not votes else (self._place_of(kind), self._rule() if kind == 'step' else 0)
     unsure = kind == 'step' and not self.accumulation.rule.sure
     own = Head(**values, place=place, place_squared=place**2, votes=votes, rule=rule, rule_squared=rule**2, unsure=unsure,
-               ended=ends, **dict.fromkeys(asked, True))
+               ended=ends, **self._sums(kind), **dict.fromkeys(asked, True))
     head = own.added_up(self.device)
     self.known.update(k for k in asks if getattr(head, k))
     if head.out_of_memory: self.shares.out_of_memory(own=False)
@@ -338,6 +350,7 @@ def agree(self:Ranks, kind, votes=True, **values):
         self.ended = True
         raise CancelFitException('another rank has ended the fit')
     if not head.ended: self._check_same(kind, head)
+    if head.ended in (0, self.world): self._check_weights(head)
     return head
 
 # A number that must be the same on all ranks
@@ -347,19 +360,50 @@ def _place_of(self:Ranks, kind):
     batch = learn.iter if step else self.calls if kind in ('outputs','forward') else 0
     # the others may come without a fit
     if step or kind in ('train','validate'): batch += learn.epoch*len(learn.dls.train)
-    return kinds.index(kind) + len(kinds)*(batch%2**16)
+    return kinds.index(kind) + len(kinds)*((batch + 257*self.n_cancelled)%2**16)
+
+@patch
+def _where(self:Ranks): return f"epoch {self.learn.__dict__.get('epoch', 0)}, batch {self.learn.__dict__.get('iter', 0)}"
 
 @patch
 def _check_same(self:Ranks, kind, head):
-    learn = self.learn
     if not same_on_all(head.place, head.place_squared, head.votes):
-        where = f"epoch {learn.__dict__.get('epoch', 0)}, batch {learn.__dict__.get('iter', 0)}"
         of_batches = ", and with coupled='batchnorm' also `CancelBatchException`" if self.pools else ''
-        raise RuntimeError(f"The ranks have parted: this one is at {kind!r} ({where}), "
-                           "another is not. Something ends an epoch or a validation on some ranks only (`CancelTrainException`, "
-                           f"`CancelEpochException`, `CancelValidException`{of_batches}): end it on all ranks, or raise "
-                           "`CancelFitException`.")
+        raise RuntimeError(f"The ranks have parted: this one is at {kind!r} ({self._where()}), "
+                           "another is not. Something ends a step, an epoch or a validation on some ranks only "
+                           "(`CancelStepException`, `CancelTrainException`, `CancelEpochException`, "
+                           f"`CancelValidException`{of_batches}): end it on all ranks, or raise `CancelFitException`.")
     if not head.unsure: self._check_rule(head)
+
+# %% ../../nbs/api/parallel/07_ranks.ipynb #5e1f0a02
+# Sums of this rank's weights, which are those of the others: in a step of one parameter, each in turn, else of all
+@patch
+def _sums(self:Ranks, kind):
+    if not self.one_model or self.buckets is None or kind not in ('step','train','validate','end'): return {}
+    params = self.named
+    if kind == 'step':
+        params = [params[self.turn%len(params)]]
+        self.turn += 1
+    self.compared = [k for k,_ in params]
+    total,size = (sum(of_each).double().nan_to_num(0., 0., 0.) for of_each in zip(*[_sums_of(p.detach()) for _,p in params]))
+    return dict(weights=total, weights_squared=total**2, size=size)
+
+# Sum and size of a parameter, in at least float32
+def _sums_of(p):
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    return p.sum(dtype=dtype),torch.linalg.vector_norm(p, 1, dtype=dtype)
+
+# Weights of ranks that go the same way differ by rounding at most, as their sums do
+@patch
+def _check_weights(self:Ranks, head):
+    if not head.size: return
+    mean = head.weights/self.world
+    spread = max(0., head.weights_squared/self.world-mean**2)**.5
+    size = head.size/self.world
+    if not spread > 1e-7*self.world**.5*size: return
+    name = f"{self.compared[0]!r} is" if len(self.compared) == 1 else "they are"
+    raise RuntimeError(f"The ranks' weights have parted before {self._where()} ({name} {spread/size:.1e} of their size apart). "
+                       "Something changes them on some ranks only, such as a callback: do it on all ranks.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #dd7064a5
 def save_for_lr_find(learn):

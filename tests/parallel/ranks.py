@@ -16,6 +16,7 @@ from fastaccum.all import *
 from bench.comm import CommCounter
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.parallel.processes import start_group, stop_group
+from fastaccum.parallel.ranks import Head
 
 many = start_group(timeout=60)
 rank,world = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
@@ -188,7 +189,7 @@ def traffic():
         learn.training_checkpoint.finish()
         res[name] = learn.traffic.rows
     ps = list(learn.model.parameters())
-    return dict(res, limit=sum(p.numel()*4 for p in ps) + 4*len(ps) + 152)
+    return dict(res, limit=sum(p.numel()*4 for p in ps) + 4*len(ps) + 8*len(Head._fields))
 
 # --- mixed precision
 @case
