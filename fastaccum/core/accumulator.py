@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from .checks import is_count
 from .losses import at_least, ignore_empty, loss_weight, n_items  # your own loop needs the last two
+from .warnings import warn
 
 # %% auto #0
 __all__ = ['GradientAccumulator']
@@ -36,6 +37,7 @@ class GradientAccumulator:
         self.floor = floor
         # type of the shares
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32
+        self.is_told = False               # that nothing accumulates
         self.closed = Accumulated()
         self.rollback(self.closed)
 
@@ -87,12 +89,21 @@ class GradientAccumulator:
     ) -> Tensor: # Call `backward` on it
         "Count a micro-batch, and return the loss to back-propagate"
         check_scalar(loss)
+        if n_items > self.accum_bs and not self.n_items: self._tell(n_items)
         weight = as_weight(n_items if weight is None else weight, loss.device)
         divided_by = None if self.floor is None else at_least(self.floor, weight)
         share, = self.shares([weight], n_items, nominal, divided_by=divided_by and [divided_by])
         self.count(loss.detach(), weight, n_items, divided_by)
         if pred is not None and self.normalize: ignore_empty(pred, self.counted(loss, weight, divided_by))
         return weighted(loss, share)
+
+    # Every micro-batch is a step, which is likely not meant
+    def _tell(self, n_items):
+        if self.is_told: return
+        self.is_told = True
+        warn(f"A micro-batch has {n_items} items, more than a step of accum_bs={self.accum_bs} items takes: each is a step, and nothing "
+             f"accumulates. For {self.accum_bs} of these micro-batches a step write accum_bs={self.accum_bs}*{n_items}.",
+             'api/core/accumulator.html#in-your-own-loop')
 
     def shares(self,
         weights:list|Tensor,    # One weight per micro-batch: numbers, or tensors on the device

@@ -13,6 +13,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 from .private import check_parts, update_scale
+from .warnings import warn
 
 # %% auto #0
 __all__ = ['DynamicLossScaler']
@@ -21,7 +22,7 @@ __all__ = ['DynamicLossScaler']
 class DynamicLossScaler(torch.amp.GradScaler):
     "A `torch.amp.GradScaler` with bounds and a history. It can ignore single overflows, and it stops a run that cannot recover"
     def __init__(self,
-        device:str='cuda', # Type of the device that holds the gradients
+        device:str|torch.device='cuda', # Type of the device that holds the gradients
         init_scale:float=2.**16, # The first loss scale
         growth_factor:float=2., # Multiplies the scale after `growth_interval` good steps in a row
         backoff_factor:float=.5, # Multiplies the scale after `hysteresis` overflows in a row
@@ -34,7 +35,11 @@ class DynamicLossScaler(torch.amp.GradScaler):
     ):
         _check_args(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval,
                     min_scale=min_scale, max_scale=max_scale, hysteresis=hysteresis, patience=patience)
+        device = _device_type(device)
         if enabled: check_parts('scaler')
+        if enabled and device == 'cuda' and not torch.cuda.is_available():
+            warn(_no_cuda, 'api/core/scaler.html#worth-knowing')
+            enabled = False
         super().__init__(device, float(init_scale), float(growth_factor), float(backoff_factor), int(growth_interval), enabled)
         self.min_scale = float(min_scale)
         self.max_scale = float(max_scale)
@@ -175,6 +180,16 @@ def _check_args(**a):
     ):
         if not ok: raise ValueError(f'{name}={a[name]!r} must be {allowed}')
 
+# The type of a device, 'cuda' for torch.device('cuda', 1); an error for what is no device
+def _device_type(device):
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device is {device!r}: pass the type of the device that holds the gradients, such as 'cuda' or 'cpu'. For the first "
+                        f"loss scale write init_scale={device!r}.")
+    try: return torch.device(device).type
+    except RuntimeError as e: raise ValueError(f"device={device!r}: pass the type of a device, such as 'cuda' or 'cpu' ({e}).") from None
+
+_no_cuda = ("DynamicLossScaler is off, as there is no CUDA device here: it passes losses and gradients on as they are. For gradients on the "
+            "CPU write DynamicLossScaler('cpu'); without a scale, enabled=False.")
 _what_to_try = ('gradients have inf or NaN even there, so no step is taken any more. '
     'Look for inf or NaN in the inputs, the targets and the loss (log or division of 0, activations above 65504 in fp16); '
     'lower the learning rate if the loss grew before; train in bf16, which has the range of float32; '

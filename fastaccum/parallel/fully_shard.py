@@ -35,7 +35,7 @@ class FullyShard(DataParallel):
     def __init__(self,
         sync:str='every',  # 'every', 'last' or 'keep': what each micro-batch sends, see the table above
         units=None,        # Modules to gather one at a time; default those in `nn.Sequential`s and `nn.ModuleList`s
-        offload:bool=False,# Keep the parts in the CPU's memory?
+        offload:bool=False,# Keep the parts in the CPU's memory? With several ranks
         **kwargs           # `timeout` and `shares` (numbers) of `DataParallel`
     ):
         if sync not in ('every','last','keep'): raise ValueError(f"sync={sync!r}: pass 'every', 'last' or 'keep'.")
@@ -61,6 +61,9 @@ class FullyShard(DataParallel):
         shard(learn, self.units, self.offload, self.sync)
 
     def before_fit(self):
+        if self.offload and not self.many:
+            raise ValueError("FullyShard(offload=True) keeps each rank's part of the weights in the CPU's memory, and there is one rank, which "
+                             "shards nothing: leave out offload=, or start several ranks (torchrun, or `launch`).")
         super().before_fit()
         if self.many and self.learn.opt is not None: check_shards(self)
 

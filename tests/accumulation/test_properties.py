@@ -252,6 +252,7 @@ def test_life(names, bs):
 
 # --- the ground floor
 
+@pytest.mark.filterwarnings('ignore:A micro-batch has')
 @cases(100)
 @given(st.data())
 def test_accumulator(data):

@@ -9,6 +9,7 @@ from torch import nn, tensor
 from bench.measure import SyncCounter
 from fastaccum.core.accumulator import Accumulated, GradientAccumulator, _scalars, as_weight, mean_loss, nonzero, \
     rescale, scalar, scale_grads, weighted
+from fastaccum.core.warnings import FastaccumWarning
 
 KINDS = dict(numbers=lambda w, i: w, integers=lambda w, i: tensor(int(w)), floats=lambda w, i: tensor(float(w)),
              mixed=lambda w, i: w if i%2 else tensor(float(w)), vectors=lambda w, i: tensor([w]),
@@ -324,3 +325,20 @@ def test_count_for_all():
     toy.acc.count(tensor(3.), 9, 4)
     toy.acc.count_for_all(8)
     assert toy.acc.n_items==8 and toy.acc.ready and toy.acc.so_far.planned==4
+
+def test_batches_for_items():
+    "Told once that nothing accumulates: `accum_bs` counts items"
+    p = nn.Parameter(torch.ones(()))
+    acc = GradientAccumulator([p], 4)
+    with pytest.warns(FastaccumWarning, match='16 items.*accum_bs=4 .*4\\*16') as said:
+        for _ in range(3):
+            acc.add(p*2, 16).backward()
+            acc.finish()
+    assert len(said) == 1
+
+def test_a_last_micro_batch_may_be_larger_than_what_is_missing():
+    p = nn.Parameter(torch.ones(()))
+    acc = GradientAccumulator([p], 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        for n in (16, 16, 20): acc.add(p*2, n).backward()

@@ -1,10 +1,11 @@
 """The loss scaler: scripted overflow sequences against tables, equality with torch's, host syncs, saved state"""
-import copy, io, pickle, random
+import copy, io, pickle, random, warnings
 from math import inf
 import pytest, torch
 from torch import nn
 from bench.measure import SyncCounter
 from fastaccum.core.scaler import DynamicLossScaler
+from fastaccum.core.warnings import FastaccumWarning
 
 class Task:
     "A parameter whose gradient is 1, or inf in a step that shall overflow"
@@ -472,7 +473,7 @@ def test_imports_no_fastai():
     with open(m.__file__, encoding='utf-8') as f: tree = ast.parse(f.read())
     roots = {(n.module if isinstance(n, ast.ImportFrom) else a.name).split('.')[0]
              for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
-    assert roots <= {'__future__', 'array', 'functools', 'math', 'numbers', 'torch', 'private'}       # which imports torch only
+    assert roots <= {'__future__', 'array', 'functools', 'math', 'numbers', 'torch', 'private', 'warnings'}       # which import torch only
 
 # --- a GPU, where there is one
 
@@ -494,3 +495,21 @@ def test_cuda(fused):
         scales.append(scaler.get_scale())
     assert scales == [8,8,8,4,4,2,2,2,4] and scaler.n_overflows == 5
     assert pickle.loads(pickle.dumps(scaler)).history() == scaler.history()
+
+@pytest.mark.parametrize('scale', [2**15, 2.**15, True, None])
+def test_a_scale_in_the_place_of_the_device(scale):
+    with pytest.raises(TypeError, match="^device is .*: pass the type of the device .* init_scale="): DynamicLossScaler(scale)
+
+def test_a_device_that_does_not_exist():
+    with pytest.raises(ValueError, match="^device='gpu': .*'cuda'"): DynamicLossScaler('gpu')
+    assert DynamicLossScaler(torch.device('cpu', 0)).is_enabled()
+
+def test_off_without_an_accelerator(monkeypatch):
+    "In our words, and not in PyTorch's"
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        scaler = DynamicLossScaler('cuda')
+        DynamicLossScaler('cuda', enabled=False)
+    assert [type(w.message) for w in said] == [FastaccumWarning] and not scaler.is_enabled()
+    assert "DynamicLossScaler('cpu')" in str(said[0].message) and 'enabled=False' in str(said[0].message)

@@ -667,7 +667,7 @@ def shard_class_weights(): return sharded(*data(97, 3), model=mlp(3), loss=ce(we
 @case
 def shard_sum_loss(): return sharded(*data(97), loss=nn.MSELoss(reduction='sum'), accum=16, lr=1e-3)
 @case
-def shard_offload(): return sharded(*data(97), fs=dict(offload=True))
+def shard_offload(): return sharded(*data(97), fs=dict(offload=many))
 @case
 def shard_fp16():
     return sharded(*data(97), cbs=[MixedPrecision(init_scale=2.**10, growth_interval=3)],

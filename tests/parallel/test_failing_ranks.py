@@ -15,6 +15,12 @@ def test_signals_that_windows_lacks(monkeypatch):
     for s in ('SIGHUP', 'SIGQUIT'): monkeypatch.delattr(processes.signal, s, raising=False)
     with processes._signals_kept(): pass
 
+@pytest.mark.quick
+def test_offload_needs_ranks():
+    "It would do nothing"
+    learn = learner(*data(), nn.CrossEntropyLoss(), dp=lambda: FullyShard(offload=True))
+    with quiet(learn), pytest.raises(ValueError, match='offload=True.* one rank'): learn.fit(1)
+
 class At(Callback):
     order,run_valid = 30,False
     def __init__(self, ranks, event, f): self.ranks,self.f,self.since = ranks,f,2*(event != 'before_fit'); setattr(self, event, self.do)
