@@ -32,7 +32,8 @@ def pytorch():
     return of_dls(DataLoaders(*loaders, device='cpu'))
 def datasets():
     items = rows()
-    dsets = Datasets(range_of(items), [[lambda i: items[i][0]], [lambda i: items[i][1]]], splits=[range(n_train), range(n_train, len(items))])
+    dsets = Datasets(range_of(items), [[lambda i: items[i][0]], [lambda i: items[i][1]]],
+                     splits=[range(n_train), range(n_train, len(items))])
     return of_dls(dsets.dataloaders(bs=bs, drop_last=False, device='cpu'))
 
 class TwoInputs(nn.Module):
@@ -91,7 +92,8 @@ def outcome(kind):
     with quiet(learn), redirect_stdout(StringIO()):
         learn.lr_find(num_it=5, show_plot=False, suggest_funcs=())
         learn.fit(2)
-        res = dict(losses=[[float(o) for o in row] for row in learn.recorder.values], steps=[float(o) for o in learn.recorder.losses])
+        rec = learn.recorder
+        res = dict(losses=[[float(o) for o in row] for row in rec.values], steps=[float(o) for o in rec.losses])
         preds = learn.get_preds(dl=learn.dls.valid if kind is pytorch else None)[0]
         if kind in (tabular, images): learn.show_results(max_n=2)
     return dict(res, preds=torch.as_tensor(preds))
@@ -111,7 +113,8 @@ def test_one_process(results, kind):
     one,(a,b) = results[1][0][kind],[rank[kind] for rank in results[2]]
     for ours in (a, b):
         assert len(ours['losses']) == 2
-        for k in ('losses','steps'): torch.testing.assert_close(torch.tensor(ours[k]), torch.tensor(one[k]), rtol=1e-5, atol=1e-6)
+        for k in ('losses','steps'):
+            torch.testing.assert_close(torch.tensor(ours[k]), torch.tensor(one[k]), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(ours['preds'], one['preds'], rtol=1e-5, atol=1e-6)
 
 if __name__ == '__main__': torch.save(both(int(sys.argv[2])), sys.argv[3])
