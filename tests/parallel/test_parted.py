@@ -23,7 +23,8 @@ def scale(learn): learn.model[0].bias *= 1.001
 # An epoch has eight loader batches of 16 items, two of which make a step
 events = dict(cancelled=('before_step', 3, cancel), last=('before_step', 7, cancel), nudged=('after_step', 1, nudge),
               scaled=('after_batch', 4, scale))
-found = {'cancelled': "at 'step' (epoch 1, batch 5)", 'last': 'epoch 1, batch 7', 'nudged': "('2.weight' is", 'scaled': 'epoch 1, batch 7 (they are'}
+found = {'cancelled': "at 'step' (epoch 1, batch 5)", 'last': 'epoch 1, batch 7',
+         'nudged': "('2.weight' is", 'scaled': 'epoch 1, batch 7 (they are'}
 
 def fit(event=None, ranks=(1,), dp=DataParallel, half=False, **kwargs):
     g = torch.Generator().manual_seed(0)
