@@ -105,6 +105,7 @@ def test_told():
         def after_batch(self): self.last = self.learn.loss_func.most
     learn,told = fitted(data, 32, Odd(), ['mse'], GradientAccumulation(micro_batch_size=8), Most())
     assert len(told)==1 and told[0].startswith('Most reads `most`') and '7 of 32' not in told[0] and '8 of 32 items' in told[0]
+    assert told[0].endswith('/tutorials/callbacks.html#what-fastaccum-warns-about')
     for metrics in (False, True):
         _,told = fitted(data, 32, Odd(), ['mse'], GradientAccumulation(micro_batch_size=8), metrics=LossMetrics('most'),
                         train_metrics=metrics)

@@ -28,6 +28,21 @@ def test_train_metrics_with_ignored_targets(way):
     whole,learn = trained(32),trained(bs, GradientAccumulation(**acc))
     assert np.allclose([*map(list, learn.recorder.values)], [*map(list, whole.recorder.values)], atol=1e-6)
 
+class Losses(Metric):
+    "The loss that a metric sees, and that of the loader batch whose prediction it sees"
+    value = 0.
+    def __init__(self): self.seen = []
+    def reset(self): pass
+    def accumulate(self, learn): self.seen.append((learn.loss.item(), learn.loss_func(learn.pred, learn.y).item()))
+
+def test_a_metric_sees_the_loss_of_its_batch():
+    "Also at a step, whose row has the loss of all its items"
+    learn = learner(data, 8, GradientAccumulation(24), loss_func=CrossEntropyLossFlat(ignore_index=-100), metrics=Losses())
+    learn.recorder.train_metrics = True
+    learn.fit(1, .05)
+    seen,own = zip(*learn.metrics[0].seen)
+    assert len(seen) >= 8 and np.allclose(seen, own, atol=1e-6)
+
 @pytest.mark.parametrize('remainder', remainders)
 def test_all_items_of_an_epoch_are_measured(remainder):
     counts = []

@@ -109,10 +109,14 @@ def test_schedule():
     assert learn.step_logger.to_df().accum_bs.is_monotonic_increasing
 
 def test_each_loader_batch():
-    learn = text_learner('classes', GradientAccumulation(micro_batch_size=2, unit='tokens'), StepLogger())
+    "All weights of a step are known before it: the gradients are not rescaled after it"
+    planned = []
+    class Planned(Callback):
+        def after_step(self): planned.append(self.learn.gradient_accumulation.acc.closed.planned)
+    learn = text_learner('classes', GradientAccumulation(micro_batch_size=2, unit='tokens'), StepLogger(), Planned())
     learn.fit(1, .1)
     df = learn.step_logger.to_df()
-    assert df.tokens.tolist() == df.accum_bs.tolist() == in_batches(lengths)
+    assert df.tokens.tolist() == df.accum_bs.tolist() == planned == in_batches(lengths)
 
 def test_own_count():
     "In its own unit, which is a column"

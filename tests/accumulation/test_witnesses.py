@@ -101,6 +101,18 @@ def test_of_a_whole_step(kwargs, all_look, monkeypatch):
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     assert Due.seen == ([Due, LooksAtWhole] if all_look else [LooksAtWhole])*2
 
+class Rules(Witness):
+    heard = []
+    def new_rule(self): self.heard.append((self.cb.facts.replaced is not None, self.cb.rule.measured))
+
+def test_a_replaced_loss_is_another_rule(monkeypatch):
+    "They hear of it at once, before it is measured"
+    monkeypatch.setattr(witnesses, 'kinds', [Rules])
+    monkeypatch.setattr(Rules, 'heard', [])
+    learn = fits.kinds['replaced']()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert Rules.heard[:2] == [(False, False), (True, False)]
+
 def test_numbers_are_read_at_once():
     heard,all_ = [],Witnesses(None)
     for v in (torch.tensor(True), torch.tensor(2.5), torch.tensor(3)): all_.ask(v, heard.append)
