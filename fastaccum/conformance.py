@@ -249,7 +249,8 @@ def to_device(job, device):
     "`job` with model, batches, and the loss's weights on `device`"
     if device == 'cpu': return job
     loss_func = job.loss_func
-    if isinstance(loss_func, partial): loss_func = partial(loss_func.func, **{k: v.to(device) for k,v in loss_func.keywords.items()})
+    if isinstance(loss_func, partial):
+        loss_func = partial(loss_func.func, **{k: v.to(device) for k,v in loss_func.keywords.items()})
     batches,valid = (o and [(x.to(device), y.to(device)) for x,y in o] for o in (job.batches, job.valid))
     return replace(job, model=job.model.to(device), batches=batches, valid=valid, loss_func=loss_func, device=device)
 
@@ -276,7 +277,8 @@ CASES = {
         'Call the schedule where you call the optimizer, and give it the number of steps, not of micro-batches.'),
     'precision skip': Case('If fp16 overflows, is the whole step skipped, and no other?',
         lambda: Job(net(), overflowing(), n_acc=2, precision='fp16'),
-        'Check for infinity and update the loss scale once a step; zero the gradients after a skipped step too.', tol=2e-3),
+        'Check for infinity and update the loss scale once a step; zero the gradients after a '
+        'skipped step too.', tol=2e-3),
     'several fits': Case('Does a fit begin clean if the one before failed half-way?', lambda: Job(net(), micro_batches(*[8]*8)),
         'Zero the gradients before the first step of a fit.', fits=after_failure),
     'own loss': Case('Is a loss that the trainer does not know averaged over what it averages over?',
@@ -284,19 +286,22 @@ CASES = {
         'Weigh each micro-batch by the divisor of its loss: here the targets that count.'),
     'detection': Case('Is a sum divided by the objects of the whole step, where some micro-batches have none?',
         lambda: Job(net(), boxes(), detection_loss),
-        'Weigh each micro-batch by its divisor, and a micro-batch without objects by 1; divide by the objects of the step.'),
+        'Weigh each micro-batch by its divisor, and a micro-batch without objects by 1; divide by the objects of the '
+        'step.'),
     'validation': Case('Does a validation in the middle of an accumulated batch change nothing?',
         lambda: Job(net(Noisier()), micro_batches(*[8]*8), valid=micro_batches(8, 8), valid_every=3),
         'Return to training mode after it, and go on with the gradients and counters from before.'),
     'exception': Case('Does a fit begin clean if the model has raised an error in the one before?',
         lambda: Job(net(Breaks(44)), micro_batches(*[8]*8)),
         'Zero the gradients, and the counter of micro-batches, before the first step of a fit.', fits=lambda job: [job, job]),
-    'resume': Case('Is what is left of an epoch, after a stop in the middle of it, what the stopped run would have trained on?',
+    'resume': Case('Is what is left of an epoch, after a stop in the middle of it, what the stopped run would have '
+                   'trained on?',
         lambda: Job(net(), micro_batches(*[4]*11), n_acc=2, epochs=2, shuffle=True, lr_at=lambda pos: 1-.9*pos),
-        "Save the generator of the loader's order as it was when the epoch began, and skip what was trained on.", fits=after_kill),
+        "Save the generator of the loader's order as it was when the epoch began, and "
+        "skip what was trained on.", fits=after_kill),
     'BatchNorm': Case('Does BatchNorm see all items of a step?', lambda: Job(norm_net(), micro_batches(8, 8, 8, 8), lr=.1),
-        "No weights of micro-batches can do that: their forward passes have to wait for each other, as with fastaccum's "
-        "`coupled='batchnorm'`. Or use a normalization within each item.", tol=1e-5)}
+        "No weights of micro-batches can do that: their forward passes have to wait for each other, as with "
+        "fastaccum's `coupled='batchnorm'`. Or use a normalization within each item.", tol=1e-5)}
 
 # %% ../nbs/api/91_conformance.ipynb #316beb6f
 class Result(NamedTuple):
@@ -328,8 +333,10 @@ def run_fits(train, case, job, folder=None):
         before = len(steps)
         with suppress(Interrupted): train(fit)
     left_out = ''
-    if job.valid and not any(getattr(m, 'evals', 0) for m in fit.model.modules()): left_out = 'it does not evaluate job.valid'
-    if folder and case.fits is after_kill and len(steps)-before >= job.n_steps: left_out = 'it does not continue from job.folder'
+    if job.valid and not any(getattr(m, 'evals', 0) for m in fit.model.modules()):
+        left_out = 'it does not evaluate job.valid'
+    if folder and case.fits is after_kill and len(steps)-before >= job.n_steps:
+        left_out = 'it does not continue from job.folder'
     return flat_weights(fit.model),len(steps),left_out
 
 # %% ../nbs/api/91_conformance.ipynb #d45a9b80
@@ -343,14 +350,15 @@ def check_case(train, name, device='cpu') -> Result:
     before = flat_weights(job.model)
     exact,expected,_ = run_fits(big_batch, case, job)
     try:
-        with TemporaryDirectory() as folder: found,steps,left_out = run_fits(train, case, job, folder if case.fits is after_kill else None)
+        with TemporaryDirectory() as folder:
+            found,steps,left_out = run_fits(train, case, job, folder if case.fits is after_kill else None)
     except NotImplementedError as e: return Result(name, None, 0, expected, str(e) or 'left out')
     except ProtocolError: raise
     except Exception as e:                  # of the trainer that is tried: its row says what it raised
         return Result(name, None, 0, expected, f'{type(e).__name__}: {e}', traceback.format_exc())
     if steps and found.equal(before):
-        raise ProtocolError(f"{name}: the optimizer took {steps} steps, but job.model did not change. Train job.model itself, not a copy "
-                            "of it.")
+        raise ProtocolError(f"{name}: the optimizer took {steps} steps, but job.model did not change. Train job.model "
+                            "itself, not a copy of it.")
     if not steps and not found.equal(before):
         raise ProtocolError(f"{name}: job.model has changed, but no step was counted. Make the optimizer with "
                             "job.optimizer(job.model.parameters()).")
@@ -424,8 +432,9 @@ def followed(make, learner, epochs, lr, bs, cbs):
     follow.weights = flat_weights(learn.model)
     return follow
 
-_order = ('after_cancel_step after_step after_cancel_batch after_batch after_train after_validate after_epoch before_epoch before_train '
-          'before_batch after_pred after_loss before_backward after_cancel_backward after_backward before_step').split()
+_order = ('after_cancel_step after_step after_cancel_batch after_batch after_train after_validate after_epoch '
+          'before_epoch before_train before_batch after_pred after_loss before_backward after_cancel_backward '
+          'after_backward before_step').split()
 
 # What a callback changes at each event: sums over the calls since the last step, as several micro-batches may come
 # before a step
@@ -497,7 +506,8 @@ def load(file):
     train = getattr(module, 'train', None)
     if not callable(train): raise ProtocolError(f'{file} has no function `train`. {how}')
     try: inspect.signature(train).bind(None)
-    except TypeError as e: raise ProtocolError(f'`train` of {file} cannot be called with one argument ({e}). {how}') from None
+    except TypeError as e:
+        raise ProtocolError(f'`train` of {file} cannot be called with one argument ({e}). {how}') from None
     return train
 
 # %% ../nbs/api/91_conformance.ipynb #da12a917
@@ -529,7 +539,8 @@ def main(args=None) -> int:
     except ProtocolError as e:
         print(f'{e}', *[''.join(traceback.format_exception(e.__cause__))]*bool(e.__cause__), sep='\n\n', file=sys.stderr)
         return 2
-    print(f'{args.file}, PyTorch {torch.__version__}: distance to the weights from training in big batches\n\n{table(results)}')
+    print(f'{args.file}, PyTorch {torch.__version__}: distance to the weights from training in big '
+          f'batches\n\n{table(results)}')
     for r in results:
         if r.error: print(f'\n{r.case}\n{r.error}', file=sys.stderr)
     return int(any(not r.exact and (r.off is not None or r.error) for r in results))

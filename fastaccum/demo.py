@@ -108,7 +108,8 @@ def run_all(epochs=15, log=nullcontext(()), show=print) -> list:
     add('(a) batches of 256',               256, None, epochs)
     add('(b) 8 x 32, GradientAccumulation', 32, GradientAccumulation(256), epochs)
     add("(c) 8 x 32, fastai's callback",    32, FastaiAccumulation(256), epochs)
-    with log as cbs: add('(d) 32, schedule from 64 to 512', 32, GradientAccumulationSchedule(64, 512, finish=.6), epochs, cbs)
+    with log as cbs:
+        add('(d) 32, schedule from 64 to 512', 32, GradientAccumulationSchedule(64, 512, finish=.6), epochs, cbs)
     return runs
 
 # %% ../nbs/api/90_demo.ipynb #cdf1d22a
@@ -167,5 +168,6 @@ def main(
     print(f'\n{verdict(runs)}\n')
     figure(runs).savefig(folder/'demo.png', dpi=150)
     print(f'The picture: {folder/"demo.png"}')
-    for o in sorted(folder.glob('wandb/offline-run-*'))[-1:]: print(f'Run (d) for Weights & Biases (upload it with `wandb sync`): {o}')
+    for o in sorted(folder.glob('wandb/offline-run-*'))[-1:]:
+        print(f'Run (d) for Weights & Biases (upload it with `wandb sync`): {o}')
     print(f'{time.perf_counter()-start:.0f} seconds')

@@ -65,24 +65,29 @@ def check_branches(learn, sizes, n_items, n_seeds, force) -> tuple:
         raise ValueError(f"sizes={sizes}: pass two or more numbers of items per step.")
     if bs is None: raise ValueError("critical_batch needs a loader with a fixed batch size.")
     if sizes[0] < bs:
-        raise ValueError(f"sizes={sizes}: a step takes at least a loader batch, {bs} items here. Give the loader a smaller batch size.")
+        raise ValueError(f"sizes={sizes}: a step takes at least a loader batch, {bs} items here. Give the loader a "
+                         "smaller batch size.")
     if not is_count(n_seeds, 2):
-        raise ValueError(f"n_seeds={n_seeds!r}: pass at least two, because fewer than two do not show how sure the result is.")
+        raise ValueError(f"n_seeds={n_seeds!r}: pass at least two, because fewer than two do not show how sure the "
+                         "result is.")
     if len(learn.dls.loaders) < 2 or not len(learn.dls.valid):
         raise ValueError("critical_batch compares losses on the validation set, but there is none.")
     if not getattr(learn.dls.train, 'shuffle', True):
-        raise ValueError("The training loader does not shuffle, so every seed would train on the same items in the same order.")
+        raise ValueError("The training loader does not shuffle, so every seed would train on the same items in the "
+                         "same order.")
     epoch = sum(batch_sizes(learn.dls.train))
     if n_items is None: n_items = max(epoch, 20*sizes[-1])
     if not is_count(n_items, sizes[-1]):
-        raise ValueError(f"n_items={n_items!r}: pass a number of items that is enough for a step of the largest size ({sizes[-1]}).")
+        raise ValueError(f"n_items={n_items!r}: pass a number of items that is enough for a step of the largest size "
+                         f"({sizes[-1]}).")
     if n_items > epoch and not force:
-        raise ValueError(f"Each branch would train on {n_items} items, {n_items/epoch:.3g} epochs of {epoch} items, and learn some by "
-                         f"heart. Pass n_items={epoch} ({epoch//sizes[-1]} steps of {sizes[-1]} items), leave out the largest sizes, or "
-                         "pass force=True to compare on repeated items.")
+        raise ValueError(f"Each branch would train on {n_items} items, {n_items/epoch:.3g} epochs of {epoch} items, "
+                         f"and learn some by heart. Pass n_items={epoch} ({epoch//sizes[-1]} steps of {sizes[-1]} "
+                         "items), leave out the largest sizes, or pass force=True to compare on repeated items.")
     n,steps = len(sizes)*n_seeds,n_seeds*sum(math.ceil(n_items/(math.ceil(size/bs)*bs)) for size in sizes)
-    return sizes,n_items,(f"critical_batch: {len(sizes)} sizes and {n_seeds} seeds make {n} branches of {n_items} items. They take {steps} "
-                          f"steps on {n*n_items} items, which is {n*n_items/epoch:.3g} epochs of training.")
+    return sizes,n_items,(f"critical_batch: {len(sizes)} sizes and {n_seeds} seeds make {n} branches of {n_items} "
+                          f"items. They take {steps} steps on {n*n_items} items, which is {n*n_items/epoch:.3g} epochs "
+                          "of training.")
 
 # %% ../../nbs/api/batch_size/03_critical.ipynb #43834764
 _defaults = TrainEvalCallback,Recorder,CastToTensor,ProgressCallback
@@ -161,13 +166,15 @@ def conclusion(runs, scale_lr) -> str:
     steps = runs.groupby('accum_bs').steps.first()
     told = lambda s: f'{s} items: loss {mean[s]:+.4f} +- {err[s]:.4f}'
     if not good:
-        res = (f"Accumulation is not worth it here: steps of {smallest} items learn most from the same data ({told(larger[0])}).")
+        res = (f"Accumulation is not worth it here: steps of {smallest} items learn most from the same data "
+               f"({told(larger[0])}).")
     else:
         best = good[-1]
-        res = (f"Use steps of up to {best} items: {steps[smallest]/steps[best]:.3g} times fewer steps than with {smallest} items, and a "
-               f"loss at most {spread:.2g} higher, which is how much runs with {smallest} items differ ({told(best)}).")
+        res = (f"Use steps of up to {best} items: {steps[smallest]/steps[best]:.3g} times fewer steps than with "
+               f"{smallest} items, and a loss at most {spread:.2g} higher, which is how much runs with {smallest} "
+               f"items differ ({told(best)}).")
         if worse is not None: res += f" With more items the loss is higher ({told(worse)})."
         if err[best] > spread: res += " The seeds differ too much to be sure: use more seeds."
     rule = 'the same learning rate' if scale_lr is None else f"the learning rate scaled by '{scale_lr.rule}'"
-    return res + (f" (Compared with {smallest} items, with {rule}; 90% intervals of {len(more)} seeds.) On one device, fewer steps save "
-                  "little time, because each step takes longer.")
+    return res + (f" (Compared with {smallest} items, with {rule}; 90% intervals of {len(more)} seeds.) On one device, "
+                  "fewer steps save little time, because each step takes longer.")

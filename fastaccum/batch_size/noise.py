@@ -138,7 +138,8 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
     ):
         super().__init__(min_accum_bs, **kwargs)
         check_accum_bs(max_accum_bs)
-        if max_accum_bs < min_accum_bs: raise ValueError(f"max_accum_bs={max_accum_bs} is below min_accum_bs={min_accum_bs}: swap them.")
+        if max_accum_bs < min_accum_bs:
+            raise ValueError(f"max_accum_bs={max_accum_bs} is below min_accum_bs={min_accum_bs}: swap them.")
         store_attr('min_accum_bs,max_accum_bs,beta,monotone')
         self.start_accum_bs = min_accum_bs
         self._size = min_accum_bs
@@ -181,8 +182,8 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
 
     def plan(self, n_epoch:int=1, dl=None): # As for the other accumulation callbacks
         "Raises an error, because there is no plan"
-        raise ValueError("AdaptiveGradientAccumulation finds its sizes during training, so there is no plan. After training, `changes` "
-                         "and `learn.gradient_noise_scale.plot()` show the sizes.")
+        raise ValueError("AdaptiveGradientAccumulation finds its sizes during training, so there is no plan. After "
+                         "training, `changes` and `learn.gradient_noise_scale.plot()` show the sizes.")
 
     def state_dict(self) -> dict: # Plain values
         "The state for checkpoints, with the size and its changes"
@@ -373,18 +374,19 @@ def _check(self:GradientNoiseScale):
     learn,acc = self.learn,getattr(self.learn, 'gradient_accumulation', None)
     check_single([o for o in learn.cbs if isinstance(o, GradientNoiseScale)], 'GradientNoiseScale')
     if acc is None:
-        raise ValueError("GradientNoiseScale compares the micro-batches of a step: add GradientAccumulation, with accum_bs of at least "
-                         "two loader batches, or with micro_batch_size of at most half a loader batch.")
+        raise ValueError("GradientNoiseScale compares the micro-batches of a step: add GradientAccumulation, with "
+                         "accum_bs of at least two loader batches, or with micro_batch_size of at most half a loader "
+                         "batch.")
     if not acc.normalize or acc.weight is None and LossInfo(learn.loss_func).reduction == 'sum':
-        raise ValueError("GradientNoiseScale needs the mean over the accumulated batch: leave out normalize=False, and use a loss "
-                         "with reduction='mean'.")
+        raise ValueError("GradientNoiseScale needs the mean over the accumulated batch: leave out normalize=False, "
+                         "and use a loss with reduction='mean'.")
     bs = loader_bs(learn.dls.train)
     if num_distrib() > 1 or acc.auto or bs is None or acc.unit != 'items': return
     most = bs if acc.per_loader_batch else getattr(acc, 'min_accum_bs', None) or max(acc.accum_bs, getattr(acc, 'final_accum_bs', 0))
     if most <= bs and way_of(acc).calls_for(most) == 1:
-        raise ValueError(f"GradientNoiseScale compares the micro-batches of a step, but each step has only one: the loader batch has "
-                         f"{bs} items, and accum_bs={most}. Split loader batches with micro_batch_size={max(1, bs//2)}, or raise "
-                         "accum_bs.")
+        raise ValueError("GradientNoiseScale compares the micro-batches of a step, but each step has only one: the "
+                         f"loader batch has {bs} items, and accum_bs={most}. Split loader batches with "
+                         f"micro_batch_size={max(1, bs//2)}, or raise accum_bs.")
 
 # %% ../../nbs/api/batch_size/01_noise.ipynb #7d2ef513
 # A change of `accum_bs`, and its reason

@@ -29,10 +29,12 @@ class ScaleLR(LoopCallback):
         half_life:bool=False  # Keep the half-life of Adam's averages in items? (raises `mom` and `sqr_mom` to the power of `accum_bs/bs`)
     ):
         if rule not in _rules:
-            raise ValueError(f"rule={rule!r} is not one of {', '.join(map(repr, _rules))}: the rate grows in proportion to the items of a "
-                             "step, as is usual for SGD, or with their square root, as is usual for Adam.")
+            raise ValueError(f"rule={rule!r} is not one of {', '.join(map(repr, _rules))}: the rate grows in "
+                             "proportion to the items of a step, as is usual for SGD, or with their square root, as "
+                             "is usual for Adam.")
         if bs is not None and not is_count(bs):
-            raise ValueError(f"bs={bs!r}: pass the number of items per step that the learning rate was chosen for (an int, at least 1).")
+            raise ValueError(f"bs={bs!r}: pass the number of items per step that the learning rate was chosen for (an "
+                             "int, at least 1).")
         store_attr()
         self.off = True
         self._accum = None
@@ -50,14 +52,14 @@ class ScaleLR(LoopCallback):
         check_single([o for o in learn.cbs if isinstance(o, ScaleLR)], 'ScaleLR',
                      'each would scale the rate, so remove the others with `learn.remove_cb`')
         if self.bs is None and accum is None:
-            raise ValueError("ScaleLR has nothing to scale by: add GradientAccumulation, or pass `bs=`, the number of items per step that "
-                             "the learning rate was chosen for.")
+            raise ValueError("ScaleLR has nothing to scale by: add GradientAccumulation, or pass `bs=`, the number of "
+                             "items per step that the learning rate was chosen for.")
         if self.bs is None and getattr(accum, 'unit', 'items') != 'items' and not hasattr(accum, 'start_accum_bs'):
-            raise ValueError(f"accum_bs counts {accum.unit}, and the loader knows items: pass ScaleLR(bs=...), the {accum.unit} of a step "
-                             "that the learning rate was chosen for.")
+            raise ValueError(f"accum_bs counts {accum.unit}, and the loader knows items: pass ScaleLR(bs=...), the "
+                             f"{accum.unit} of a step that the learning rate was chosen for.")
         if self._base() is None or accum is None and loader_bs(learn.dls.train) is None:
-            raise ValueError("This loader does not say how many items its batches have: add an accumulation callback, and pass "
-                             "ScaleLR(bs=...).")
+            raise ValueError("This loader does not say how many items its batches have: add an accumulation callback, "
+                             "and pass ScaleLR(bs=...).")
         hypers = learn.opt.hypers[0]
         if self.half_life and hypers.get('mom') and 'sqr_mom' not in hypers:
             warn("ScaleLR(half_life=True) lowers `mom`, and with this optimizer, whose momentum is a sum, that "
@@ -110,7 +112,8 @@ def batch_ramp(
     decay:Callable # The learning rate, in any unit, as a function of the position from 0 to 1, such as `SchedCos(1, .1)`
 ) -> Callable: # An annealer, for `GradientAccumulationSchedule(schedule=..., start=0., finish=1.)`
     "A batch size that grows as the learning rate would have decayed: `min(final, start*decay(0)/decay(pos))`"
-    if not callable(decay): raise TypeError(f"decay={decay!r}: pass a function of the position from 0 to 1, such as SchedCos(1, .1).")
+    if not callable(decay):
+        raise TypeError(f"decay={decay!r}: pass a function of the position from 0 to 1, such as SchedCos(1, .1).")
     if not decay(0.) > 0: raise ValueError(f"decay begins with {decay(0.)}: pass a learning rate that begins above 0.")
     def ramp(start, end):
         if end < start: raise ValueError(f"batch_ramp grows, but the schedule goes down from {start} to {end} items.")

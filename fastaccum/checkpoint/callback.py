@@ -37,12 +37,13 @@ class TrainingCheckpoint(LoopCallback):
         digest:bool=False         # Write digests of each step, for `first_difference`?
     ):
         if not (every_steps is None or is_count(every_steps)):
-            raise ValueError(f"every_steps={every_steps!r}: pass a number of optimizer steps (an int, at least 1), or None.")
+            raise ValueError(f"every_steps={every_steps!r}: pass a number of optimizer steps (an int, at least 1), or "
+                             "None.")
         if not (every_minutes is None or is_positive(every_minutes)):
             raise ValueError(f"every_minutes={every_minutes!r}: pass a number above 0, or None.")
         if not is_count(keep):
-            raise ValueError(f"keep={keep!r}: pass the number of checkpoints of the current fit to keep (an int, at least 1; with 2, a "
-                             "damaged checkpoint costs little).")
+            raise ValueError(f"keep={keep!r}: pass the number of checkpoints of the current fit to keep (an int, at "
+                             "least 1; with 2, a damaged checkpoint costs little).")
         store_attr()
         self.now,self.folder = None,None       # the `CheckpointedFit` while a fit runs, the `CheckpointFolder`
         # what it knows from one fit to the next
@@ -84,8 +85,9 @@ class TrainingCheckpoint(LoopCallback):
         self.left = {**(self.left or {}), **wrong}
         self.told.update(new)
         if new and not self.now.ranks.rank:
-            warn(f"A run that continues from a checkpoint will not have: {'; '.join(f'{k} ({v})' for k,v in new.items())}. If training "
-                 "depends on it, give its callback `state_dict` and `load_state_dict`.",
+            warn("A run that continues from a checkpoint will not have: "
+                 f"{'; '.join(f'{k} ({v})' for k,v in new.items())}. If training depends on it, give its callback "
+                 "`state_dict` and `load_state_dict`.",
                  'tutorials/stop_and_resume.html#what-a-checkpoint-leaves-out')
 
     def finish(self) -> None:

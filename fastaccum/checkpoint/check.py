@@ -77,7 +77,8 @@ def check_type(e, old, path, exact=False):
     if type(old) is str and old == 'auto' and type(e) in (int,float): return     # a number was found in its place
     saved = _of_kind.get(e[0], e[0]) if type(e) is tuple else _family(e)
     if exact: fits = _same_type(e, old)
-    else: fits = saved == _family(old) or {saved, _family(old)} == {'number','list'} and (_is_array(e) or _is_array(old))
+    else:
+        fits = saved == _family(old) or {saved, _family(old)} == {'number','list'} and (_is_array(e) or _is_array(old))
     if not fits: refuse(path, e, f'a {type(old).__name__}')
 
 # A list may become an array
@@ -98,7 +99,8 @@ def check_same(o, old, path):
 # What `o` has under this name; an error if a value would hide a method
 def present(o, k, e, path):
     own = inspect.getattr_static(type(o), k, None)
-    if k not in vars(o) and (k.startswith('__') or own is not None and _family(own) is None): refuse(f'{path}.{k}', e, 'a method')
+    if k not in vars(o) and (k.startswith('__') or own is not None and _family(own) is None):
+        refuse(f'{path}.{k}', e, 'a method')
     return vars(o).get(k, own)
 
 def check_key(k, path):
@@ -119,7 +121,8 @@ def check_tensors(saved, now, path):
     check_form(saved, {str: object}, path)
     for k in {**saved, **now}:
         a,b = saved.get(k),now.get(k)
-        if k not in saved or k not in now: raise WrongEntry(f'`{path}.{k}` is {"missing" if k in now else "not in the model"}')
+        if k not in saved or k not in now:
+            raise WrongEntry(f'`{path}.{k}` is {"missing" if k in now else "not in the model"}')
         same = isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape,a.dtype) == (b.shape,b.dtype)
         if isinstance(b, Tensor) and not same: refuse(f'{path}.{k}', a, _shown(b))
     versions = vars(saved).get('_metadata', {}) if hasattr(saved, '__dict__') else {}
@@ -154,7 +157,8 @@ def _check_group(a, b, path):
     for k,v in b.items():
         number = type(v) in (bool,int,float) or isinstance(v, Tensor)
         if k == 'params' and a[k] != v: refuse(f'{path}.{k}', a[k], 'the numbers of the parameters')
-        if number and not (type(a[k]) in (int,float,type(v)) or isinstance(a[k], Tensor)): refuse(f'{path}.{k}', a[k], 'a number')
+        if number and not (type(a[k]) in (int,float,type(v)) or isinstance(a[k], Tensor)):
+            refuse(f'{path}.{k}', a[k], 'a number')
         if isinstance(v, (list,tuple)) and (type(a[k]) is not type(v) or [*map(type, a[k])] != [*map(type, v)]):
             refuse(f'{path}.{k}', a[k], f'{v}')
 
@@ -176,7 +180,8 @@ def _first_stats(opt, p, group):
     q = nn.Parameter(torch.zeros_like(p, layout=torch.strided), requires_grad=True)
     q.grad = torch.zeros_like(q)
     if isinstance(opt, torch.optim.Optimizer):
-        if not type(opt).__module__.startswith('torch.optim') or isinstance(opt, (torch.optim.LBFGS,torch.optim.SparseAdam)): return
+        if not type(opt).__module__.startswith('torch.optim') or isinstance(opt, (torch.optim.LBFGS,torch.optim.SparseAdam)):
+            return
         new = type(opt)([{**group, 'params': [q]}])
         new.step()
         return dict(new.state[q])

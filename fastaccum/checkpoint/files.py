@@ -109,7 +109,8 @@ def moved(t, made, copy_of):
 def storage_id(t): return t.untyped_storage()._cdata if t.layout == torch.strided else None
 
 # All bytes of the storage of a tensor, as a tensor
-def bytes_of(t): return t.detach().as_strided((t.untyped_storage().nbytes()//t.element_size(),), (1,), 0).view(torch.uint8)
+def bytes_of(t):
+    return t.detach().as_strided((t.untyped_storage().nbytes()//t.element_size(),), (1,), 0).view(torch.uint8)
 
 # The tensor that is in the storage of `whole` what `t` is in its own
 def placed_as(t, whole):

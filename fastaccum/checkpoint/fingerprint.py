@@ -33,10 +33,12 @@ def setting(v, depth=4):
     if isinstance(v, Enum): return setting(v.value, depth)
     if isinstance(v, np.generic): return setting(v.item(), depth)
     if isinstance(v, slice): return [setting(v.start), setting(v.stop)]
-    if isinstance(v, (Tensor,np.ndarray)): return v.tolist() if not v.shape or len(v.shape) == 1 and len(v) <= 16 else _summary(v)
+    if isinstance(v, (Tensor,np.ndarray)):
+        return v.tolist() if not v.shape or len(v.shape) == 1 and len(v) <= 16 else _summary(v)
     if isinstance(v, (pd.DataFrame,pd.Series,bytes)): return _summary(v)
     if isinstance(v, (set,frozenset)): v = sorted(v, key=repr)     # their order is another one in each process
-    if isinstance(v, (list,tuple,L)): return [setting(o, depth-1) for o in v] if len(v) <= 64 else [len(v), _summary(list(v))]
+    if isinstance(v, (list,tuple,L)):
+        return [setting(o, depth-1) for o in v] if len(v) <= 64 else [len(v), _summary(list(v))]
     if isinstance(v, dict): return {str(k): setting(o, depth-1) for k,o in v.items()}
     if isinstance(v, Path): return v.name
     if isinstance(v, partial): return [setting(v.func, depth), setting(v.args, depth), setting(v.keywords, depth)]
@@ -86,7 +88,8 @@ def _of_loader(dl):
     ds = getattr(dl, 'dataset', None)
     pipes = ({k: p for k in ('after_item','before_batch','after_batch') if (p := vars(dl).get(k)) is not None} if isinstance(dl, DataLoader)
              else dict(collate=dl.collate_fn))
-    for i,tl in enumerate(vars(ds).get('tls', ()) if hasattr(ds, '__dict__') else ()): pipes[f'target {i}' if i else 'input'] = tl.tfms
+    for i,tl in enumerate(vars(ds).get('tls', ()) if hasattr(ds, '__dict__') else ()):
+        pipes[f'target {i}' if i else 'input'] = tl.tfms
     for k in ('transform','target_transform','transforms','tfms'):
         if k in getattr(ds, '__dict__', {}): pipes[k] = vars(ds)[k]
     order = dl.shuffle if isinstance(dl, DataLoader) else type(getattr(dl, 'sampler', None)).__name__
@@ -144,7 +147,8 @@ def _content(o):
     if isinstance(o, pd.Series): return [_content(v) for v in o.tolist()]
     if isinstance(o, dict): return [[str(k), _content(v)] for k,v in o.items()]
     # arrays, pictures
-    if hasattr(o, 'tobytes') and hasattr(o, 'size'): return [type(o).__name__, str(o.size), getattr(o, 'mode', ''), o.tobytes()]
+    if hasattr(o, 'tobytes') and hasattr(o, 'size'):
+        return [type(o).__name__, str(o.size), getattr(o, 'mode', ''), o.tobytes()]
     return setting(o)
 
 # The items, with paths relative to their common folder
@@ -154,10 +158,12 @@ def _relative(items):
     if not folders: return items
     try: root = os.path.commonpath(folders)
     except ValueError: root = ''
-    def below(o): return os.path.relpath(o, root or None) if _is_path(o) else [below(v) for v in o] if isinstance(o, list) else o
+    def below(o):
+        return os.path.relpath(o, root or None) if _is_path(o) else [below(v) for v in o] if isinstance(o, list) else o
     return below(items)
 
-def _is_path(o): return isinstance(o, Path) or isinstance(o, str) and os.path.isabs(o) and len(o) < 4096 and '\n' not in o
+def _is_path(o):
+    return isinstance(o, Path) or isinstance(o, str) and os.path.isabs(o) and len(o) < 4096 and '\n' not in o
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #6420511d
 # How the data differ: `saved` and `now` from `DataFingerprints.of`
@@ -165,16 +171,17 @@ def data_wrong(saved, now):
     res = []
     for k in {**saved, **now}:
         a,b = saved.get(k),now.get(k)
-        if a is None or b is None: res.append(f"the dataset `{k}` is {'not in the checkpoint' if a is None else 'missing here'}"); continue
+        if a is None or b is None:
+            res.append(f"the dataset `{k}` is {'not in the checkpoint' if a is None else 'missing here'}"); continue
         # validation is the same with any batch size
         of,skip = ('',{'sample'}) if k == 'train' else (f' of `{k}`',{'sample','batch size'})
         res += [f'{key}{of}: {a.get(key)} in the checkpoint, {b.get(key)} now' for key in {**a, **b} if key not in skip
                 and a.get(key) != b.get(key)]
         n = sum(x != y for x,y in zip(a['sample'], b['sample']))
         if n and a['items'] == b['items']:
-            res.append(f"the items of `{k}`: {n} of {len(a['sample'])} compared items are different. If you split the items at random, "
-                       "split them with a seed (`RandomSplitter(seed=42)`, `from_folder(..., seed=42)`), or every process makes a new "
-                       "split")
+            res.append(f"the items of `{k}`: {n} of {len(a['sample'])} compared items are different. If you split the "
+                       "items at random, split them with a seed (`RandomSplitter(seed=42)`, `from_folder(..., "
+                       "seed=42)`), or every process makes a new split")
     return res
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #83ae676d

@@ -50,7 +50,8 @@ class SavedFit:
         with self.told(): self.check_outline(len(words))
         told = self.check_settings(settings)
         if told and not ranks.rank:
-            warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the present callbacks.",
+            warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the "
+                 "present callbacks.",
                  'troubleshooting.html#a-run-does-not-resume')
         weights,_,seed,_ = self.beginning()
         if (words[0],words[2]) == (weights,seed): return
@@ -62,17 +63,18 @@ class SavedFit:
     def told(self):
         try: yield
         except WrongEntry as e:
-            raise ValueError(f"{self.path} has a checkpoint of fit {self.number} that does not fit this training run, or that "
-                             f"somebody has changed: {e}. Nothing was loaded. To continue from an older checkpoint, delete the newest "
-                             "one; or start a new run: use TrainingCheckpoint(resume=False) or another `fname`, or delete the "
-                             "folder.") from None
+            raise ValueError(f"{self.path} has a checkpoint of fit {self.number} that does not fit this training run, "
+                             f"or that somebody has changed: {e}. Nothing was loaded. To continue from an older "
+                             "checkpoint, delete the newest one; or start a new run: use "
+                             "TrainingCheckpoint(resume=False) or another `fname`, or delete the folder.") from None
 
     # `words`: how many a beginning has
     def check_outline(self, words):
         state = self.state
         check_form(state, {**state_form, **_form, str: object}, '')
         if self.in_epoch: check_form(state, {**_form_in_epoch, str: object}, '')
-        if len(state['beginning'].split()) != words+1: refuse('beginning', state['beginning'], 'what the fit began with')
+        if len(state['beginning'].split()) != words+1:
+            refuse('beginning', state['beginning'], 'what the fit began with')
 
     # The settings of the fit that should continue. Returns what has changed of what may change
     def check_settings(self, now):
@@ -82,8 +84,9 @@ class SavedFit:
         model = get_model(self.learn.model).state_dict()
         wrong = differences(saved, now, self.state.get('model'), model) + data + refused
         if not wrong: return told
-        raise ValueError(f"{self.path} has checkpoints of another training run. Fit {self.number}: {'; '.join(wrong)}. Undo the "
-                         "change, or start a new run: use TrainingCheckpoint(resume=False) or another `fname`, or delete the folder.")
+        raise ValueError(f"{self.path} has checkpoints of another training run. Fit {self.number}: {'; '.join(wrong)}. "
+                         "Undo the change, or start a new run: use TrainingCheckpoint(resume=False) or another "
+                         "`fname`, or delete the folder.")
 
     # The words that the fit began with
     def beginning(self): return self.state['beginning'].rstrip('.').split()[1:]
@@ -104,9 +107,10 @@ class SavedFit:
     # If callbacks replaced the data during the fit, they must have done so again by now
     def check_data(self, now):
         if wrong := data_wrong(self.state['data'], now):
-            raise ValueError("The data were replaced during the fit, and the present data differ from those at the checkpoint: "
-                             f"{'; '.join(wrong)}. Replace the data in a callback's `before_fit` or `before_epoch`, in every epoch, or in "
-                             "the script between two fits; or start a new run: TrainingCheckpoint(resume=False).")
+            raise ValueError("The data were replaced during the fit, and the present data differ from those at the "
+                             f"checkpoint: {'; '.join(wrong)}. Replace the data in a callback's `before_fit` or "
+                             "`before_epoch`, in every epoch, or in the script between two fits; or start a new run: "
+                             "TrainingCheckpoint(resume=False).")
 
     # Put it into the Learner, and what `more` restores too, or nothing of it. `more(now)` gets the `LearnerState`;
     # returns what it gives
@@ -302,18 +306,22 @@ def say(ranks, text):
 # Raise an error if a fit of `learn` with the callbacks `cbs` cannot resume in the middle
 def check_resumable(learn, cbs, ranks):
     if keeps_state(learn.model, cbs):
-        raise ValueError("This model keeps state from one batch to the next (the Learner has a ModelResetter), so a language model's epoch "
-                         "cannot resume in the middle. Leave out TrainingCheckpoint and save each epoch: `fit_one_cycle(10, "
-                         "cbs=SaveModelCallback(every_epoch=True, with_opt=True))`. Was it killed in epoch 4? Then `learn.load('model_3')` "
-                         "and the same line with `start_epoch=4` train the rest, with other random numbers.")
+        raise ValueError("This model keeps state from one batch to the next (the Learner has a ModelResetter), so a "
+                         "language model's epoch cannot resume in the middle. Leave out TrainingCheckpoint and save "
+                         "each epoch: `fit_one_cycle(10, cbs=SaveModelCallback(every_epoch=True, with_opt=True))`. "
+                         "Was it killed in epoch 4? Then `learn.load('model_3')` and the same line with "
+                         "`start_epoch=4` train the rest, with other random numbers.")
     check_loader(learn.dls.train)
     if own_method(learn, 'all_batches') is not None:
-        raise ValueError(f"{type(learn).__name__} has an all_batches of its own, from {learn.all_batches.__module__}, which the rest of an "
-                         "interrupted epoch would go without: move what it does into a callback, or leave out TrainingCheckpoint.")
+        raise ValueError(f"{type(learn).__name__} has an all_batches of its own, from {learn.all_batches.__module__}, "
+                         "which the rest of an interrupted epoch would go without: move what it does into a callback, "
+                         "or leave out TrainingCheckpoint.")
     if num_distrib() > 1 and type(ranks) is OneRank:
-        raise ValueError("Several processes train, and TrainingCheckpoint would save the training of each one separately: add "
-                         "DataParallel() to the Learner's callbacks, which trains them together, or leave out TrainingCheckpoint.")
-    if 'TrainingCheckpoint' in ranks.refuses: raise ValueError(f"TrainingCheckpoint {ranks.refuses['TrainingCheckpoint']}")
+        raise ValueError("Several processes train, and TrainingCheckpoint would save the training of each one "
+                         "separately: add DataParallel() to the Learner's callbacks, which trains them together, or "
+                         "leave out TrainingCheckpoint.")
+    if 'TrainingCheckpoint' in ranks.refuses:
+        raise ValueError(f"TrainingCheckpoint {ranks.refuses['TrainingCheckpoint']}")
 
 # A callback that writes digests of the steps of fit `number`
 def digests(folder, number):

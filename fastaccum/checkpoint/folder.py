@@ -124,15 +124,16 @@ class Room:
             gone.append(f)
             room += f.stat().st_size
         if room < needed or full and len(gone) == len(old):
-            raise OSError(f"the disk is full: {free/1e6:,.1f} MB are free in {self.path}, and the checkpoint needs {needed/1e6:,.1f} MB.")
+            raise OSError(f"the disk is full: {free/1e6:,.1f} MB are free in {self.path}, and the checkpoint needs "
+                          f"{needed/1e6:,.1f} MB.")
         return gone
 
     # The warning, once
     def one_only(self):
         if self.cramped: return
         self.cramped = True
-        return (f"The disk of {self.path} has room for one checkpoint only, so the last one is removed before the next is "
-                "written. A run that is killed meanwhile begins its fit anew: make room for two.")
+        return (f"The disk of {self.path} has room for one checkpoint only, so the last one is removed before the next "
+                "is written. A run that is killed meanwhile begins its fit anew: make room for two.")
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #5c2b7e91
 # The fit's number, and how many of its loader batches were done
@@ -202,7 +203,8 @@ def _at_exit(self:CheckpointFolder):
     end = f'{self.path.name}-finished/{self.files[-1].name}'
     print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}; its end is {end}.")
     if self.cut:
-        print(f'{self.cut} Did the run end too early? To continue it with its next fit, move {end} back to {self.path}.')
+        print(f'{self.cut} Did the run end too early? To continue it with its next fit, move {end} back '
+              f'to {self.path}.')
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #136bbc71
 # Write a checkpoint of `fit` after `done` loader batches (`inf`: at its end), and remove those that it replaces.
@@ -290,7 +292,8 @@ def lock(path):
         except OSError: return
         try: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
-            if e.errno in (errno.EACCES, errno.EAGAIN): return _check_holder(path, os.pread(fd, 99, 0).decode(errors='replace').strip())
+            if e.errno in (errno.EACCES, errno.EAGAIN):
+                return _check_holder(path, os.pread(fd, 99, 0).decode(errors='replace').strip())
             return _tell_of_no_lock(path, e)
         if _is_at(fd, path/lock_name): break       # else the process that held it has just removed the file
     with suppress(OSError): os.ftruncate(fd, 0); os.pwrite(fd, _process(os.getpid()).encode(), 0)
@@ -338,13 +341,14 @@ def _process(pid): return f'process {pid} on {socket.gethostname()}'
 # A process that trains and then starts others, as a notebook does with `launch`, is of the same run
 def _check_holder(path, who):
     if who == _process(os.getppid()): return
-    raise RuntimeError(f"{who or 'Another process'} trains with the checkpoints in {path}, and two runs cannot share them: wait until it "
-                       "has ended, or use another name: TrainingCheckpoint('other').")
+    raise RuntimeError(f"{who or 'Another process'} trains with the checkpoints in {path}, and two runs cannot share "
+                       "them: wait until it has ended, or use another name: TrainingCheckpoint('other').")
 
 def _tell_of_no_lock(path, e):
     if path in _unlockable: return
     _unlockable.add(path)
-    warn(f"{path} cannot be locked ({e}), and TrainingCheckpoint works without. Make sure that no other run uses this folder.",
+    warn(f"{path} cannot be locked ({e}), and TrainingCheckpoint works without. Make sure that no other run uses this "
+         "folder.",
          'troubleshooting.html#a-run-does-not-resume')
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #8c02e6d4

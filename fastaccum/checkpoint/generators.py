@@ -81,7 +81,8 @@ def _held(places, apart=()):
         if isinstance(o, types.FunctionType): inside = used_by(o, generator_types)
         elif isinstance(o, types.MethodType): inside = dict(self=o.__self__, func=o.__func__)
         elif isinstance(o, partial): inside = dict(func=o.func, args=o.args, **o.keywords)
-        elif isinstance(o, (list,tuple,set,L)): inside = {str(i): v for i,v in enumerate(o)} if len(o) <= 64 else {}  # longer ones are data
+        elif isinstance(o, (list,tuple,set,L)):
+            inside = {str(i): v for i,v in enumerate(o)} if len(o) <= 64 else {}  # longer ones are data
         elif isinstance(o, dict):      # numbers may be other ones in the next process: those of hooks
             inside = {str(i if isinstance(k, int) else k): v for i,(k,v) in enumerate(o.items())} if len(o) <= 64 else {}
         else:
@@ -104,7 +105,8 @@ def users_methods(cls):
 def _n_workers(dl): return dl.fake_l.num_workers if isinstance(dl, DataLoader) else getattr(dl, 'num_workers', 0)
 
 # not its own methods
-def _parts_of(dl, *names): return {k: v for k in names if getattr(v := getattr(dl, k, None), '__self__', None) is not dl}
+def _parts_of(dl, *names):
+    return {k: v for k in names if getattr(v := getattr(dl, k, None), '__self__', None) is not dl}
 def _item_places(dl): return _parts_of(dl, 'dataset', 'after_item', 'before_batch', 'collate_fn', 'create_batch')
 
 def _places(loaders, others):
@@ -144,7 +146,8 @@ def _notes(o):
     if not isinstance(o, types.FunctionType): return {k: v for k,v in vars(o).items() if k in notes_of(type(o))}
     return {k: v for k,v in closure_of(o).items() if k in set_by(o)}
 
-def _takes_notes(o): return o.__closure__ if isinstance(o, types.FunctionType) else notes_of(type(o)) and hasattr(o, '__dict__')
+def _takes_notes(o):
+    return o.__closure__ if isinstance(o, types.FunctionType) else notes_of(type(o)) and hasattr(o, '__dict__')
 
 # Context in which `o` is called, and after which it and the random numbers are as before
 @contextmanager
@@ -176,9 +179,10 @@ def _draws(o):
             or type(o).__module__.startswith('torchvision.transforms')
             and any('Random' in c.__name__ or 'get_params' in vars(c) for c in type(o).__mro__))
 
-_drawing = {*('beta betavariate bernoulli bernoulli_ binomial choice choices dirichlet exponential exponential_ gamma gauss integers '
-              'multinomial normal normal_ permutation poisson rand rand_like randint randint_like randn randn_like random random_ '
-              'random_sample randperm randrange sample shuffle standard_normal triangular uniform uniform_').split()}
+_drawing = {*('beta betavariate bernoulli bernoulli_ binomial choice choices dirichlet exponential exponential_ gamma '
+              'gauss integers multinomial normal normal_ permutation poisson rand rand_like randint randint_like '
+              'randn randn_like random random_ random_sample randperm randrange sample shuffle standard_normal '
+              'triangular uniform uniform_').split()}
 _drawers = random,np,np.random,torch
 
 # `f`: a function of a module with these `names`, or the code of one in it

@@ -115,8 +115,8 @@ class FastaiEpoch:
         DrawnFrom.put(self.drawn, self.dl)
         order = self._draw()
         if len(order) != self.drawn['n'] or not torch.equal(_some_of(order), self.drawn['some']):
-            raise WrongEntry('`drawn` gives the items in another order than in the run that was saved, as another version of Python, NumPy '
-                             'or fastai does')
+            raise WrongEntry('`drawn` gives the items in another order than in the run that was saved, as another '
+                             'version of Python, NumPy or fastai does')
         return order
 
 # An order as a tensor
@@ -134,7 +134,8 @@ def _own_seed(dl):
 # Make sure that `order` has numbers of items of `dl`, enough for `n` batches
 def check_order(order, dl, n):
     ok = isinstance(order, Tensor) and order.ndim == 1 and (_is_cut(dl) or len(order) > (n-1)*(dl.bs or 1))
-    if ok and len(order): ok = order.dtype == torch.int64 and 0 <= int(order.min()) <= int(order.max()) < len(dl.dataset)
+    if ok and len(order):
+        ok = order.dtype == torch.int64 and 0 <= int(order.min()) <= int(order.max()) < len(dl.dataset)
     if not ok: refuse('order', order, f'numbers of items for {n} batches')
 
 # %% ../../nbs/api/checkpoint/07_loaders.ipynb #b6e2f1a0
@@ -149,8 +150,9 @@ def make_persistent(loaders, running):
 # %% ../../nbs/api/checkpoint/07_loaders.ipynb #2f42c3db
 _settings_of_torch = 'collate_fn','num_workers','pin_memory','timeout','worker_init_fn','multiprocessing_context','prefetch_factor'
 
-_other_number = ("One process began the epoch of a PyTorch DataLoader and several should continue it, or the other way round: the "
-                 "checkpoint does not say which items are left. Continue with the same number of processes, or use a fastai DataLoader.")
+_other_number = ("One process began the epoch of a PyTorch DataLoader and several should continue it, or the other "
+                 "way round: the checkpoint does not say which items are left. Continue with the same number of "
+                 "processes, or use a fastai DataLoader.")
 
 # An epoch of PyTorch's `dl`, which is about to begin. `rng`: the random numbers; `new_workers`: does it start its
 # workers?

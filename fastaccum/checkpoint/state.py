@@ -30,7 +30,8 @@ __all__ = []
 _number,_none = (int,float,bool),type(None)
 
 # Does a callback have something to save? What connects the ranks has only what it gives itself
-def _has_part(cb): return getattr(type(cb), 'in_checkpoint', True) and ('brings_ranks' not in vars(cb) or has_state_dict(cb))
+def _has_part(cb):
+    return getattr(type(cb), 'in_checkpoint', True) and ('brings_ranks' not in vars(cb) or has_state_dict(cb))
 
 # Does it save itself, with the loop?
 def _is_ours(cb): return getattr(type(cb), 'needs_loop', False)
@@ -49,8 +50,8 @@ def loadable(o):
     if isinstance(o, tuple): return tuple(v if type(v) in scalars else loadable(v) for v in o)
     if isinstance(o, (list,L)): return [v if type(v) in scalars else loadable(v) for v in o]
     if isinstance(o, dict): return {loadable(k): loadable(v) for k,v in o.items()}
-    raise TypeError(f"A {type(o).__name__} cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists and tuples "
-                    "of them can.")
+    raise TypeError(f"A {type(o).__name__} cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, "
+                    "lists and tuples of them can.")
 
 # %% ../../nbs/api/checkpoint/03_state.ipynb #9d83124d
 # The outline of what `take` returns; the rest is compared with the objects that it is for
@@ -105,7 +106,8 @@ class TrainedState:
 
     def _put_loss(self, e):
         held = self.vs.decode(e, _held(self.loss), 'loss_func')
-        if isinstance(self.loss, partial) and not (isinstance(held, dict) and 'func' in held): raise WrongEntry('`loss_func` has no `func`')
+        if isinstance(self.loss, partial) and not (isinstance(held, dict) and 'func' in held):
+            raise WrongEntry('`loss_func` has no `func`')
         _put_held(self.loss, held)
 
     def _put_opt(self, e, load, one_rank):
@@ -130,7 +132,8 @@ class TrainedState:
         ps = [*params_of(self.learn.opt)]
         if len(has_grad) != len(ps): refuse('has_grad', has_grad, f'a list of {len(ps)}')
         for i,(p,layout) in enumerate(zip(ps, has_grad)):
-            if layout not in (None, 'torch.strided', 'torch.sparse_coo'): refuse(f'has_grad[{i}]', layout, "None or 'torch.strided'")
+            if layout not in (None, 'torch.strided', 'torch.sparse_coo'):
+                refuse(f'has_grad[{i}]', layout, "None or 'torch.strided'")
             dtype = getattr(p, 'grad_dtype', None)
             p.grad = None if layout is None else torch.zeros_like(p, dtype=dtype, layout=getattr(torch, layout.split('.')[1]))
             if stays_on_host(p): to_host(p)
@@ -250,7 +253,8 @@ class RecorderState:
         rec.values = [L(v) for v in rec.values]
         rec.losses = list(losses.unbind())
         rec.smooth_loss.count,rec.smooth_loss.val = smooth
-        for i,(m,s) in enumerate(zip(rec._train_mets[1:], state['mets'])): self.vs.decode(s, m, f'recorder.train_metrics[{i}]')
+        for i,(m,s) in enumerate(zip(rec._train_mets[1:], state['mets'])):
+            self.vs.decode(s, m, f'recorder.train_metrics[{i}]')
 
     def _check_own(self, k, v):
         old = present(self.rec, k, v, 'recorder')
@@ -267,7 +271,8 @@ def check_losses(losses, smooth):
     if len(smooth) != 2: refuse('recorder.smooth', smooth, 'a count and a loss')
     count,val = smooth
     check_form(dict(count=count, val=val), dict(count=int, val=(Tensor,float,int)), 'recorder.smooth')
-    if losses.ndim != 1 or isinstance(val, Tensor) and val.ndim: refuse('recorder.losses', losses, 'a tensor of one loss a step')
+    if losses.ndim != 1 or isinstance(val, Tensor) and val.ndim:
+        refuse('recorder.losses', losses, 'a tensor of one loss a step')
 
 # %% ../../nbs/api/checkpoint/03_state.ipynb #da762b0b
 # The content of the file of a `CSVLogger`; None outside a fit
@@ -379,7 +384,8 @@ class RandomNumbers:
             if len(s) != 3 or type(s[2]) not in (float,_none): refuse('rng.python', s, 'the state of a generator')
         self._set(state)
 
-    def _set(self, state): set_rng_state(state, learner_device(self.learn), self.learn.dls.loaders, self._places(), self._apart())
+    def _set(self, state):
+        set_rng_state(state, learner_device(self.learn), self.learn.dls.loaders, self._places(), self._apart())
 
     # Each callback is a place itself: what refers to it does not lead there
     def _apart(self): return [*(cb for _,cb in self.cbs), loop_of(self.learn)]
@@ -406,7 +412,8 @@ def known_of(learn, loss, cbs):
            if type(o) not in scalars and has_state_dict(o)}
     res.update(learn=learn, dls=learn.dls, opt=learn.opt, inner_opt=getattr(learn.opt, 'opt', None), cbs=learn.cbs, loss_func=loss,
                whole_model=learn.model)
-    for i,dl in enumerate(learn.dls.loaders): res.update({f'dls[{i}]': dl, f'dls[{i}].dataset': getattr(dl, 'dataset', None)})
+    for i,dl in enumerate(learn.dls.loaders):
+        res.update({f'dls[{i}]': dl, f'dls[{i}].dataset': getattr(dl, 'dataset', None)})
     res.update({f'cbs.{name}': cb for name,cb in cbs}, **{f'metrics[{i}]': m for i,m in enumerate(learn.metrics)})
     for root,m in dict(model=get_model(learn.model), loss_func=loss).items():
         for named in (m.named_modules, m.named_parameters, m.named_buffers) if isinstance(m, nn.Module) else ():

@@ -47,8 +47,8 @@ class _TakesApart:
         try: res = self.encode(o, path, own=True)
         finally: self.code = True
         if wrong := [f'{k}: {v}' for k,v in list(self.wrong.items())[before:]]:
-            raise TypeError(f"{'; '.join(wrong)}. It cannot be part of a checkpoint: only tensors, numbers, strings, and dicts, lists "
-                            "and tuples of them can.")
+            raise TypeError(f"{'; '.join(wrong)}. It cannot be part of a checkpoint: only tensors, numbers, strings, "
+                            "and dicts, lists and tuples of them can.")
         return res
 
     # The digest of a value, whatever was encoded before
@@ -108,7 +108,8 @@ class TensorPlaces:
         elif not fits: res = placed_as(t, bytes_of(home))
         return res
 
-    def _is_home(self, old, home): return storage_id(old) not in self.taken if home is None else storage_id(old) == storage_id(home)
+    def _is_home(self, old, home):
+        return storage_id(old) not in self.taken if home is None else storage_id(old) == storage_id(home)
 
     # `live` now holds the saved tensor `t`
     def settle(self, t, live):
@@ -117,7 +118,8 @@ class TensorPlaces:
 
 # Have two tensors the same place in storages of the same size? Not if they are expanded: their elements share memory
 def _alike(a, b):
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.dtype,a.shape,a.layout) != (b.dtype,b.shape,b.layout): return False
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.dtype,a.shape,a.layout) != (b.dtype,b.shape,b.layout):
+        return False
     if a.layout != torch.strided: return True
     place,other = ([t.storage_offset(), t.untyped_storage().nbytes(), *(s for s,n in zip(t.stride(), t.shape) if n > 1)] for t in (a, b))
     return place == other and 0 not in place[2:]
@@ -148,7 +150,8 @@ class _PutsBack:
         if kind == 'kept': return old
         if kind == 'known': place = name
         if type(place) is not str: refuse(path, place, 'the name of another value')
-        if kind == 'same' and place not in self.seen: return self.lacks(path, f'it was one object with {place}, which is not there', old)
+        if kind == 'same' and place not in self.seen:
+            return self.lacks(path, f'it was one object with {place}, which is not there', old)
         res = (self.known if kind == 'known' else self.seen).get(place, old)
         check_same(res, old, path)
         return res
@@ -306,7 +309,8 @@ kinds.update(
     list=(_TakesApart.each, _put_list),
     dict=(_take_dict, _put_dict))
 
-def _take_array(vs, o, path): return [o.dtype.str, list(o.shape), vs.each(o.ravel().tolist(), path) if o.dtype.hasobject else _bytes_of(o)]
+def _take_array(vs, o, path):
+    return [o.dtype.str, list(o.shape), vs.each(o.ravel().tolist(), path) if o.dtype.hasobject else _bytes_of(o)]
 
 def _put_array(vs, old, name, e, path, exact):
     check_form(e, [object], path)
@@ -352,7 +356,8 @@ def put_module_attrs(vs, m, attrs, path):
 # The state of a module, without copies. `whole` makes whole tensors of sharded ones. `attrs`: its other attributes too?
 def take_module(vs, m, path, whole=noop, attrs=True):
     state = whole(m.state_dict())
-    for k,v in state.items(): state[k] = v.detach().as_subclass(Tensor) if isinstance(v, Tensor) else vs.strict(v, f'{path}.{k}')
+    for k,v in state.items():
+        state[k] = v.detach().as_subclass(Tensor) if isinstance(v, Tensor) else vs.strict(v, f'{path}.{k}')
     others = {k: b.detach().as_subclass(Tensor) for k,b in m.named_buffers() if k not in state}
     return [state, others, [k for k,p in m.named_parameters() if not p.requires_grad],
             [k for k,o in m.named_modules() if not o.training], module_attrs(vs, m, path) if attrs else {}]

@@ -121,7 +121,8 @@ class GradientAccumulator:
         elif self.target is None or self._planned >= 0:
             self._planned = -1
             if self.target is None:
-                if nominal is None: nominal = n_items if any(isinstance(w, Tensor) for w in weights) else sum(weights) or n_items
+                if nominal is None:
+                    nominal = n_items if any(isinstance(w, Tensor) for w in weights) else sum(weights) or n_items
                 self.target = self.accum_bs*nominal/(n_items or nominal)
         divided = weights if divided_by is None else divided_by
         return [w/self.target for w in divided] if isinstance(divided, list) else divided/self.target
@@ -204,7 +205,8 @@ class GradientAccumulator:
     ) -> tuple: # The loss, and the sum of the weights
         "Loss of the micro-batches that were counted"
         mean = partial(mean_of_divided, self._divided[since:]) if self._divided and self.normalize else mean_loss
-        if since: return mean(self.losses[since:], self._weights[since:] if weights is None else weights, self.normalize)
+        if since:
+            return mean(self.losses[since:], self._weights[since:] if weights is None else weights, self.normalize)
         if self._computed is None:
             total = self.target if self._planned == self.n_items else None
             self._computed = mean(self.losses, self._weights if weights is None else weights, self.normalize, total)
@@ -252,7 +254,8 @@ class GradientAccumulator:
         "Restore what `state_dict` returned"
         self.accum_bs = state['accum_bs']
         self.rollback(Accumulated(target=state['target']))
-        if state['n_items']: self.count(torch.tensor(state['loss'], dtype=self.dtype), state['weight'], state['n_items'])
+        if state['n_items']:
+            self.count(torch.tensor(state['loss'], dtype=self.dtype), state['weight'], state['n_items'])
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #c55c41a2
 # What an accumulated batch contains
@@ -334,7 +337,8 @@ def mean_loss(losses, weights, normalize=True, total=None):
 def mean_of_divided(divided, losses, weights, *_):
     if not losses: return torch.zeros(()),0
     loss = torch.stack(losses)
-    def stack(ws): return ws.to(loss) if isinstance(ws, Tensor) else torch.stack([as_tensor(w, loss.device).to(loss.dtype) for w in ws])
+    def stack(ws):
+        return ws.to(loss) if isinstance(ws, Tensor) else torch.stack([as_tensor(w, loss.device).to(loss.dtype) for w in ws])
     w = stack(weights)
     on_device = isinstance(weights, Tensor) or any(isinstance(o, Tensor) for o in weights)
     total = (weights.sum() if isinstance(weights, Tensor) else w.sum()) if on_device else sum(weights)
@@ -364,12 +368,14 @@ def rescale(params, target, weight):
 # %% ../../nbs/api/core/01_accumulator.ipynb #f8dfa618
 def check_scalar(loss):
     if loss.numel() == 1: return
-    raise ValueError(f"The loss has the shape {tuple(loss.shape)}, but backward needs one number: use reduction='mean' or 'sum'.")
+    raise ValueError(f"The loss has the shape {tuple(loss.shape)}, but backward needs one number: use reduction='mean' "
+                     "or 'sum'.")
 
 def check_accum_bs(accum_bs):
     if is_count(accum_bs): return
     if isinstance(accum_bs, bool) or not is_count(accum_bs, least=-float('inf')):
-        raise TypeError(f"accum_bs is {accum_bs!r}, a {type(accum_bs).__name__}: pass the number of items of an accumulated batch, an int.")
+        raise TypeError(f"accum_bs is {accum_bs!r}, a {type(accum_bs).__name__}: pass the number of items of an "
+                        "accumulated batch, an int.")
     raise ValueError(f"accum_bs={accum_bs}: an accumulated batch has at least 1 item.")
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #e5ce04ff

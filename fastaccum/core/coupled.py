@@ -117,8 +117,9 @@ def find_head(model, coupled):
     if coupled == 'head' and isinstance(model, nn.Sequential) and len(model) > 1: return model[-1]
     with suppress(AttributeError): return model.get_submodule(coupled)
     names = ', '.join(repr(n) for n,_ in model.named_children())
-    raise ValueError(f"coupled={coupled!r}: this {type(model).__name__} has no such module. Pass a name in `model.named_modules()` "
-                     f"(its children are {names}), 'head' for the last child of an nn.Sequential, or True for a loss over the whole batch.")
+    raise ValueError(f"coupled={coupled!r}: this {type(model).__name__} has no such module. Pass a name in "
+                     f"`model.named_modules()` (its children are {names}), 'head' for the last child of an "
+                     "nn.Sequential, or True for a loss over the whole batch.")
 
 # The arguments of a head, in place of its output
 class HeadInput:
@@ -141,8 +142,8 @@ def up_to(head, call, *args):
         else: head.forward = own
     if len(met) == 1 and out is met[0]: return met[0].args,met[0].kwargs
     how = "but the model does more after the call" if len(met) == 1 else f'but the module was called {len(met)} times'
-    raise ValueError(f"coupled: this {type(head).__name__} is not a head. The model must call its head once, as its last module, "
-                     f"and return the head's output unchanged, {how}.")
+    raise ValueError(f"coupled: this {type(head).__name__} is not a head. The model must call its head once, as its "
+                     f"last module, and return the head's output unchanged, {how}.")
 
 # %% ../../nbs/api/core/11_coupled.ipynb #c0a1d00e
 # Returns its tensor unchanged. The tensor's gradient goes to `keep` and no further; the tensor may be changed in place,

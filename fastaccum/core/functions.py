@@ -30,7 +30,8 @@ def set_closure(f, values):
 
 # Names of those that `f` itself sets (`nonlocal`)
 @lru_cache(None)
-def _set_by(code): return {op.argval for op in dis.get_instructions(code) if op.opname == 'STORE_DEREF'} & {*code.co_freevars}
+def _set_by(code):
+    return {op.argval for op in dis.get_instructions(code) if op.opname == 'STORE_DEREF'} & {*code.co_freevars}
 def set_by(f): return _set_by(f.__code__)
 
 # %% ../../nbs/api/core/09_functions.ipynb #fc10a3aa
@@ -82,7 +83,8 @@ def _functions(f):
 def _writes(code):
     ops,me = [*dis.get_instructions(code)],code.co_varnames[:1]
     # `self.n = 1` loads `self` first, alone or with another variable; `self.n += 1` has it from before
-    def is_mine(op): return op.opname in ('SWAP','ROT_TWO') or (op.argval[-1:] if isinstance(op.argval, tuple) else (op.argval,)) == me
+    def is_mine(op):
+        return op.opname in ('SWAP','ROT_TWO') or (op.argval[-1:] if isinstance(op.argval, tuple) else (op.argval,)) == me
     return {op.argval for before,op in zip(ops, ops[1:]) if op.opname == 'STORE_ATTR' and is_mine(before)}
 
 # %% ../../nbs/api/core/09_functions.ipynb #a51c70e2
@@ -95,7 +97,8 @@ class _Short(reprlib.Repr):
         if isinstance(o, partial): return f'partial({self.repr1(o.func, level)})'
         name = getattr(o, '__name__', type(o).__name__)
         if hasattr(type(o), 'shape'): return f'{name}{tuple(o.shape)}'       # its values would be read from the device
-        if o is None or isinstance(o, (Number,Enum,PurePath,torch.dtype,torch.device)): return str(o) if isinstance(o, Enum) else repr(o)
+        if o is None or isinstance(o, (Number,Enum,PurePath,torch.dtype,torch.device)):
+            return str(o) if isinstance(o, Enum) else repr(o)
         return name if hasattr(o, '__name__') else f'{name}(...)'
 
 _short = _Short().repr

@@ -34,8 +34,9 @@ class HostGradients:
         self.opt,self.handles = opt,{}
         why = any(p.device.type != 'cpu' for p in self.params) and why_whole(opt)
         if why:
-            raise ValueError(f"Gradients on the host reach the optimizer in parts, and {type(opt).__name__} {why}. Use an optimizer that "
-                             "steps each parameter by itself, such as Adam or SGD, or leave the gradients on the device.")
+            raise ValueError(f"Gradients on the host reach the optimizer in parts, and {type(opt).__name__} {why}. Use "
+                             "an optimizer that steps each parameter by itself, such as Adam or SGD, or leave the "
+                             "gradients on the device.")
 
     def __enter__(self) -> HostGradients:
         for p in self.params: p.grad = None

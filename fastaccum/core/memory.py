@@ -109,9 +109,10 @@ def is_out_of_memory(exception) -> bool:
 # The error for an optimizer step that does not fit in memory; why: the message of PyTorch's error
 def step_too_big(why) -> Exception:
     return torch.OutOfMemoryError(
-        "Memory ran out in the optimizer's step, which needs the same memory however small the micro-batches are. Most of it is the "
-        "optimizer's state, which the first step allocates: Adam keeps two averages of every weight. Try an optimizer with less state "
-        f"(SGD, or an 8-bit optimizer), freeze a part of the model, or use a smaller model. ({why})")
+        "Memory ran out in the optimizer's step, which needs the same memory however small the micro-batches are. "
+        "Most of it is the optimizer's state, which the first step allocates: Adam keeps two averages of every "
+        "weight. Try an optimizer with less state (SGD, or an 8-bit optimizer), freeze a part of the model, or use a "
+        f"smaller model. ({why})")
 
 # %% ../../nbs/api/core/06_memory.ipynb #6cf6c0f9
 # Free unreferenced memory: collect cycles, then empty the cache of the device's allocator

@@ -55,8 +55,8 @@ def split_items(b, size, n=None, views=False, lists=None):
         make = b._make if hasattr(b, '_make') else type(b)  # a namedtuple
         return [make(c[i] for c in columns) for i in range(m)]
     if b is None or isinstance(b, (Number,str,bytes,Tensor)) or not hasattr(b, '__len__'): return [b]*m
-    raise TypeError(f"Cannot split a {type(b).__name__} into micro-batches: use tensors, or lists, tuples and dicts of them, "
-                    "or leave out micro_batch_size.")
+    raise TypeError(f"Cannot split a {type(b).__name__} into micro-batches: use tensors, or lists, tuples and dicts of "
+                    "them, or leave out micro_batch_size.")
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #d9b0c001
 # What the lists of a fit's batches hold: an object for each item, or columns
@@ -158,7 +158,8 @@ def tensors_in(b):
 
 # The values that are no tensors
 def others_in(b):
-    if isinstance(b, (dict,*_listy)): return [v for o in (b.values() if isinstance(b, dict) else b) for v in others_in(o)]
+    if isinstance(b, (dict,*_listy)):
+        return [v for o in (b.values() if isinstance(b, dict) else b) for v in others_in(o)]
     return [] if isinstance(b, Tensor) or hasattr(type(b), 'map_tensors') else [b]
 
 # Undo `split_items`: concatenate tensors along their items, and stack tensors without dimensions
@@ -173,12 +174,13 @@ def rows_of(t, views, n, start, size): return t.unflatten(0, (views, n, len(t)//
 def check_others(found, first):
     for v,w in zip(found, first):
         if any(isinstance(o, Tensor) for o in getattr(v, '__dict__', {}).values()):
-            raise ValueError(f"coupled: the model returns an object of the type {type(v).__name__} with tensors in it, and those of "
-                             "micro-batches cannot be joined there: return tensors, or tuples, lists and dicts of them.")
+            raise ValueError(f"coupled: the model returns an object of the type {type(v).__name__} with tensors in it, "
+                             "and those of micro-batches cannot be joined there: return tensors, or tuples, lists and "
+                             "dicts of them.")
         if isinstance(v, (Number,str,np.ndarray)) and not np.array_equal(v, w):
-            raise ValueError(f"coupled: the model returns {v!r} beside its tensors, which is not the same for all micro-batches, as with a "
-                             "number of items. Its value for the whole batch is not known: compute it in the loss, or return a tensor "
-                             "with a row for each item.")
+            raise ValueError(f"coupled: the model returns {v!r} beside its tensors, which is not the same for all "
+                             "micro-batches, as with a number of items. Its value for the whole batch is not known: "
+                             "compute it in the loss, or return a tensor with a row for each item.")
 
 # Tensors for the whole batch, into which the outputs of each part are written. `sizes`: items of each part; `views`:
 # number of views in the rows of an output, by its place, if they are not 1
@@ -206,8 +208,9 @@ class Joined:
     def _room(self, t):
         if not t.dim(): return t.detach().clone()
         if len(t)%self.sizes[0]:
-            raise ValueError(f"coupled: the model's output has a tensor of shape {tuple(t.shape)} for a micro-batch of {self.sizes[0]} "
-                             "items, and such parts cannot be joined: an output needs a row for each item (or several), or no dimension.")
+            raise ValueError(f"coupled: the model's output has a tensor of shape {tuple(t.shape)} for a micro-batch of "
+                             f"{self.sizes[0]} items, and such parts cannot be joined: an output needs a row for each "
+                             "item (or several), or no dimension.")
         return t.detach().new_empty((len(t)//self.sizes[0]*sum(self.sizes), *t.shape[1:]))
 
     def _put(self, t, w, i, views):
@@ -218,9 +221,10 @@ class Joined:
         room = rows_of(w, views, sum(self.sizes), sum(self.sizes[:i]), self.sizes[i])
         if t.shape[1:] != w.shape[1:] or len(t) != room.shape[:3].numel():
             first = len(w)*self.sizes[0]//sum(self.sizes),*w.shape[1:]
-            raise ValueError(f"coupled: the model's outputs for micro-batches of {self.sizes[0]} and {self.sizes[i]} items have the shapes "
-                             f"{first} and {tuple(t.shape)}, which cannot be joined: beyond its rows, the size of an output must not "
-                             "depend on the items. If the model compares them with each other, do this in the loss.")
+            raise ValueError(f"coupled: the model's outputs for micro-batches of {self.sizes[0]} and {self.sizes[i]} "
+                             f"items have the shapes {first} and {tuple(t.shape)}, which cannot be joined: beyond its "
+                             "rows, the size of an output must not depend on the items. If the model compares them "
+                             "with each other, do this in the loss.")
         room[:] = t.unflatten(0, room.shape[:3])
 
     # In the structure of the first part's output

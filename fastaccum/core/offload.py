@@ -48,7 +48,8 @@ class OnHost:
         if self.stream is None: self.host = t.to('cpu'); return
         mod = backend(self.device)
         self.stream.wait_stream(mod.current_stream(self.device))
-        with mod.stream(self.stream): self.host = torch.empty_like(t, device='cpu', pin_memory=True).copy_(t, non_blocking=True)
+        with mod.stream(self.stream):
+            self.host = torch.empty_like(t, device='cpu', pin_memory=True).copy_(t, non_blocking=True)
         t.record_stream(self.stream)   # nothing else gets its memory before it is copied
 
     # Send it back
@@ -78,5 +79,6 @@ class Emptied:
 
     def refill(self):
         self.storage.resize_(self.n)
-        if self.copy.stream is not None: backend(self.copy.device).current_stream(self.copy.device).wait_stream(self.copy.stream)
+        if self.copy.stream is not None:
+            backend(self.copy.device).current_stream(self.copy.device).wait_stream(self.copy.stream)
         self.flat.copy_(self.copy.host, non_blocking=True)

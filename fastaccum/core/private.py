@@ -78,7 +78,8 @@ def _gradients_have_types():
 
 def _hooks_can_be_moved():
     inner = torch._C._autograd
-    if not (hasattr(inner, '_pop_saved_tensors_default_hooks') and hasattr(inner, '_push_saved_tensors_default_hooks')): return False
+    if not (hasattr(inner, '_pop_saved_tensors_default_hooks') and hasattr(inner, '_push_saved_tensors_default_hooks')):
+        return False
     before = top_hooks()
     with torch.autograd.graph.saved_tensors_hooks(_same, _same):
         hooks = pop_hooks(before)
@@ -95,7 +96,8 @@ def _classes_can_be_left_out():
     t = torch.zeros(()).as_subclass(_Marked)
     with plain_tensors(): return type(t.view_as(t)) is Tensor and type(t.view_as(t).as_subclass(_Marked)) is _Marked
 
-def _backward_shows(): return in_backward() is False and callable(torch.autograd.Variable._execution_engine.queue_callback)
+def _backward_shows():
+    return in_backward() is False and callable(torch.autograd.Variable._execution_engine.queue_callback)
 
 def _scales_move():
     scale,tracker,found = torch.tensor([8.]),torch.tensor([0], dtype=torch.int32),torch.tensor([0.])
@@ -133,8 +135,9 @@ def check_parts(feature):
     name,what,parts = needs[feature]
     lacks = [part for part,there in parts if not _shows(there)]
     if not lacks: return
-    raise RuntimeError(f"{name} needs {' and '.join(lacks)}, which PyTorch {torch.__version__} lacks or has changed: install an older "
-                       f"PyTorch (2.11 is the oldest that works), or a newer fastaccum, or leave out {what}.")
+    raise RuntimeError(f"{name} needs {' and '.join(lacks)}, which PyTorch {torch.__version__} lacks or has changed: "
+                       "install an older PyTorch (2.11 is the oldest that works), or a newer fastaccum, or leave out "
+                       f"{what}.")
 
 def _shows(there):
     try: return there()

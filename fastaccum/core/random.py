@@ -68,7 +68,8 @@ class RandomState(PythonRandom):
 
 def same(a, b):
     if isinstance(a, dict): return a.keys() == b.keys() and all(same(v, b[k]) for k,v in a.items())
-    if isinstance(a, (tuple,list)): return len(a) == len(b) and (a == b if {*map(type, a)} == {int} else all(map(same, a, b)))
+    if isinstance(a, (tuple,list)):
+        return len(a) == len(b) and (a == b if {*map(type, a)} == {int} else all(map(same, a, b)))
     return torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b)
 
 # %% ../../nbs/api/core/10_random.ipynb #c25c0ad9

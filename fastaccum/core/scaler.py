@@ -116,7 +116,9 @@ class DynamicLossScaler(torch.amp.GradScaler):
         else: super().update(new_scale)  # sets the scale, or raises an error because there was no step
         self._scale.clamp_(self.min_scale, self.max_scale)
         n = self._record.out_of_patience(self._last_skipped) if found is not None else 0
-        if n: raise FloatingPointError(f'{n} overflows in a row at the smallest loss scale, min_scale={self.min_scale}: {_what_to_try}')
+        if n:
+            raise FloatingPointError(f'{n} overflows in a row at the smallest loss scale, min_scale={self.min_scale}: '
+                                     f'{_what_to_try}')
 
     @property
     def may_give_up(self) -> bool:
@@ -154,7 +156,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self._record.read()
         state = super().__getstate__()
         # no tensors in a pickle, as in torch's: the first loss makes them again, on its device
-        if self._enabled: state |= dict(_init_overflow_tracker=self._get_overflow_tracker(), _overflow_tracker=None, _last_found=None)
+        if self._enabled:
+            state |= dict(_init_overflow_tracker=self._get_overflow_tracker(), _overflow_tracker=None, _last_found=None)
         return state
 
 # %% ../../nbs/api/core/05_scaler.ipynb #09e610b8
@@ -162,7 +165,8 @@ def _check_args(**a):
     "Raise an error unless every setting is a number within its range; the message says what is allowed and what to do"
     for name,v in a.items():
         kind,what = (Integral,'an integer') if name in ('growth_interval','hysteresis','patience') else (Real,'a number')
-        if isinstance(v, bool) or not isinstance(v, kind): raise TypeError(f'{name}={v!r} must be {what}, not a {type(v).__name__}')
+        if isinstance(v, bool) or not isinstance(v, kind):
+            raise TypeError(f'{name}={v!r} must be {what}, not a {type(v).__name__}')
     lo,hi,start = a['min_scale'],a['max_scale'],a['init_scale']
     for name,ok,allowed in (
         ('min_scale',       2.**-126 <= lo < inf,
@@ -183,17 +187,19 @@ def _check_args(**a):
 # The type of a device, 'cuda' for torch.device('cuda', 1); an error for what is no device
 def _device_type(device):
     if not isinstance(device, (str, torch.device)):
-        raise TypeError(f"device is {device!r}: pass the type of the device that holds the gradients, such as 'cuda' or 'cpu'. For the first "
-                        f"loss scale write init_scale={device!r}.")
+        raise TypeError(f"device is {device!r}: pass the type of the device that holds the gradients, such as 'cuda' "
+                        f"or 'cpu'. For the first loss scale write init_scale={device!r}.")
     try: return torch.device(device).type
-    except RuntimeError as e: raise ValueError(f"device={device!r}: pass the type of a device, such as 'cuda' or 'cpu' ({e}).") from None
+    except RuntimeError as e:
+        raise ValueError(f"device={device!r}: pass the type of a device, such as 'cuda' or 'cpu' ({e}).") from None
 
-_no_cuda = ("DynamicLossScaler is off, as there is no CUDA device here: it passes losses and gradients on as they are. For gradients on the "
-            "CPU write DynamicLossScaler('cpu'); without a scale, enabled=False.")
-_what_to_try = ('gradients have inf or NaN even there, so no step is taken any more. '
-    'Look for inf or NaN in the inputs, the targets and the loss (log or division of 0, activations above 65504 in fp16); '
-    'lower the learning rate if the loss grew before; train in bf16, which has the range of float32; '
-    'lower min_scale if gradients are that large by nature. Clipping does not help: what it would clip is inf already.')
+_no_cuda = ("DynamicLossScaler is off, as there is no CUDA device here: it passes losses and gradients on as they "
+            "are. For gradients on the CPU write DynamicLossScaler('cpu'); without a scale, enabled=False.")
+_what_to_try = ('gradients have inf or NaN even there, so no step is taken any more. Look for inf or NaN in the '
+                'inputs, the targets and the loss (log or division of 0, activations above 65504 in fp16); lower the '
+                'learning rate if the loss grew before; train in bf16, which has the range of float32; lower '
+                'min_scale if gradients are that large by nature. Clipping does not help: what it would clip is inf '
+                'already.')
 _counters = 'n_steps','n_overflows','_overflows_at_min'  # in `state_dict`
 
 # %% ../../nbs/api/core/05_scaler.ipynb #7af677ba

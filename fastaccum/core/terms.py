@@ -28,7 +28,8 @@ def check_terms(model, call, xb, n, out, loss, weigh, lists=None, tol=1e-3):
         whole,parts = read_parts(model, partial(_read, model, call, names), xb, list(zip(*halves)))
         weights = weigh(sizes)
     except Moved as e: return model_moved.format(what='whether its numbers in the loss add up', why=e)
-    except Exception: return None                           # it refuses halves, or computes these numbers in training only
+    except Exception:  # it refuses halves, or computes these numbers in training only
+        return None
     for name,v,*vs in zip(names, whole, *parts):
         mean = sum(vs) if weights is None else sum(w*o for w,o in zip(weights, vs))/(sum(weights) or 1)
         off = abs(v-mean)/max(map(abs, (v, mean, *vs, 1e-30)))

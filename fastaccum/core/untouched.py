@@ -189,7 +189,8 @@ def state_of_generator(o): return [] if o.gi_frame is None else [o.gi_frame.f_la
 def state_of_file(o):
     if isinstance(o, (io.BytesIO,io.StringIO)): return [o.tell(), o.getvalue()]
     try: return [o.tell(), os.fstat(o.fileno()).st_size]
-    except OSError: return [object()]                    # its lines are being read: the place is not known, and never the same
+    except OSError:
+        return [object()]                    # its lines are being read: the place is not known, and never the same
 
 def _set_memory_file(o, old):
     o.seek(0)
@@ -262,7 +263,8 @@ class Kept:
             if id(o) in self.seen: continue
             self.seen[id(o)] = o
             try: self._look(o, name)
-            except Exception as e: self.errors.append(e)                 # an object of another library may fail at any question
+            except Exception as e:  # an object of another library may fail at any question
+                self.errors.append(e)
 
     # The names of what cannot be put back. A part may be as before only after others are
     def put_back(self):
@@ -273,7 +275,8 @@ class Kept:
     def lend_copies(self):
         copies = {}
         for part in self.parts:
-            if part.write is None or not isinstance(part.old, list) or not any(map(is_iterator, {*map(type, part.old)})): continue
+            if part.write is None or not isinstance(part.old, list) or not any(map(is_iterator, {*map(type, part.old)})):
+                continue
             with suppress(Exception), copying_iterators():
                 for v in part.old:
                     if is_iterator(type(v)) and id(v) not in copies: copies[id(v)] = copy(v)
@@ -283,7 +286,8 @@ class Kept:
         if isinstance(o, FunctionType): return self._look_at_function(o, name)
         if isinstance(o, type): return self._look_at_class(o)
         if id(o) not in self.roots and is_of_others(type(o)) and not isinstance(o, (Tensor,*generator_types)): return
-        if isinstance(o, (MethodType,BuiltinFunctionType)): return self._add([o.__self__, getattr(o, '__func__', None)], name)
+        if isinstance(o, (MethodType,BuiltinFunctionType)):
+            return self._add([o.__self__, getattr(o, '__func__', None)], name)
         d,known = dict_of(o),self._look_at_content(o, name)
         if d is not None:
             self.seen[id(d)] = d
@@ -394,7 +398,8 @@ def _look_at_content(self:Kept, o, name):
     elif isinstance(o, io.IOBase): self._look_at_file(o, name)
     elif isinstance(o, weakref.ref): self._add([o()], name)
     elif isinstance(o, ContextVar): self._part(name, lambda: [o.get(None)], lambda old: o.set(*old))
-    elif is_iterator(type(o)): self._add(self._part(name, partial(state_of_iterator, o), lambda old: o.__setstate__(old[-1])), name)
+    elif is_iterator(type(o)):
+        self._add(self._part(name, partial(state_of_iterator, o), lambda old: o.__setstate__(old[-1])), name)
     else: return self._look_at_memory(o, name)
     return True
 
@@ -412,7 +417,8 @@ def _look_at_container(self:Kept, o, name):
     if len(o) > self.refs: return self._part(name, lambda: [len(o)])
     self.refs -= len(o)
     old = self._part(name, lambda: read(o), lambda old: write(o, old))
-    if isinstance(o, dict): self._add(old[len(o):], [f'{name}[{k!r}]' if type(k) in _plain else name for k in old[:len(o)]])
+    if isinstance(o, dict):
+        self._add(old[len(o):], [f'{name}[{k!r}]' if type(k) in _plain else name for k in old[:len(o)]])
     elif isinstance(old, list): self._add(old, name)
 
 @patch

@@ -23,6 +23,7 @@ _site = 'https://fastaccum.github.io/fastaccum'
 # at the caller's. `page`: where the site says more, 'troubleshooting.html#the-loss-is-off'
 def warn(message, page=None):
     frame,level = sys._getframe(1),2
-    while frame is not None and frame.f_globals.get('__name__', '').partition('.')[0] in _libraries: frame,level = frame.f_back,level+1
+    while frame is not None and frame.f_globals.get('__name__', '').partition('.')[0] in _libraries:
+        frame,level = frame.f_back,level+1
     text = message if page is None else f'{message} {_site}/{page}'
     warnings.warn(text, FastaccumWarning, stacklevel=2 if frame is None else level)

@@ -130,8 +130,10 @@ def views_of(batch):
     half = -(-n//2)
     halves,sizes = zip(*(split_items(x, half, n, views=True) for x in part)),part_sizes(n, half)
     try:
-        with no_trace(batch.module) as trace: outs = [batch.model(*map_tensors(Tensor.clone, tuple(x))) for x in (part, *halves)]
-    except Exception: return {}                                      # the model refuses a half: its rows are taken item after item
+        with no_trace(batch.module) as trace:
+            outs = [batch.model(*map_tensors(Tensor.clone, tuple(x))) for x in (part, *halves)]
+    except Exception:  # the model refuses a half: its rows are taken item after item
+        return {}
     if trace.moved: raise Moved(trace.moved)
     for out in outs: check_others(others_in(out), others_in(outs[0]))
     outs = map(tensors_in, outs)
@@ -140,11 +142,12 @@ def views_of(batch):
 # The same for one output `t` of `n` items, and the outputs `parts` of `sizes` of them
 def order_of_rows(t, n, parts, sizes):
     if [p.shape[1:2] for p in parts] == [(k,) for k in sizes] and t.shape[1:2] == (n,): raise ValueError(
-        f"coupled: the model returns a matrix of {n} by {n} numbers for {n} items, and such matrices of micro-batches cannot be joined: "
-        "return what the matrix is made of, with a row for each item, and compute the matrix in the loss.")
+        f"coupled: the model returns a matrix of {n} by {n} numbers for {n} items, and such matrices of micro-batches "
+        "cannot be joined: return what the matrix is made of, with a row for each item, and compute the matrix in the "
+        "loss.")
     if all(len(p) == len(t) for p in parts): raise ValueError(
-        f"coupled: the model returns a tensor of shape {tuple(t.shape)} that has {len(t)} rows however many items there are: leave it out "
-        "of the output, and read it from the model in the loss.")
+        f"coupled: the model returns a tensor of shape {tuple(t.shape)} that has {len(t)} rows however many items "
+        "there are: leave it out of the output, and read it from the model in the loss.")
     each = len(t)//n
     if any(len(p) != k*each for p,k in zip((t, *parts), (n, *sizes))): return 1
     def off(v):
@@ -200,9 +203,9 @@ class OutputNumbers:
     def check(self):
         if self.differ is not None and self.differ: raise ValueError(other_numbers)
 
-other_numbers = ("coupled: the model returns a number (a tensor without dimensions) that is not the same for all micro-batches, "
-                 "such as a mean over its items. These numbers do not determine its value for the whole batch: return a value for "
-                 "each item, or leave the number out of the output.")
+other_numbers = ("coupled: the model returns a number (a tensor without dimensions) that is not the same for all "
+                 "micro-batches, such as a mean over its items. These numbers do not determine its value for the "
+                 "whole batch: return a value for each item, or leave the number out of the output.")
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d018
 # The layers of PyTorch's BatchNorm in a model, but those in its module `but`

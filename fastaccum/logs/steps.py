@@ -147,7 +147,8 @@ def plot_times(self:StepLogger,
     ax=None # Matplotlib axes, default new ones
 ): # Matplotlib axes
     "Draw how the time of each step is spent, with advice in the title"
-    if not len(self.rows) or 'forward_s' not in self.rows.cols: raise ValueError("There are no times: train with StepLogger(times=True).")
+    if not len(self.rows) or 'forward_s' not in self.rows.cols:
+        raise ValueError("There are no times: train with StepLogger(times=True).")
     df = self.to_df()
     times = df[[f'{k}_s' for k in parts]].fillna(0.)
     share = times.sum()/times.sum().sum()
@@ -308,8 +309,8 @@ class StepClock:
     def check(self):
         self.device = device_of(self.logger.learn.model)
         if self.logger.memory and not hasattr(backend(self.device), 'reset_peak_memory_stats'):
-            raise ValueError(f"StepLogger(memory=True): PyTorch does not record the memory of a {self.device.type!r} device. "
-                             "Leave `memory` out, and put `PeakMemory` around a short fit instead.")
+            raise ValueError(f"StepLogger(memory=True): PyTorch does not record the memory of a {self.device.type!r} "
+                             "device. Leave `memory` out, and put `PeakMemory` around a short fit instead.")
         if self.logger.times and self.device.type != 'cpu': check_events(self.device)
 
     def begin(self): self._since = perf_counter(); self.begin_row()
@@ -337,7 +338,8 @@ class StepClock:
         since,self._since = self._since,now
         return items/(now-since)
 
-    def peak_mb(self): return None if self._since is None else backend(self.device).max_memory_allocated(self.device)/2**20
+    def peak_mb(self):
+        return None if self._since is None else backend(self.device).max_memory_allocated(self.device)/2**20
 
     def seconds(self, part):
         if self._since is None: return None
@@ -349,8 +351,8 @@ class StepClock:
 def check_events(device):
     try: _event(device).synchronize()
     except RuntimeError as e:
-        raise ValueError(f"StepLogger(times=True): a {device.type!r} device cannot measure time with this version of PyTorch ({e}). "
-                         "Leave `times` out.") from None
+        raise ValueError(f"StepLogger(times=True): a {device.type!r} device cannot measure time with this version of "
+                         f"PyTorch ({e}). Leave `times` out.") from None
 
 def _event(device):
     res = torch.Event(device, enable_timing=True)

@@ -15,7 +15,8 @@ from fastai.callback.core import FetchPredsCallback
 from fastai.callback.tracker import SaveModelCallback
 from fastai.tabular.data import TabularDataLoaders
 try: import wandb
-except ImportError as e: raise ImportError("fastaccum.logs.wandb needs the SDK of Weights & Biases: pip install 'fastaccum[wandb]'") from e
+except ImportError as e:
+    raise ImportError("fastaccum.logs.wandb needs the SDK of Weights & Biases: pip install 'fastaccum[wandb]'") from e
 from fastai.callback import wandb as fastai_wandb
 from fastai.callback.wandb import log_model
 from ..loop.batch_loop import LoopCallback
@@ -69,11 +70,13 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         self._recent = deque()
 
     def before_step(self):
-        if self._fitting and self.log and self._n_steps%self.log_freq == 0: self._hists = histograms(self.learn.model, self.log)
+        if self._fitting and self.log and self._n_steps%self.log_freq == 0:
+            self._hists = histograms(self.learn.model, self.log)
 
     def after_batch(self):
         loop = self.loop
-        if not self._fitting or not self.learn.training or not (loop.closed or (loop.table['accumulation'] and loop.now.predicted)): return
+        if not self._fitting or not self.learn.training or not (loop.closed or (loop.table['accumulation'] and loop.now.predicted)):
+            return
         self.axis.move(self.learn)
         self._wandb_step = self._at_step(self._wandb_step+1)
         self._log_row(to_host(self._train_row()), self._wandb_step, self._hists)
@@ -107,8 +110,9 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         "Continue after the saved step. Rows that the run has lost are logged again, with the same step and values"
         if not state: return
         if wandb.run is not None and wandb.run.id != state['run_id']:
-            print(f"WandbCallback: the checkpoint belongs to the run {state['run_id']!r}, but this run is {wandb.run.id!r}. To continue "
-                  "the old run, start with `wandb.init(id=saved_wandb_id(...), resume='allow')`.")
+            print(f"WandbCallback: the checkpoint belongs to the run {state['run_id']!r}, but this run is "
+                  f"{wandb.run.id!r}. To continue the old run, start with `wandb.init(id=saved_wandb_id(...), "
+                  "resume='allow')`.")
         run_id,self._ahead = (wandb.run.id, wandb.run.step) if wandb.run is not None else (state['run_id'], 0)
         self._start(run_id, state['step'], state['n_steps'])
         self.axis.load_state_dict(state['axis'])

@@ -15,8 +15,8 @@ from fastai.callback.schedule import LRFinder
 __all__ = []
 
 # %% ../../nbs/api/loop/02_events.ipynb #74668a55
-_batch_events = L.split('before_batch after_pred after_loss before_backward after_cancel_backward after_backward before_step '
-                        'after_cancel_step after_step after_cancel_batch after_batch')
+_batch_events = L.split('before_batch after_pred after_loss before_backward after_cancel_backward after_backward '
+                        'before_step after_cancel_step after_step after_cancel_batch after_batch')
 cancels = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException,
             CancelTrainException, CancelValidException)
 
@@ -46,7 +46,8 @@ def declares(cb, what):
     return is_known(type(cb), what) if own is None else own
 
 @lru_cache(None)
-def is_known(cls, what): return any(k in _known[what] for c in cls.__mro__ for k in (c.__module__, f'{c.__module__}.{c.__name__}'))
+def is_known(cls, what):
+    return any(k in _known[what] for c in cls.__mro__ for k in (c.__module__, f'{c.__module__}.{c.__name__}'))
 
 # Does a callback mix items, as fastai's MixUp and CutMix and tsai's do? The loss is then a method of it
 def mixes(cb): return hasattr(type(cb), 'lf')
@@ -77,7 +78,8 @@ _between_steps = [ev for ev in _batch_events if not ev.endswith('_step')]
 # Is it a callback of the user's, or of another library, that hears one of the `events`, by default something between
 # two steps?
 def hears(cb, events=_between_steps):
-    def own(f): return f is not None and not (getattr(f, '__module__', None) or '').startswith(('fastai.', 'fastaccum.'))
+    def own(f):
+        return f is not None and not (getattr(f, '__module__', None) or '').startswith(('fastai.', 'fastaccum.'))
     if own(type(cb).__call__): return True
     return any(ev in cb.__dict__ or own(getattr(type(cb), ev, None)) for ev in events)
 

@@ -166,13 +166,14 @@ def has_own_loop(learn): return loop_of(learn) is None and bool(bypassed(learn) 
 
 def check_own_loop(learn):
     if loop_of(learn) is None:
-        raise TypeError(f"The `one_batch` of this {type(learn).__name__} was replaced by {vars(learn).get('one_batch')!r} after "
-                        "fastaccum's callbacks were attached, which have their batch loop there: remove it with `del learn.one_batch`, or "
-                        "set it before you add the callbacks.")
+        raise TypeError(f"The `one_batch` of this {type(learn).__name__} was replaced by "
+                        f"{vars(learn).get('one_batch')!r} after fastaccum's callbacks were attached, which have their "
+                        "batch loop there: remove it with `del learn.one_batch`, or set it before you add the "
+                        "callbacks.")
     for name,f in bypassed(learn).items():
-        raise TypeError(f"{type(learn).__name__} has a {name} of its own, from {getattr(f, '__module__', type(f).__name__)}, which "
-                        "fastaccum's batch loop would bypass: train it without fastaccum's callbacks, or move what it does into a "
-                        "callback.")
+        raise TypeError(f"{type(learn).__name__} has a {name} of its own, from "
+                        f"{getattr(f, '__module__', type(f).__name__)}, which fastaccum's batch loop would bypass: "
+                        "train it without fastaccum's callbacks, or move what it does into a callback.")
 
 # %% ../../nbs/api/loop/05_learner.ipynb #ec4b0b8e
 # Context in which a validation sends the events of a fit. These would reset the callbacks in `fitting`: only the

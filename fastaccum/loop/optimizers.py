@@ -66,7 +66,8 @@ class AccumulatedParams(OptimizerParams):
     # It begins, other loader batches are to come, and these are trained
     def note_trained(self): self.trained = [p for p in (*params_of(self.opt), *self.others) if p.requires_grad]
     # One of them that has been frozen since
-    def frozen(self): return None if all(map(is_trained, self.trained)) else first(p for p in self.trained if not p.requires_grad)
+    def frozen(self):
+        return None if all(map(is_trained, self.trained)) else first(p for p in self.trained if not p.requires_grad)
 
     # It is complete: its gradient is added to them
     def end(self):

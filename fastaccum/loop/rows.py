@@ -71,14 +71,16 @@ class Rows:
             now.got_row()
             if not now.closed and not self.due(): return False
         loss,on_host = learn.loss,now.on_host
-        if on_host is not None and on_host[0] is loss and on_host[1] == loss._version: loss,value = torch.tensor(on_host[2]),on_host[2]
+        if on_host is not None and on_host[0] is loss and on_host[1] == loss._version:
+            loss,value = torch.tensor(on_host[2]),on_host[2]
         else:                                                                  # the only sync of a step, as `Recorder` has it
             loss = (loss.mean() if loss.dim() else loss).detach().to('cpu', torch.float32)
             value = loss.item()
         finite = math.isfinite(value)
         now.saw_loss(finite)
         if finite: smooth.val = torch.lerp(loss, smooth.val, smooth.beta)      # `AvgSmoothLoss.accumulate`
-        elif n := smooth.count: smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if it were the smooth loss
+        elif n := smooth.count:
+            smooth.val = smooth.val*((1-smooth.beta**(n+1))/(1-smooth.beta**n))  # as if it were the smooth loss
         if finite or smooth.count: smooth.count += 1
         learn.smooth_loss = smooth.value
         rec.losses.append(learn.smooth_loss)

@@ -29,5 +29,5 @@ def batch_sizes(dl):
     if bs and n is not None:
         sizes = [bs]*(n//bs) + ([n%bs] if n%bs and not dl.drop_last else [])
         if len(sizes) == len(dl): return sizes
-    raise ValueError(f"The batch sizes of this {type(dl).__name__} are not known before training, because it has a batch sampler or a "
-                     "length of its own: a plan needs a loader with a fixed batch size.")
+    raise ValueError(f"The batch sizes of this {type(dl).__name__} are not known before training, because it has a "
+                     "batch sampler or a length of its own: a plan needs a loader with a fixed batch size.")

@@ -54,7 +54,8 @@ class ActivationOffload(LoopCallback):
         min_bytes:int=2**16 # Smaller tensors stay where they are
     ):
         if not is_count(min_bytes, 0):
-            raise ValueError(f"min_bytes={min_bytes!r}: pass the size in bytes of the smallest tensor to move (an int, at least 0).")
+            raise ValueError(f"min_bytes={min_bytes!r}: pass the size in bytes of the smallest tensor to move (an int, "
+                             "at least 0).")
         store_attr()
 
     def during_fit(self):
@@ -87,7 +88,8 @@ class Compile(LoopCallback):
         model = self.learn.model
         if self.kwargs.get('backend') == 'eager' and any(isinstance(cb, ActivationCheckpointing) for cb in self.learn.cbs):
             warn("Compile(backend='eager'), PyTorch's backend for debugging, recomputes blocks with different random "
-                 "numbers for dropout. If the model has dropout, use another backend, or leave out ActivationCheckpointing.",
+                 "numbers for dropout. If the model has dropout, use another backend, or leave out "
+                 "ActivationCheckpointing.",
                  'api/memory/activations.html#fused-by-the-compiler')
         old = model.__dict__.get('_compiled_call_impl')
         model._compiled_call_impl = CompiledCall(model, self.kwargs)
@@ -140,17 +142,19 @@ def find_blocks(model) -> list:
     classes = groupby(outermost(model, can), type)
     blocks = max(classes.values(), key=lambda ms: sum(len(list(m.modules())) for m in ms), default=[])
     if len(blocks) > 1: return blocks
-    raise ValueError(f"No blocks found in this {type(model).__name__}: no class that contains layers occurs several times in it. "
-                     "Pass the classes of the blocks, or a function: ActivationCheckpointing(blocks=lambda m: ...).")
+    raise ValueError(f"No blocks found in this {type(model).__name__}: no class that contains layers occurs several "
+                     "times in it. Pass the classes of the blocks, or a function: "
+                     "ActivationCheckpointing(blocks=lambda m: ...).")
 
 # %% ../../nbs/api/memory/01_activations.ipynb #309befe1
 # `f(module)->bool` for `blocks`: a class, several in a tuple or list, or a function
 def parse_blocks(blocks):
     classes = tuple(blocks) if isinstance(blocks, (tuple,list)) else (blocks,)
-    if all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes) and classes: return partial(_is_one_of, classes)
+    if all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes) and classes:
+        return partial(_is_one_of, classes)
     if callable(blocks) and not isinstance(blocks, (type,nn.Module)): return blocks
-    raise TypeError(f"blocks={blocks!r}: pass a class of modules, several in a tuple, or a function that takes a module "
-                    "and returns whether it is a block.")
+    raise TypeError(f"blocks={blocks!r}: pass a class of modules, several in a tuple, or a function that takes a "
+                    "module and returns whether it is a block.")
 
 def _is_one_of(classes, m): return isinstance(m, classes)
 
@@ -159,14 +163,16 @@ def choose_blocks(model, chosen) -> list:
     blocks = outermost(model, chosen)
     if blocks: return blocks
     names = ', '.join(dict.fromkeys(type(m).__name__ for m in model.modules() if any(m.children())))
-    raise ValueError(f"ActivationCheckpointing: `blocks` matches no module of this {type(model).__name__}, which is made of {names}.")
+    raise ValueError(f"ActivationCheckpointing: `blocks` matches no module of this {type(model).__name__}, which is "
+                     f"made of {names}.")
 
 # %% ../../nbs/api/memory/01_activations.ipynb #542daf70
 # Takes the place of a module's `forward`, in a context. Copies and pickles of the module have the original one
 class OtherForward:
     def __init__(self, module): self.module,self.own = module,module.__dict__.get('forward')
 
-    def __reduce__(self): return (getattr, (self.module, 'forward')) if self.own is None else (operator.getitem, ((self.own,), 0))
+    def __reduce__(self):
+        return (getattr, (self.module, 'forward')) if self.own is None else (operator.getitem, ((self.own,), 0))
 
     @contextmanager
     def attached(self):

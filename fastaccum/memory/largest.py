@@ -34,8 +34,9 @@ class LargestFirst(LoopCallback):
         batch:str|Callable='first' # 'first' of the unshuffled loader, the largest of an 'epoch' that is loaded, or what `batch(dl)` returns
     ):
         if batch not in ('first','epoch') and not callable(batch):
-            raise ValueError(f"batch={batch!r}: pass 'first' for the first batch of the loader without shuffling, 'epoch' to load an "
-                             "epoch and take its largest batch, or a function of the training loader that returns a batch.")
+            raise ValueError(f"batch={batch!r}: pass 'first' for the first batch of the loader without shuffling, "
+                             "'epoch' to load an epoch and take its largest batch, or a function of the training "
+                             "loader that returns a batch.")
         # elements of the batch that was tried; None: not yet in this fit
         self.batch,self.elements = batch,None
 
@@ -46,8 +47,8 @@ class LargestFirst(LoopCallback):
             raise ValueError("LargestFirst needs an accumulation callback, and there is none: add "
                              "GradientAccumulation(micro_batch_size='auto').")
         if acc.ranks.one_target:
-            raise ValueError("LargestFirst tries a batch on each rank by itself, but with FullyShard all ranks go through the model "
-                             "together: leave it out.")
+            raise ValueError("LargestFirst tries a batch on each rank by itself, but with FullyShard all ranks go "
+                             "through the model together: leave it out.")
 
     def before_train(self):
         if self.elements is not None or self.learn.opt is None: return
@@ -66,10 +67,13 @@ class LargestFirst(LoopCallback):
             learn.xb = learn.yb = ()
         what = f"a batch of {n} items with {elements} numbers"
         if full is not None:
-            raise torch.OutOfMemoryError(f"LargestFirst tried {what}, and memory ran out. Write GradientAccumulation(..., "
-                                         f"{way_of(acc).argument}='auto'), or a smaller number there. ({full})")
+            raise torch.OutOfMemoryError(f"LargestFirst tried {what}, and memory ran out. Write "
+                                         f"GradientAccumulation(..., {way_of(acc).argument}='auto'), or a smaller "
+                                         f"number there. ({full})")
         self.elements = elements
-        if not rank: print(f"LargestFirst: {what} fits memory" + (f" in micro-batches of {k}." if k is not None and k < n else "."))
+        if not rank:
+            print(f"LargestFirst: {what} fits memory" + (" in "
+                                                         f"micro-batches of {k}." if k is not None and k < n else "."))
 
     def _find(self, dl):
         if callable(self.batch): return self.batch(dl)
@@ -109,8 +113,9 @@ def elements_in(b): return sum(t.numel() for t in tree_leaves(b) if isinstance(t
 # A copy of the loader would take items that the training should get, if the dataset is an iterator
 def check_repeats(dl):
     if dl.indexed or not hasattr(dl.dataset, '__next__'): return
-    raise ValueError(f"LargestFirst would take items from the {type(dl.dataset).__name__} that the training loader reads, and they would "
-                     "be missing in training: pass a function of the loader that returns a batch.")
+    raise ValueError(f"LargestFirst would take items from the {type(dl.dataset).__name__} that the training loader "
+                     "reads, and they would be missing in training: pass a function of the loader that returns a "
+                     "batch.")
 
 # Bytes that the optimizer will keep of its parameters and does not have yet; 0 if it cannot step without data
 def missing_state(learn):

@@ -37,8 +37,8 @@ class DataParallel(LoopCallback):
             if not is_positive(v): raise ValueError(f"{k}={v!r}: pass a number greater than 0.")
         check_shares(shares)
         if shares == 'auto' and overlap:
-            raise ValueError("overlap=True sends gradients while a rank computes, so the speeds for shares='auto' cannot be measured. Use "
-                             "one of the two.")
+            raise ValueError("overlap=True sends gradients while a rank computes, so the speeds for shares='auto' "
+                             "cannot be measured. Use one of the two.")
         store_attr()
         # accumulation and checkpoints find it here
         self.brings_ranks = self.make_ranks() if start_group(timeout) else None
@@ -134,36 +134,41 @@ def check_settings(cb):
     check_single([o for o in learn.cbs if o.name == cb.name], 'parallel')
     acc = first(o for o in learn.cbs if getattr(type(o), 'slot', None) == 'accumulation')
     if acc is None:
-        raise ValueError(f"{name} needs an accumulation callback, and there is none: add `GradientAccumulation(accum_bs=...)`, even if "
-                         "every loader batch is a step.")
+        raise ValueError(f"{name} needs an accumulation callback, and there is none: add "
+                         "`GradientAccumulation(accum_bs=...)`, even if every loader batch is a step.")
     if way_of(acc).is_coupled: _check_coupled(cb, acc)
     if cb.overlap and acc.auto:
-        raise ValueError("overlap=True sends gradients during the backward pass, but micro_batch_size='auto' may have to repeat that pass. "
-                         "Use one of the two.")
+        raise ValueError("overlap=True sends gradients during the backward pass, but micro_batch_size='auto' may have "
+                         "to repeat that pass. Use one of the two.")
     if not acc.normalize:
-        raise ValueError(f"normalize=False adds up the mean losses of micro-batches. With {cb.world} ranks there are more micro-batches, "
-                         "so the gradient would grow with the number of ranks. Use normalize=True, or a loss with reduction='sum'.")
+        raise ValueError(f"normalize=False adds up the mean losses of micro-batches. With {cb.world} ranks there are "
+                         "more micro-batches, so the gradient would grow with the number of ranks. Use "
+                         "normalize=True, or a loss with reduction='sum'.")
     if acc._n_items is not None:
-        raise ValueError("n_items= counts only the items of a rank's part of a batch, so the ranks would not know when to close the "
-                         "accumulated batch together: leave out n_items= with several ranks.")
+        raise ValueError("n_items= counts only the items of a rank's part of a batch, so the ranks would not know "
+                         "when to close the accumulated batch together: leave out n_items= with several ranks.")
     for o in learn.cbs:
         why = first(why for k,why in ranks.refuses.items() if is_a(type(o), k))
-        if why is None and not ranks.joint_gradients and getattr(type(o), 'needs_joint_gradients', False): why = _no_joint_gradients
+        if why is None and not ranks.joint_gradients and getattr(type(o), 'needs_joint_gradients', False):
+            why = _no_joint_gradients
         if why is not None: raise ValueError(f"{type(o).__name__} {why}")
     check_metrics(learn.metrics)
 
-_no_joint_gradients = ("needs gradients that all ranks add up at each step, and these ranks do not add them up: use it with DataParallel, "
-                       "or in one process.")
+_no_joint_gradients = ("needs gradients that all ranks add up at each step, and these ranks do not add them up: use "
+                       "it with DataParallel, or in one process.")
 
 def _check_coupled(cb, acc):
     why = None
-    if not cb.brings_ranks.joint_gradients: why = f"{type(cb).__name__} does not gather the ranks' outputs: use DataParallel"
-    elif way_of(acc).head is not None: why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
-    elif cb.overlap: why = "overlap=True sends gradients in the last backward pass, and there is one for each micro-batch: leave it out"
+    if not cb.brings_ranks.joint_gradients:
+        why = f"{type(cb).__name__} does not gather the ranks' outputs: use DataParallel"
+    elif way_of(acc).head is not None:
+        why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
+    elif cb.overlap:
+        why = "overlap=True sends gradients in the last backward pass, and there is one for each micro-batch: leave it out"
     elif any(map(mixes, cb.learn.cbs)): why = "MixUp and CutMix mix the items of each rank: leave them out"
     elif acc.auto:
-        why = ("a rank that runs out of memory would have to start again after the others have received its outputs: pass a number as "
-               "micro_batch_size")
+        why = ("a rank that runs out of memory would have to start again after the others have received its outputs: "
+               "pass a number as micro_batch_size")
     if why: raise ValueError(f"coupled={acc.coupled!r} with several ranks: {why}.")
 
 # %% ../../nbs/api/parallel/01_data_parallel.ipynb #5f94eb21
@@ -254,8 +259,8 @@ def _tell_of_single_items(self:DataParallel, rows):
     n = sum(rows[-1]) if rows else 0
     if n < 2 or min(rows[0]) < 2 or 1 not in rows[-1]: return
     if not any(isinstance(m, nn.BatchNorm1d) for m in self.learn.model.modules()): return
-    self.warn_once(f"The last loader batch of an epoch has {n} items for {self.world} ranks, so a rank has a single one, of which "
-                   "BatchNorm cannot compute a variance. Use drop_last=True, or another batch size.",
+    self.warn_once(f"The last loader batch of an epoch has {n} items for {self.world} ranks, so a rank has a single "
+                   "one, of which BatchNorm cannot compute a variance. Use drop_last=True, or another batch size.",
                    'tutorials/many_devices.html#when-something-goes-wrong')
 
 @patch
@@ -292,8 +297,8 @@ def after_validate(self:DataParallel):
 @patch
 def _join_gathered(self:DataParallel, gather_preds, rows):
     if gather_preds.save_preds is not None or gather_preds.save_targs is not None:
-        raise ValueError("save_preds and save_targs write one file per batch, and each rank would write its own: leave them out, and "
-                         "save what get_preds returns.")
+        raise ValueError("save_preds and save_targs write one file per batch, and each rank would write its own: "
+                         "leave them out, and save what get_preds returns.")
     wanted = dict(preds='with_preds', targets='with_targs', inputs='with_input', losses='with_loss')
     names = [k for k,on in wanted.items() if getattr(gather_preds, on)]
     parts = [getattr(gather_preds, k) for k in names]

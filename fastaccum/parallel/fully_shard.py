@@ -40,10 +40,11 @@ class FullyShard(DataParallel):
     ):
         if sync not in ('every','last','keep'): raise ValueError(f"sync={sync!r}: pass 'every', 'last' or 'keep'.")
         if kwargs.get('overlap'):
-            raise ValueError("overlap=True is an option of DataParallel; FSDP always sends while it computes: leave it out.")
+            raise ValueError("overlap=True is an option of DataParallel; FSDP always sends while it computes: leave "
+                             "it out.")
         if kwargs.get('shares') == 'auto':
-            raise ValueError("shares='auto' needs the speed of each rank alone, but with FullyShard the ranks wait for each other in every "
-                             "layer: pass numbers, such as shares=[3, 1].")
+            raise ValueError("shares='auto' needs the speed of each rank alone, but with FullyShard the ranks wait "
+                             "for each other in every layer: pass numbers, such as shares=[3, 1].")
         store_attr('sync,units,offload')
         super().__init__(**kwargs)
         if sync != 'every': self.unused_events = ('after_batch',)
@@ -62,8 +63,9 @@ class FullyShard(DataParallel):
 
     def before_fit(self):
         if self.offload and not self.many:
-            raise ValueError("FullyShard(offload=True) keeps each rank's part of the weights in the CPU's memory, and there is one rank, which "
-                             "shards nothing: leave out offload=, or start several ranks (torchrun, or `launch`).")
+            raise ValueError("FullyShard(offload=True) keeps each rank's part of the weights in the CPU's memory, and "
+                             "there is one rank, which shards nothing: leave out offload=, or start several ranks "
+                             "(torchrun, or `launch`).")
         super().before_fit()
         if self.many and self.learn.opt is not None: check_shards(self)
 
@@ -91,7 +93,8 @@ class FullyShard(DataParallel):
         learn = self.learn
         if learn.opt is None: learn.create_opt()
         reshard(learn.model)
-        def load_state(state, strict=True): learn.model.load_state_dict(parts_of_whole(learn.model, state), strict=strict)
+        def load_state(state, strict=True):
+            learn.model.load_state_dict(parts_of_whole(learn.model, state), strict=strict)
         with together(): dist.barrier()            # wait until rank 0 has written the file
         load_model(join_path_file(file, learn.path/learn.model_dir, ext='.pth'), _With(load=load_state),
                    _With(load=partial(load_opt, learn.opt)), **kwargs)
@@ -149,9 +152,9 @@ class ShardedRanks(Ranks):
 
     def _tell_of_layers(self, name=None):
         what = '' if name is None else f" This one has come to {name or 'the whole model'!r}; another rank has not."
-        raise RuntimeError(f"The ranks go through different layers of the model.{what} With FullyShard each rank has a part of each layer, "
-                           "so all ranks must call all layers in the same order, with each batch: use DataParallel, or call the layer and "
-                           "multiply what it returns by zero.")
+        raise RuntimeError(f"The ranks go through different layers of the model.{what} With FullyShard each rank has a "
+                           "part of each layer, so all ranks must call all layers in the same order, with each batch: "
+                           "use DataParallel, or call the layer and multiply what it returns by zero.")
 
     def _rule(self): return (super()._rule() + self.path)%2**16
 
@@ -272,10 +275,11 @@ class SumWitness:
         if unlike or not 1e-2*size < ours < inf or not isfinite(theirs): return False
         off = float((message[2]-message[0]).norm())/ours
         if off > 1e-2:
-            raise RuntimeError(f"With FullyShard, the gradient of {self.name!r} is not the sum of what the ranks have computed: it is "
-                               f"{off:.1%} off, {theirs/ours:.4g} times as long. Something divides or multiplies gradients between the "
-                               f"backward pass and the step, or this PyTorch ({torch.__version__}) adds them up in another way: use "
-                               "DataParallel, and please report it.")
+            raise RuntimeError(f"With FullyShard, the gradient of {self.name!r} is not the sum of what the ranks have "
+                               f"computed: it is {off:.1%} off, {theirs/ours:.4g} times as long. Something divides or "
+                               "multiplies gradients between the backward pass and the step, or this PyTorch "
+                               f"({torch.__version__}) adds them up in another way: use DataParallel, and please "
+                               "report it.")
         return True
 
     # It has seen enough, or the fit has ended
@@ -295,19 +299,19 @@ def part_for_rank(t):
 def check_shards(cb):
     acc = cb.brings_ranks.accumulation
     if acc.auto:
-        raise ValueError("micro_batch_size='auto' lets each rank find its own size, but with FullyShard all ranks go through the model "
-                         "together: pass a number.")
+        raise ValueError("micro_batch_size='auto' lets each rank find its own size, but with FullyShard all ranks go "
+                         "through the model together: pass a number.")
     if cb.sync != 'every' and (acc.policy.may_drop or acc.policy.may_carry):
-        raise ValueError(f"With sync={cb.sync!r}, remainder={acc.remainder!r} leaves gradients that are not sharded yet: use "
-                         "remainder='step', or sync='every'.")
+        raise ValueError(f"With sync={cb.sync!r}, remainder={acc.remainder!r} leaves gradients that are not sharded "
+                         "yet: use remainder='step', or sync='every'.")
     sizes = shard_sizes(known_sizes(as_fastai(cb.learn.dls.train)), cb.brings_ranks.shares.now)
     way = way_of(acc)
     uneven = first(row for row in sizes if len({way.calls_for(n) for n in row if n}) > 1)
     if uneven is not None:
         items = ' and '.join(map(str, dict.fromkeys(uneven)))
-        raise ValueError(f"micro_batch_size={acc.micro_batch_size} splits the ranks' {items} items into different numbers of "
-                         "micro-batches, but with FullyShard all ranks go through the model together: use a loader batch size that "
-                         "divides evenly, another micro_batch_size, or other shares.")
+        raise ValueError(f"micro_batch_size={acc.micro_batch_size} splits the ranks' {items} items into different "
+                         "numbers of micro-batches, but with FullyShard all ranks go through the model together: use "
+                         "a loader batch size that divides evenly, another micro_batch_size, or other shares.")
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #cd35f7e1
 # PyTorch's FSDP and its sharded tensors take nearly a second to import: where they are used, not for everybody
@@ -320,7 +324,8 @@ def shard(learn, units, offload, sync):
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     model = learn.model
     if learn.opt is not None:
-        raise ValueError("The Learner already has an optimizer for whole parameters: add FullyShard() when you make the Learner.")
+        raise ValueError("The Learner already has an optimizer for whole parameters: add FullyShard() when you make "
+                         "the Learner.")
     device = getattr(learn.dls, 'device', None) or default_device()
     same_weights(model.to(device))
     kwargs = dict(mesh=init_device_mesh(torch.device(device).type, (dist.get_world_size(),)), reshard_after_forward=sync != 'keep')
@@ -341,7 +346,8 @@ def _without_data(t):
 
 def with_weights(skeleton, state):
     if skeleton is None:
-        raise TypeError("This model cannot be exported from FullyShard, as it cannot be copied (`copy.deepcopy`): use learn.save.")
+        raise TypeError("This model cannot be exported from FullyShard, as it cannot be copied (`copy.deepcopy`): use "
+                        "learn.save.")
     res = deepcopy(skeleton)
     res.load_state_dict(state, assign=True)
     return res

@@ -30,14 +30,17 @@ class LocalSGD(DataParallel):
         **kwargs                   # `bucket_mb` and `timeout` of `DataParallel`
     ):
         for k,v,least in (('period',period,1), ('warmup_steps',warmup_steps,0)):
-            if not is_count(v, least): raise ValueError(f"{k}={v!r}: pass a number of steps (an int, at least {least}).")
+            if not is_count(v, least):
+                raise ValueError(f"{k}={v!r}: pass a number of steps (an int, at least {least}).")
         if outer_lr is not None and not is_positive(outer_lr):
             raise ValueError(f"outer_lr={outer_lr!r}: pass a number greater than 0, or None for plain averages.")
         if kwargs.get('overlap'):
-            raise ValueError("overlap=True sends gradients during the backward pass, but LocalSGD sends no gradients: leave it out.")
+            raise ValueError("overlap=True sends gradients during the backward pass, but LocalSGD sends no gradients: "
+                             "leave it out.")
         if kwargs.get('shares') is not None:
-            raise ValueError("LocalSGD averages the ranks' weights, whatever the number of items behind them, so the items of a small "
-                             "share would count more than others: leave out shares=, or use DataParallel.")
+            raise ValueError("LocalSGD averages the ranks' weights, whatever the number of items behind them, so the "
+                             "items of a small share would count more than others: leave out shares=, or use "
+                             "DataParallel.")
         store_attr('period,warmup_steps,outer_lr')
         super().__init__(**kwargs)
 
@@ -97,7 +100,8 @@ class LocalRanks(Ranks):
         if self.outer_lr is not None and self.outer is None: self._open_outer()
         params,self.since = self.params,0
         with together(), torch.no_grad():
-            for ps in groupby(params, lambda p: (p.dtype, p.device)).values(): average_parameters(iter(ps), dist.group.WORLD)
+            for ps in groupby(params, lambda p: (p.dtype, p.device)).values():
+                average_parameters(iter(ps), dist.group.WORLD)
             if self.outer is None: return
             starts = self.outer.param_groups[0]['params']
             for start,p in zip(starts, params): start.grad = start-p

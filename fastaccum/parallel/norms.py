@@ -62,5 +62,6 @@ class JointNorms:
         places = from_all(place)
         other = next(r for r,p in enumerate(places) if p != places[0])
         a,b = ((f"is at {p}" if p else "has left the model") for p in (places[0], places[other]))
-        raise ValueError(f"coupled='batchnorm': all ranks must take the same way through the model, but rank 0 {a}, and rank {other} {b}. "
-                         "Use coupled=True for such a model: its BatchNorm then sees micro-batches.")
+        raise ValueError(f"coupled='batchnorm': all ranks must take the same way through the model, but rank 0 {a}, "
+                         f"and rank {other} {b}. Use coupled=True for such a model: its BatchNorm then sees "
+                         "micro-batches.")

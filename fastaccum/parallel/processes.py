@@ -122,7 +122,8 @@ def in_group(): return dist.is_initialized()
 def tell_failure(e):
     if not dist.is_initialized() or _stopped in str(e): return
     what = ''.join(traceback.format_exception_only(e)).strip()
-    try: _store().compare_set(_key, '', '\n\n'.join([f'rank {dist.get_rank()} failed: {what}', *traceback.format_exception(e)]))
+    try:
+        _store().compare_set(_key, '', '\n\n'.join([f'rank {dist.get_rank()} failed: {what}', *traceback.format_exception(e)]))
     except RuntimeError: pass                  # the store is gone as well
 
 # An error has ended what this rank does with the others. If it has not done so on all ranks, the others wait for this
@@ -135,7 +136,8 @@ def tell_and_leave(e, wait=2.):
         tell_failure(e)
         _group['errors'] = _group.get('errors', 0) + 1
         try:
-            if not _roll_call(f"error{_group['errors']}", wait, _store(), dist.get_rank(), dist.get_world_size()): return e
+            if not _roll_call(f"error{_group['errors']}", wait, _store(), dist.get_rank(), dist.get_world_size()):
+                return e
         except RuntimeError: pass              # the store is gone as well
     stop_group()
     _group['left'] = True
@@ -148,20 +150,23 @@ def _check_launch(fn, n):
     if not callable(fn): raise TypeError(f"fn is {fn!r}, not a function: pass the function that each process runs.")
     if not is_count(n): raise ValueError(f"n={n!r}: pass the number of processes (an int, at least 1).")
     if dist.is_initialized() or int(os.environ.get('WORLD_SIZE', 1)) > 1:
-        raise RuntimeError("This process is already a rank of a process group: call `launch` from a process that is not.")
+        raise RuntimeError("This process is already a rank of a process group: call `launch` from a process that is "
+                           "not.")
     if not hasattr(os, 'fork'):
-        raise RuntimeError("`launch` starts processes as forks of this one, and this system, such as Windows, has no `os.fork`: write a "
-                           "script, and start it with torchrun.")
+        raise RuntimeError("`launch` starts processes as forks of this one, and this system, such as Windows, has no "
+                           "`os.fork`: write a script, and start it with torchrun.")
     if torch.cuda.is_initialized():
-        raise RuntimeError("CUDA is initialized in this process, and does not survive the fork that `launch` makes. Restart the kernel, "
-                           "and use the GPU only in the function that you launch; or run a script with torchrun.")
+        raise RuntimeError("CUDA is initialized in this process, and does not survive the fork that `launch` makes. "
+                           "Restart the kernel, and use the GPU only in the function that you launch; or run a script "
+                           "with torchrun.")
 
 # Results travel as pickles
 def _check_result(res):
     try: ForkingPickler.dumps(res)
     except Exception as e:
-        raise TypeError(f"What the function returned, a {type(res).__name__}, cannot be pickled, to send it to the process that launched "
-                        f"the ranks ({e}): return numbers, tensors, or lists and dicts of them.") from None
+        raise TypeError(f"What the function returned, a {type(res).__name__}, cannot be pickled, to send it to the "
+                        f"process that launched the ranks ({e}): return numbers, tensors, or "
+                        "lists and dicts of them.") from None
 
 # What each process of `launch` runs
 def _run_rank(fn, args, timeout):
@@ -173,7 +178,8 @@ def _run_rank(fn, args, timeout):
     except BaseException as e:
         tell_failure(e)
         first,trace = _failure(0)
-        if first and not first.startswith(f"rank {_group['rank']} "): raise RuntimeError(f'{_stopped}{first}\n\n{trace}') from None
+        if first and not first.startswith(f"rank {_group['rank']} "):
+            raise RuntimeError(f'{_stopped}{first}\n\n{trace}') from None
         raise                                  # the connections close with the process, after the error is written
     stop_group()
     return res

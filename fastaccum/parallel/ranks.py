@@ -238,8 +238,9 @@ def _share_rule(self:Ranks):
         for p in acc.params:
             if p.grad is not None: p.grad.zero_()                  # they may be NaN
     elif not self.late_weights:
-        cb.warn_once("This rank could not measure what the loss averages over before the gradients were sent, so the first step "
-                     "is not exact. To be exact from the first step, pass weight=.", 'troubleshooting.html#the-loss-is-off')
+        cb.warn_once("This rank could not measure what the loss averages over before the gradients were sent, so the "
+                     "first step is not exact. To be exact from "
+                     "the first step, pass weight=.", 'troubleshooting.html#the-loss-is-off')
 
 # Another: what the loss is thought to average over
 @patch
@@ -251,8 +252,8 @@ def _rule(self:Ranks):
 def _check_rule(self:Ranks, head):
     if not same_on_all(head.rule, head.rule_squared, self.world):
         raise RuntimeError("The ranks disagree about what the loss averages over. This rank has measured: "
-                           f"{self.accumulation.loss_rule}. Pass weight= to the accumulation callback: a function that takes the "
-                           "Learner and returns what its loss averaged over.")
+                           f"{self.accumulation.loss_rule}. Pass weight= to the accumulation callback: a function that "
+                           "takes the Learner and returns what its loss averaged over.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #c1581cd6
 # A batch begins: how many backward passes come before the ranks send?
@@ -363,7 +364,8 @@ def _place_of(self:Ranks, kind):
     return kinds.index(kind) + len(kinds)*((batch + 257*self.n_cancelled)%2**16)
 
 @patch
-def _where(self:Ranks): return f"epoch {self.learn.__dict__.get('epoch', 0)}, batch {self.learn.__dict__.get('iter', 0)}"
+def _where(self:Ranks):
+    return f"epoch {self.learn.__dict__.get('epoch', 0)}, batch {self.learn.__dict__.get('iter', 0)}"
 
 @patch
 def _check_same(self:Ranks, kind, head):
@@ -402,8 +404,8 @@ def _check_weights(self:Ranks, head):
     size = head.size/self.world
     if not spread > 1e-7*self.world**.5*size: return
     name = f"{self.compared[0]!r} is" if len(self.compared) == 1 else "they are"
-    raise RuntimeError(f"The ranks' weights have parted before {self._where()} ({name} {spread/size:.1e} of their size apart). "
-                       "Something changes them on some ranks only, such as a callback: do it on all ranks.")
+    raise RuntimeError(f"The ranks' weights have parted before {self._where()} ({name} {spread/size:.1e} of their size "
+                       "apart). Something changes them on some ranks only, such as a callback: do it on all ranks.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #dd7064a5
 def save_for_lr_find(learn):

@@ -29,7 +29,8 @@ def joined(state, buffers):
 def own_part(state):
     saved,rank,world = state.pop('ranks', None) or [None],dist.get_rank(),dist.get_world_size()
     if len(saved) != world and not rank:
-        print(f'TrainingCheckpoint: {len(saved)} rank{"s"*(len(saved) > 1)} saved the checkpoint, and {world} continue.')
+        print(f'TrainingCheckpoint: {len(saved)} rank{"s"*(len(saved) > 1)} saved the checkpoint, and '
+              f'{world} continue.')
     if rank >= len(saved): return without_sums(dict(state, rng=None))
     return as_on(state, saved[rank]) if rank else state
 

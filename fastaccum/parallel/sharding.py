@@ -163,9 +163,9 @@ def as_fastai(dl):
     return res
 
 def _no_sizes(dl):
-    return (f"The batches of this {type(dl).__name__} cannot be split over the ranks, because their sizes are not known before training "
-            "(it has an iterable dataset, a batch sampler, or its own length). Use a loader with a fixed batch size and a dataset with "
-            "a length.")
+    return (f"The batches of this {type(dl).__name__} cannot be split over the ranks, because their sizes are not "
+            "known before training (it has an iterable dataset, a batch sampler, or its own length). Use a loader "
+            "with a fixed batch size and a dataset with a length.")
 
 # The sizes of the batches of a fastai loader, or an error
 def known_sizes(dl):
@@ -195,14 +195,16 @@ def _attributes(m):
     own = getattr(m, 'summed', None)
     if own is None: own = next((_sums[c.__name__] for c in type(m).__mro__ if c.__name__ in _sums), None)
     if own is None:
-        raise ValueError(f"The metric {m.name!r} ({type(m).__name__}) cannot be computed over several ranks: derive it from AvgMetric or "
-                         "AccumMetric, or name the attributes that it adds up in an attribute `summed`, such as summed='total,count'.")
+        raise ValueError(f"The metric {m.name!r} ({type(m).__name__}) cannot be computed over several ranks: derive it "
+                         "from AvgMetric or AccumMetric, or name the attributes that it adds up in an attribute "
+                         "`summed`, such as summed='total,count'.")
     return L.split(own, ',') if own else L()
 
 # Add numbers and tensors, also in dicts; add lists of numbers one by one; join lists of predictions
 def _add(values):
     v = values[0]
-    if isinstance(v, dict): return {k: _add([o[k] for o in values if k in o]) for k in dict.fromkeys(k for o in values for k in o)}
+    if isinstance(v, dict):
+        return {k: _add([o[k] for o in values if k in o]) for k in dict.fromkeys(k for o in values for k in o)}
     if isinstance(v, list):
         if any(isinstance(t, Tensor) for o in values for t in o): return [t for o in values for t in o]
         return [sum(o) for o in zip(*values)]

@@ -49,7 +49,8 @@ class Shares:
     def check_same(self, rank):
         given,now = from_rank0((self.given, self.now))
         if (given, now) == (self.given, self.now): return
-        raise ValueError(f"shares={self.given!r} on rank {rank}, but shares={given!r} on rank 0: pass the same on all ranks.")
+        raise ValueError(f"shares={self.given!r} on rank {rank}, but shares={given!r} on rank 0: pass the same on all "
+                         "ranks.")
 
     # -- what ranks do who measure
     @contextmanager
@@ -137,7 +138,8 @@ class MeasuredShares(Shares):
         self.settled = self.calm == 2 or self.moves >= self.most_moves
         row = split_items(bs, self.now)
         if self.settled and known and not self.rank:
-            print(f"DataParallel: shares='auto' has settled: {', '.join(map(str, row[:-1]))} and {row[-1]} of a loader batch's {bs} items.")
+            print(f"DataParallel: shares='auto' has settled: {', '.join(map(str, row[:-1]))} and {row[-1]} of a loader "
+                  f"batch's {bs} items.")
         return row != before
 
     def load_state_dict(self, state):
@@ -145,8 +147,8 @@ class MeasuredShares(Shares):
         if len(state['shares']) != len(self.now): return
         self.now,self.settled,self.calm,self.moves = list(state['shares']),state['settled'],state['calm'],state['moves']
         if not self.settled and not self.rank:
-            print("DataParallel: the checkpoint is from before shares='auto' had settled. The ranks measure on, and may split batches "
-                  "otherwise than without the interruption: the results are equal up to rounding.")
+            print("DataParallel: the checkpoint is from before shares='auto' had settled. The ranks measure on, and "
+                  "may split batches otherwise than without the interruption: the results are equal up to rounding.")
 
 # In proportion to the speeds, but two items of a loader batch for each rank, if there are so many: a rank without could
 # not be measured
@@ -161,11 +163,13 @@ def check_shares(shares):
     if shares is None or isinstance(shares, str) and shares == 'auto': return
     numbers = isinstance(shares, (list,tuple)) and len(shares) and all(isinstance(v, Real) and not isinstance(v, bool) for v in shares)
     if not numbers or not all(isfinite(v) and v > 0 for v in shares) or not isfinite(sum(shares)):
-        raise ValueError(f"shares={shares!r}: pass a list of a number above 0 for each rank, such as [3, 1], or 'auto'.")
+        raise ValueError(f"shares={shares!r}: pass a list of a number above 0 for each rank, such as [3, "
+                         "1], or 'auto'.")
 
 # The shares of `world` ranks, of which this is number `rank`
 def shares_of(shares, rank, world):
     if shares == 'auto': return MeasuredShares(rank, world)
     if shares is not None and len(shares) != world:
-        raise ValueError(f"shares={shares!r} are {len(shares)} numbers, and there are {world} ranks: pass one for each rank.")
+        raise ValueError(f"shares={shares!r} are {len(shares)} numbers, and there are {world} ranks: pass one for each "
+                         "rank.")
     return Shares(world, shares)

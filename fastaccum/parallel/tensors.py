@@ -39,8 +39,8 @@ class GradientBuckets:
         if self.scale is None: self.scale = scale
         params = self.lists[len(self.sent)]
         if any(p.grad is not None and p.grad.is_sparse for p in params):
-            raise TypeError("A gradient is sparse (nn.Embedding(sparse=True)?), and several ranks would send it as a dense tensor: use "
-                            "sparse=False.")
+            raise TypeError("A gradient is sparse (nn.Embedding(sparse=True)?), and several ranks would send it as a "
+                            "dense tensor: use sparse=False.")
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         flags = grads[0].new_tensor([p.grad is not None for p in params])
         flat = torch.cat([*(g.reshape(-1) for g in grads), flags])
@@ -50,7 +50,8 @@ class GradientBuckets:
     # The gradient of `p` is ready: send each bucket that is complete, in the same order on all ranks
     def arrived(self, p, scale):
         self.ready[self.place[p]] += 1
-        while len(self.sent) < len(self.lists) and self.ready[len(self.sent)] == len(self.lists[len(self.sent)]): self.send(scale)
+        while len(self.sent) < len(self.lists) and self.ready[len(self.sent)] == len(self.lists[len(self.sent)]):
+            self.send(scale)
 
     def send_rest(self, scale):
         while len(self.sent) < len(self.lists): self.send(scale)
@@ -99,8 +100,8 @@ def items_of_all(sizes, t):
     n = sizes[dist.get_rank()]
     per_item = len(t)//n
     if len(t) != per_item*n:
-        raise ValueError(f"coupled: a tensor of shape {tuple(t.shape)} has no row for each of this rank's {n} items, so it "
-                         "cannot be joined with the tensors of the other ranks.")
+        raise ValueError(f"coupled: a tensor of shape {tuple(t.shape)} has no row for each of this rank's {n} items, "
+                         "so it cannot be joined with the tensors of the other ranks.")
     room = t.new_zeros((max(sizes)*per_item, *t.shape[1:])).as_subclass(Tensor)   # ranks may have one item more
     room[:len(t)] = t
     all_ranks = [torch.empty_like(room) for _ in sizes]

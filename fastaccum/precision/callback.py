@@ -38,13 +38,13 @@ class MixedPrecision(LoopCallback):
     ):
         try: self.amp_mode = AMPMode(getattr(amp_mode, 'value', amp_mode))   # fastai's `AMPMode` too
         except ValueError:
-            raise ValueError(f"amp_mode={amp_mode!r} is not one of {', '.join(repr(m.value) for m in AMPMode)}. For fp32 use no precision "
-                             "callback, or `learn.to_fp32()`.") from None
+            raise ValueError(f"amp_mode={amp_mode!r} is not one of {', '.join(repr(m.value) for m in AMPMode)}. For "
+                             "fp32 use no precision callback, or `learn.to_fp32()`.") from None
         self.device,self.scaler_kwargs = device,scaler_kwargs
         if self.amp_mode is AMPMode.BF16:
             if scaler_kwargs:
-                raise ValueError(f"bf16 has the range of fp32 and needs no loss scale: leave out {', '.join(scaler_kwargs)}, or use "
-                                 "'fp16'.")
+                raise ValueError("bf16 has the range of fp32 and needs no loss scale: leave out "
+                                 f"{', '.join(scaler_kwargs)}, or use 'fp16'.")
             self.unused_events = 'before_backward','before_step'
         self._scaler = self._make_scaler('cpu')  # rejects bad arguments at once; made again for the model's device
         self._autocast = nullcontext
@@ -52,7 +52,8 @@ class MixedPrecision(LoopCallback):
         self._trial = None
         self._device = None
 
-    def _make_scaler(self, device): return DynamicLossScaler(device, enabled=self.amp_mode is AMPMode.FP16, **self.scaler_kwargs)
+    def _make_scaler(self, device):
+        return DynamicLossScaler(device, enabled=self.amp_mode is AMPMode.FP16, **self.scaler_kwargs)
 
     @property
     def scaler(self) -> DynamicLossScaler:
@@ -88,12 +89,12 @@ class MixedPrecision(LoopCallback):
                              "Leave `device` out, or move the DataLoaders.")
         half = next((n for n,p in learn.model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
         if half is not None and self.amp_mode is AMPMode.FP16:
-            raise ValueError(f"The weight {half!r} is in half precision already. Mixed precision keeps the weights in fp32 and computes in "
-                             "fp16: call `learn.model.float()`.")
+            raise ValueError(f"The weight {half!r} is in half precision already. Mixed precision keeps the weights in "
+                             "fp32 and computes in fp16: call `learn.model.float()`.")
         if not can_compute_in(device, self.amp_mode):
             can = [m.value for m in AMPMode if can_compute_in(device, m)] + ['fp32']
-            raise ValueError(f"This {device!r} device (PyTorch {torch.__version__}) cannot compute in {self.amp_mode.value}. "
-                             f"It supports {' and '.join(can)}.")
+            raise ValueError(f"This {device!r} device (PyTorch {torch.__version__}) cannot compute in "
+                             f"{self.amp_mode.value}. It supports {' and '.join(can)}.")
         return device
 
     def _clear(self):
@@ -182,7 +183,8 @@ class MixedPrecision(LoopCallback):
     ):
         "Continue with a saved loss scale"
         if state['amp_mode'] != self.amp_mode.value:
-            raise ValueError(f"The saved state is for {state['amp_mode']!r}, but this callback computes in {self.amp_mode.value!r}.")
+            raise ValueError(f"The saved state is for {state['amp_mode']!r}, but this callback computes in "
+                             f"{self.amp_mode.value!r}.")
         if state['scaler']: self.scaler.load_state_dict(state['scaler'])
 
 # %% ../../nbs/api/precision/01_callback.ipynb #bcf2cfc7
@@ -264,7 +266,8 @@ def plot(self:MixedPrecision,
     ax=None # Matplotlib axes, default new ones
 ): # Matplotlib axes
     "Draw the loss scale of every optimizer step, and mark the skipped steps"
-    if not self.scaler.is_enabled(): raise ValueError("bf16 has the range of fp32 and needs no loss scale: there is nothing to plot.")
+    if not self.scaler.is_enabled():
+        raise ValueError("bf16 has the range of fp32 and needs no loss scale: there is nothing to plot.")
     h = self.scaler.history()
     steps,skipped = range(1, len(h['scale'])+1),[i+1 for i,s in enumerate(h['skipped']) if s]
     ax = ax or plt.subplots(figsize=(7, 2.6), layout='constrained')[1]
