@@ -51,10 +51,11 @@ cases: $(INSTALLED) ## every case of every test, and hidden slow cells (some 15 
 	echo $(HIDDEN) | $(TEST_ENV) xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 1 --flags slow
 	$(TEST_ENV) $(PYTHON) -m pytest -n 3 $(BY_FILE)
 
-bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness, host syncs and batch sizes (some fifteen minutes); make the pages of it; DEVICE=cuda: on a GPU
+bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness, host syncs, growth and batch sizes (some twenty minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(PYTHON) -m bench
 	$(TEST_ENV) $(PYTHON) -m bench.batch_size
 	$(TEST_ENV) $(PYTHON) -m bench.small_batches
+	$(TEST_ENV) $(PYTHON) -m bench.growth
 	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb nbs/coming_from.ipynb nbs/tutorials/how_exact.ipynb nbs/tutorials/find_batch_size.ipynb nbs/tutorials/when_not_to.ipynb
 	$(PYTHON) tools/export.py
 endif

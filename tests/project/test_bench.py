@@ -10,7 +10,7 @@ from fastai.basics import Callback
 from fastai.test_utils import synth_learner
 from torch import nn
 from bench import (
-    against, batchnorm, chunks, clients, contrastive, coupled, exact, gpu, memory, peers, report, shares,
+    against, batchnorm, chunks, clients, contrastive, coupled, exact, gpu, growth, memory, peers, report, shares,
     small_batches, speed, syncs, tokens, toolbox)
 from bench.clients import data
 from bench.__main__ import BY_HAND, PACKAGES, main
@@ -283,7 +283,7 @@ def test_no_client_has_a_bug():
 
 # -- The pages show the results that are in the file -------------------------------------------------------------
 nbs = Path(__file__).resolve().parents[2]/'nbs'
-made = r"(?:report|toolbox|chunks)\.(?:speed|memory|exact|syncs|comm|coupled|table|compiled_table)\([^()]*\)"
+made = r"(?:report|toolbox|chunks|growth)\.(?:speed|memory|exact|syncs|comm|coupled|(?:\w+_)?table)\([^()]*\)"
 
 def outputs_of(page):
     "The last line of each cell that makes a table of the results, its html, and all markdown of the page"
@@ -294,10 +294,11 @@ def outputs_of(page):
 
 def in_cells(html): return re.findall(r'<t[hd][^>]*>(.*?)</t[hd]>', html)
 
-@pytest.mark.parametrize('page,n', [('benchmarks.ipynb', 13), ('coming_from.ipynb', 1), ('tutorials/how_exact.ipynb', 3)])
+@pytest.mark.parametrize('page,n', [('benchmarks.ipynb', 18), ('coming_from.ipynb', 1), ('tutorials/how_exact.ipynb', 3)])
 def test_pages_show_these_results(page, n):
     "Else: run the page again"
     tables,words = outputs_of(page)
-    names = dict(report=report, toolbox=toolbox, chunks=chunks, res=results, tools=toolbox.results(), of_chunks=chunks.results())
+    names = dict(report=report, toolbox=toolbox, chunks=chunks, res=results, tools=toolbox.results(), of_chunks=chunks.results(),
+                 growth=growth, grown=growth.results())
     assert len(tables)==n and f'Measured: {report.about(results)}' in words
     for call,html in tables: assert in_cells(html)==in_cells(eval(call, names)._repr_html_()), call
