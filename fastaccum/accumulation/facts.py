@@ -29,6 +29,7 @@ class FitFacts:
         self.lockstep = LockstepFacts()                     # what its passes in lockstep show
         self.wide = Wide()                                  # micro_batch_tokens: which inputs and targets are of tokens
         self.rounding = rounding                            # a relative difference that is still rounding
+        self.keeps = False                                  # does the model keep, of each call, numbers or a row for each item?
 
     # What the fit of a `GradientAccumulation` knows when it begins
     @classmethod
@@ -42,6 +43,9 @@ class FitFacts:
 
     # Callbacks have put the loss `replaced`, a `ReplacedLoss`, in the place of loss_func's
     def found_replaced(self, replaced): self.replaced = replaced
+
+    # In a validation
+    def found_keeps(self): self.keeps = True
 
     def begin_epoch(self):
         self.rule.begin_epoch()

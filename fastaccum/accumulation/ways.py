@@ -15,7 +15,7 @@ from ..core.lockstep.run import LockstepBatch
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, split_batch
 from ..core.private import check_parts
-from ..core.watch import batchnorms, hooks_of_others
+from ..core.watch import batchnorms, hooks_of_others, keeps_of_items, kept_by
 from .arguments import places
 from .checks import check_coupled, check_encoder, check_head, check_lockstep, check_with_tokens
 from .lengths import padding_message
@@ -134,7 +134,8 @@ class Items(Whole):
         if len(self.sizes) > 1: learn.pred = joined(join_items, preds, len(self.sizes))
 
     def explain(self, e, micro):
-        if len(self.sizes) > 1: explain(e, micro, self.sizes, ". A loss that compares items needs coupled=True.)")
+        cure = ". A loss that compares items needs coupled=True" if self.cb.loop.now.no_loss else ""
+        if len(self.sizes) > 1: explain(e, micro, self.sizes, f"{cure}.)")
 
     def validate(self, call, xb): return validate_in_parts(self.cb, call, xb)
 
@@ -326,10 +327,16 @@ def validate_in_parts(cb, call, xb, views=False):
     size = cb.fitting.of(xb, n) if cb.auto else cb.micro_bs
     return where_hooks_see_all(cb, call, xb, n, size, partial(predict_in_parts, call, xb, n, size, views, cb.facts.lists))
 
-# What `in_parts()` predicts; in one piece if the model has hooks, which should see all items, and if that fits memory
+# What `in_parts()` predicts. In one piece, if that fits memory, where the model has hooks, which should see all items, or
+# keeps what a loss or callback may read there
 def where_hooks_see_all(cb, call, xb, n, size, in_parts):
-    model = cb.learn.model
-    if n <= size or not hooks_of_others(model): return in_parts()
+    model,facts = cb.learn.model,cb.facts
+    if n <= size: return in_parts()
+    if not facts.keeps and not hooks_of_others(model):
+        before = kept_by(model)
+        out = in_parts()
+        if not keeps_of_items(model, before, n, size): return out
+        facts.found_keeps()
     try: return call(*xb)
     except Exception as e:
         if not is_out_of_memory(e): raise
@@ -337,8 +344,9 @@ def where_hooks_see_all(cb, call, xb, n, size, in_parts):
     cb.warn_once(hooks_see_parts.format(n=n, size=size), 'troubleshooting.html#out-of-memory')
     return in_parts()
 
-hooks_see_parts = ("Memory ran out with a validation batch of {n} items, which now goes through the model, and its forward hooks, in "
-                   "micro-batches of {size}. For hooks that see all items at once, make the validation loader's batches smaller (val_bs).")
+hooks_see_parts = ("Memory ran out with a validation batch of {n} items, which now goes through the model in "
+                   "micro-batches of {size}, so its forward hooks, and whoever reads what it keeps of a call, get the last one's. "
+                   "For those of all items, make the validation loader's batches smaller (val_bs).")
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #098b5742
 # `call(*xb)` calls the model with `n` items

@@ -6,6 +6,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/microbatch.html.md"""
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #13b6e732
 from __future__ import annotations
+from copy import copy
+from dataclasses import fields, is_dataclass
 from numbers import Number
 import numpy as np, torch
 from torch import Tensor, nn
@@ -148,6 +150,10 @@ def map_tensors(f, *batches):
     if isinstance(b, _listy):
         mapped = [map_tensors(f, *o) for o in zip(*batches)]
         return b._make(mapped) if hasattr(b, '_make') else type(b)(mapped)
+    if is_dataclass(b) and not isinstance(b, type):
+        made = copy(b)
+        for k in (field.name for field in fields(b)): object.__setattr__(made, k, map_tensors(f, *(getattr(o, k) for o in batches)))
+        return made
     return b.map_tensors(f, *batches[1:]) if hasattr(type(b), 'map_tensors') else b
 
 # The tensors of a batch, in order
@@ -160,10 +166,15 @@ def tensors_in(b):
 def others_in(b):
     if isinstance(b, (dict,*_listy)):
         return [v for o in (b.values() if isinstance(b, dict) else b) for v in others_in(o)]
+    if is_dataclass(b) and not isinstance(b, type): return others_in([getattr(b, field.name) for field in fields(b)])
     return [] if isinstance(b, Tensor) or hasattr(type(b), 'map_tensors') else [b]
 
-# Undo `split_items`: concatenate tensors along their items, and stack tensors without dimensions
-def join_items(parts): return map_tensors(lambda *o: torch.cat(o) if o[0].dim() else torch.stack(o), *parts)
+# Undo `split_items`: concatenate tensors along their items, and stack tensors without dimensions. A list of dicts has one for each item
+def join_items(parts):
+    if all(map(is_list_of_dicts, parts)): return [item for part in parts for item in part]
+    return map_tensors(lambda *o: torch.cat(o) if o[0].dim() else torch.stack(o), *parts)
+
+def is_list_of_dicts(b): return isinstance(b, _listy) and len(b) > 0 and all(isinstance(o, dict) for o in b)
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #c0a1d00c
 # The rows of `size` items from the item `start` on, in a tensor with the rows of `n` items: (views, items, rows of an

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .memory import device_of
-from .microbatch import check_others, map_tensors, others_in, part_sizes, split_items, tensors_in
+from .microbatch import check_others, is_list_of_dicts, map_tensors, others_in, part_sizes, split_items, tensors_in
 from .private import next_number, number_of
 from .random import RandomState, Snapshot, generator_types
 from .untouched import Moved, Untouched
@@ -111,6 +111,10 @@ class OutputViews:
     # Find them for `batch`, whose first part gave `out`
     def find(self, batch, out):
         n = batch.sizes[0]
+        if is_list_of_dicts(out):
+            raise ValueError(f"coupled: the model returns a list of {len(out)} dicts for {n} items, and those of micro-batches cannot be "
+                             "joined: return a dict of tensors with a row for each item, by `torch.stack`, or compute the loss in "
+                             "the model.")
         unsure = any(t.dim() and (len(t) != n or t.shape[1:2] == (n,)) for t in tensors_in(out))
         # perhaps a number of items
         unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))
@@ -141,10 +145,14 @@ def views_of(batch):
 
 # The same for one output `t` of `n` items, and the outputs `parts` of `sizes` of them
 def order_of_rows(t, n, parts, sizes):
-    if [p.shape[1:2] for p in parts] == [(k,) for k in sizes] and t.shape[1:2] == (n,): raise ValueError(
+    in_second = [p.shape[1:2] for p in parts] == [(k,) for k in sizes] and t.shape[1:2] == (n,)
+    if in_second and len(t) == n and [len(p) for p in parts] == [*sizes]: raise ValueError(
         f"coupled: the model returns a matrix of {n} by {n} numbers for {n} items, and such matrices of micro-batches "
         "cannot be joined: return what the matrix is made of, with a row for each item, and compute the matrix in the "
         "loss.")
+    if in_second and all(len(p) == len(t) for p in parts): raise ValueError(
+        f"coupled: the model returns a tensor of shape {tuple(t.shape)} with the items in its second dimension, as where time comes "
+        "first, and those of micro-batches are joined in the first: return `out.transpose(0, 1)`, and turn it back in the loss.")
     if all(len(p) == len(t) for p in parts): raise ValueError(
         f"coupled: the model returns a tensor of shape {tuple(t.shape)} that has {len(t)} rows however many items "
         "there are: leave it out of the output, and read it from the model in the loss.")
@@ -155,6 +163,18 @@ def order_of_rows(t, n, parts, sizes):
         return float((joined.float()-t.float()).norm())
     found = min((v for v in range(1, each+1) if each%v == 0), key=off)
     return found if off(found) < off(1)/2 else 1
+
+# What the modules of a model keep beside weights and buffers, as tensors or in lists and dicts of them: (module, name, place) -> a mark
+# and a tensor
+def kept_by(model):
+    mine = ((m, k, v) for m in model.modules() for k,v in vars(m).items() if k[0] != '_' and isinstance(v, (Tensor,list,tuple,dict)))
+    return {(m, k, i): (id(t), t._version, t) for m,k,v in mine for i,t in enumerate(tensors_in(v)) if t.is_floating_point()}
+
+# Have calls with at most `size` of `n` items changed numbers, or tensors with a row for each item of the last call?
+def keeps_of_items(model, before, n, size):
+    k = part_sizes(n, size)[-1]
+    def is_new(key, mark): return key not in before or before[key][:2] != mark[:2]
+    return any(is_new(key, mark) and (not mark[2].dim() or len(mark[2]) == k) for key,mark in kept_by(model).items())
 
 # The random generators that modules have as attributes
 def generators_of(module): return [g for m in module.modules() for g in vars(m).values() if type(g) in generator_types]

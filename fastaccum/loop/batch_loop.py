@@ -135,7 +135,10 @@ class BatchLoop:
         self.now.went_through()
         if table['after_pred']: self.fire('after_pred')
         if len(learn.yb):
-            learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+            try: learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+            except Exception:
+                self.now.lost()
+                raise
             # a callback may change loss_grad in place, or compute a new one from `loss`
             if learn.loss_grad.dim():
                 self.now.keep_losses(learn.loss_grad)
@@ -410,6 +413,7 @@ class Progress:
     stepped   = False # the weights changed; a tensor if only the device knows
     row_due   = False # the Recorder has no row for the step yet
     diverged  = False # the loss is not finite
+    no_loss   = False # the loss function raised an exception
     changed   = None  # a callback has 'added' something to the loss function's value, or 'replaced' it
     losses    = None  # the losses of its items, if the loss function does not reduce them
     batch_loss = None # its own loss, if `learn.loss` is the accumulated loss
@@ -417,6 +421,7 @@ class Progress:
 
     # -- its only writers
     def went_through(self): self.predicted = True
+    def lost(self): self.no_loss = True
     def keep_losses(self, losses): self.losses = losses
     def was_changed(self, how): self.changed = how
     def begin_step(self): self.attempted = False

@@ -377,7 +377,7 @@ class Both(NextWord):
 
 refused = {
     'transposed': (dict(model=Transposed, loss_func=nn.CrossEntropyLoss), {}, AttributeError, "'transpose' does not find them"),
-    'scaled':     (dict(model=Scaled), {}, TypeError, 'HeadInput'),
+    'scaled':     (dict(model=Scaled), {}, TypeError, 'choose as head the layer'),
     'not last':   (dict(model=Hidden), dict(head='head'), TypeError, 'linear does not find them'),
     'no name':    (dict(), dict(head='decoder'), ValueError, 'no such module'),
     'outputs':    (dict(model=Both, loss_func=lambda: lambda pred, y: CrossEntropyLossFlat()(pred[0], y)), {},
