@@ -157,15 +157,6 @@ class HeadInput:
                 "that computes with them: move this into the loss function, or choose as head the layer whose outputs the model returns. "
                 "If it is a callback: read `learn.pred` in `after_batch`, or compute all outputs at once with `learn.pred.outputs()`.")
 
-# Arithmetic asks the class, not the object
-def _refused(op):
-    def f(self, *others): raise TypeError(self._missing(repr(op)))
-    return f
-
-for op in '''add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv pow rpow mod rmod matmul rmatmul neg abs lt le gt ge
-            and or xor invert getitem float'''.split():
-    setattr(HeadInput, f'__{op}__', _refused(f'__{op}__'))
-
 class ChunkProbe(LossProbe):
     cure = "pass check_loss='always' to ChunkedLoss, or to a Learner's GradientAccumulation, which looks each time."
 
@@ -191,6 +182,16 @@ def check_head(head):
     norm = next(iter(batchnorms(head)), None)
     if norm is not None:
         raise ValueError(f"The head has a {type(norm).__name__}, which would see a chunk instead of the batch: choose a layer after it.")
+
+# %% ../../nbs/api/core/16_chunks.ipynb #c0a3e113
+# Arithmetic asks the class, not the object
+def _refused(op):
+    def f(self, *others): raise TypeError(self._missing(repr(op)))
+    return f
+
+for _op in '''add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv pow rpow mod rmod matmul rmatmul neg abs lt le gt ge
+            and or xor invert getitem float'''.split():
+    setattr(HeadInput, f'__{_op}__', _refused(f'__{_op}__'))
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e015
 # The chunks: a function that cuts `x.x`, or a tensor like it, and the targets. `info`: a `LossInfo`, if positions may
