@@ -167,8 +167,14 @@ def order_of_rows(t, n, parts, sizes):
 # What the modules of a model keep beside weights and buffers, as tensors or in lists and dicts of them: (module, name, place) -> a mark
 # and a tensor
 def kept_by(model):
-    mine = ((m, k, v) for m in model.modules() for k,v in vars(m).items() if k[0] != '_' and isinstance(v, (Tensor,list,tuple,dict)))
-    return {(m, k, i): (id(t), t._version, t) for m,k,v in mine for i,t in enumerate(tensors_in(v)) if t.is_floating_point()}
+    mine = ((m, k, v) for m in model.modules() for k,v in vars(m).items() if k[:1] != '_')
+    return {(m, k, i): (id(t), t._version, t) for m,k,v in mine for i,t in enumerate(_tensors_of(v)) if t.is_floating_point()}
+
+# The tensor that `v` is, or those in it. Longer lists are data
+def _tensors_of(v):
+    if isinstance(v, Tensor): return [v]
+    if not isinstance(v, (list,tuple,dict)) or len(v) > 64: return []
+    return [t for t in (v.values() if isinstance(v, dict) else v) if isinstance(t, Tensor)]
 
 # Have calls with at most `size` of `n` items changed numbers, or tensors with a row for each item of the last call?
 def keeps_of_items(model, before, n, size):

@@ -3,6 +3,7 @@ from dataclasses import dataclass
 import pytest
 from reference import *
 from fastaccum.core.chunks import HeadInput
+from fastaccum.core.watch import kept_by
 
 torch.manual_seed(0)
 data = Data(torch.randn(32, 6), torch.arange(32)%4)
@@ -108,3 +109,10 @@ def test_validation_in_parts():
     learn = learner(data, 16, GradientAccumulation(micro_batch_size=5), model=nn.Sequential(Notes(), mlp()), loss_func=ce)
     learn.validate()
     assert max(calls) == 5
+
+def test_what_a_model_keeps_may_be_long_or_hold_itself():
+    "A look at it ends, and long lists are left alone"
+    model = nn.Linear(2, 1)
+    model.log,model.itself,model.kept = [torch.zeros(1)]*1000,[],dict(a=torch.ones(2), b='text')
+    model.itself.append(model.itself)
+    assert [(k, i) for _,k,i in kept_by(model)] == [('kept', 0)]
