@@ -47,9 +47,9 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 
 # Slow cells that a page shows are typed by `make snippets`. These notebooks have hidden ones, each in a process of its own
 HIDDEN := nbs/recipes.ipynb nbs/tutorials/many_devices.ipynb
-cases: $(INSTALLED) ## every case of every test, and hidden slow cells (some 15 minutes)
+cases: $(INSTALLED) ## every case of every test, and hidden slow cells (some 15 minutes); REST=1: what `make test` leaves out of them
 	echo $(HIDDEN) | $(TEST_ENV) xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 1 --flags slow
-	$(TEST_ENV) $(PYTHON) -m pytest -n 3 $(BY_FILE)
+	$(if $(REST),REST=1) $(TEST_ENV) $(PYTHON) -m pytest -n 3 $(BY_FILE)
 
 bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness, host syncs, growth and batch sizes (some twenty minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(PYTHON) -m bench
@@ -68,7 +68,8 @@ clients: .venv/clients/.installed ## do the clients of fastai and other librarie
 snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a reader would (some minutes)
 	$(PYTHON) tools/snippets.py $(PAGES)
 
-check: cases snippets ## what `make test` leaves out: both of these (25 minutes)
+check: REST := 1
+check: cases snippets ## what `make test` leaves out: both of these (20 minutes)
 
 versions: ## do the quick tests pass with the lowest and newest versions that are promised, and each PyTorch between? 6 GB and ten minutes each; ONLY="lowest newest"
 	$(or $(wildcard $(PYTHON)),python3) tools/versions.py $(ONLY)

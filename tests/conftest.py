@@ -15,8 +15,6 @@ def in_tmp_path(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)
 # a shell that starts the tests in the background has Ctrl-C ignored, and children inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-is_quick = 'QUICK' in os.environ
-
 @pytest.fixture(autouse=True)
 def short_warnings(monkeypatch):
     "A warning has one sentence of what, one of what to write, and one link; it may quote others in parentheses"
@@ -46,7 +44,7 @@ def device(request):
     devices.use(devices.names[0])
 
 def pytest_generate_tests(metafunc):
-    names = devices.names[:1] if is_quick else devices.names
+    names = devices.names[:1] if 'QUICK' in os.environ else devices.names
     if metafunc.module.__name__ in numeric: metafunc.parametrize('device', names, indirect=True)
 
 def pytest_ignore_collect(collection_path):
@@ -60,13 +58,18 @@ longest = ('test_kill', 'test_site', 'test_checkpoint_files', 'test_accelerator'
 
 def pytest_collection_modifyitems(config, items):
     """All cases run; on the simulated device each fifth of a test, unless `ALL_CASES=1` is given. `QUICK=1`, as in
-    `make test`, trains on the CPU alone, and leaves out what is `slow`, and cases of which each value was there"""
+    `make test`, trains on the CPU alone, and leaves out what is `slow`, and cases of which each value was there.
+    `REST=1`, as in `make check`, is what `QUICK=1` leaves out"""
     items.sort(key=lambda i: i.module.__name__ not in longest)
-    if is_quick: keep = [*with_new_values(i for i in items if not is_slow(i))]
-    elif 'ALL_CASES' in os.environ: keep = items
-    else: keep = [*fewer_simulated(items)]
+    quick = {*with_new_values(i for i in items if not is_slow(i) and on_first_device(i))}
+    all_cases = items if 'ALL_CASES' in os.environ else [*fewer_simulated(items)]
+    keep = [i for i in all_cases if i not in quick] if 'REST' in os.environ else all_cases
+    if 'QUICK' in os.environ: keep = [i for i in items if i in quick]
     config.hook.pytest_deselected(items=[*{*items} - {*keep}])
     items[:] = keep
+
+def on_first_device(item):
+    return not hasattr(item, 'callspec') or item.callspec.params.get('device', devices.names[0]) == devices.names[0]
 
 def is_slow(item):
     "Marked as `slow`. In a file that is `slow`, a test or a case may be marked as `quick`"

@@ -1,6 +1,8 @@
 "Random data, batches, schedules, losses and exceptions: the weights are those of a loop over the items of each step, in float64"
+from functools import reduce
 import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
+from quick import quickly
 from reference import *
 import torch.utils.data as torch_data
 from fastai.callback.schedule import ParamScheduler, SchedCos, SchedExp, SchedLin, combine_scheds
@@ -8,10 +10,18 @@ from fastaccum.precision.callback import MixedPrecision
 from fastaccum.logs.steps import StepLogger
 
 # CASES=3000 python -m pytest tests/accumulation/test_properties.py: so many of each test, others every time
-def cases(n):
-    return settings(max_examples=int(os.environ.get('CASES', n//6 if 'QUICK' in os.environ else n)),
-                    derandomize='CASES' not in os.environ, deadline=None, database=None,
-                              suppress_health_check=list(HealthCheck))
+def drawn(n, *strategies, also=()):
+    "Test with `n` drawn examples, or quickly with a sixth of them, and with those in `also`"
+    def decorated(check):
+        def of(n):
+            few = settings(max_examples=int(os.environ.get('CASES', n)), derandomize='CASES' not in os.environ, deadline=None,
+                           database=None, suppress_health_check=list(HealthCheck))
+            return few(reduce(lambda test, o: example(o)(test), also, given(*strategies)(check)))
+        tests = {k: of(k) for k in (n, n//6)}
+        @pytest.mark.parametrize('n', quickly([n//6], [n, n//6]))
+        def test(n): tests[n]()
+        return test
+    return decorated
 
 torch.manual_seed(0)
 pytestmark = pytest.mark.filterwarnings("ignore:accum_bs=.* is smaller than a loader batch", 'ignore:finish=1 is an epoch',
@@ -149,9 +159,7 @@ once_wrong = dict(n=26, bs=2, n_epoch=1, loss='flat', order=3, fp16=False, nan=N
     acc=dict(accum_bs=1, micro_batch_size=None, remainder='step', log_accum_batch=True, normalize=True),
     stop=('before_step', CancelBatchException, {(0, 11)}))
 
-@cases(200)
-@given(trainings())
-@example(SimpleNamespace(**once_wrong))   # a step is cancelled in which no item counts
+@drawn(200, trainings(), also=[SimpleNamespace(**once_wrong)])   # a step is cancelled in which no item counts
 def test_fit(c):
     "Weights, rows and items are those of the steps that should be; and again in a second fit"
     learn,data,sizes = prepare(c)
@@ -190,8 +198,7 @@ def test_fit(c):
 # --- odd loaders
 
 @pytest.mark.filterwarnings("ignore:remainder='drop' with accum_bs=")
-@cases(60)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8).filter(lambda s: sum(s) <= n_max), st.integers(1, 40),
+@drawn(60, st.lists(st.integers(1, 9), min_size=1, max_size=8).filter(lambda s: sum(s) <= n_max), st.integers(1, 40),
        drawn_remainders, micro_batches, st.sampled_from(list(losses)))
 def test_odd_batches(sizes, accum_bs, remainder, k, loss):
     "Loader batches of any sizes, which no plan knows"
@@ -234,8 +241,7 @@ def without(learn):
     "A fit while accumulation is off"
     with learn.removed_cbs(learn.gradient_accumulation): learn.fit(1, lr)
 
-@cases(30)
-@given(st.lists(st.sampled_from(list(deeds)), min_size=1, max_size=8), st.integers(1, 8))
+@drawn(30, st.lists(st.sampled_from(list(deeds)), min_size=1, max_size=8), st.integers(1, 8))
 def test_life(names, bs):
     "Whatever was done before: the next fit is right"
     data = Data(xs[:29], classes[:29])
@@ -253,8 +259,7 @@ def test_life(names, bs):
 # --- the ground floor
 
 @pytest.mark.filterwarnings('ignore:A micro-batch has')
-@cases(100)
-@given(st.data())
+@drawn(100, st.data())
 def test_accumulator(data):
     "Any cuts, weights, false ends and saved states: the gradient of the weighted mean"
     n = data.draw(st.integers(1, 30))
