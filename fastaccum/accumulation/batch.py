@@ -59,114 +59,115 @@ class BatchPass:
     # The same loader batch, to be sent once more
     def again(self): return BatchPass(self.cb, self.n, self.last, self.counted).by(way_of(self.cb))
 
-    # -- through the model: 1 cut, 2 weigh, 3 forward, 4 backward, 5 count, 6 join
-    def run(self):
-        cb,learn,way = self.cb,self.learn,self.way
-        loop = self.loop = learn.one_batch                                     # a callback may remove it on the way
-        weights,values = cb.weights,cb.facts.values
-        if values.holder is not None: self.values = BatchValues(self, values)
-        shown = self.shown = Shown(learn, self._beside())
-        self.micros = way.cut(self, shown)
-        shown.begin(self.micros)
-        self.is_alone = self._is_alone()
-        keeps_pred,preds,micro = self._keeps_pred(),[],None
-        weights.begin(self)
-        looks = self.looks = cb.witnesses.looks(self)
-        if self.values is not None: self.values.begin()
-        try:
-            with shown:
-                for micro in self.micros:
-                    shown.show(micro)
-                    for w in looks: w.before_pred(micro)
-                    loop.forward(way.predict)
-                    weights.after_loss(micro)
-                    for w in looks: w.after_loss(micro)
-                    if not loop.events.table['backward']: self._backward(micro)        # usually nobody listens
-                    else: loop.around(partial(self._backward, micro), 'backward', CancelBackwardException)
-                    if keeps_pred: preds.append(map_tensors(Tensor.detach, learn.pred))
-        except cancels:
-            self._join(preds)
-            raise
-        except Exception as e:
-            way.explain(e, micro)
-            raise
-        finally: way.end()
-        self._join(preds)
-
-    def _backward(self, micro):
-        learn,way,acc = self.learn,self.way,self.acc
-        weight,share = self.cb.weights.of(micro)
-        for w in self.looks: w.before_backward(micro)
-        way.backward(self.loop, share)
-        for w in self.looks: w.after_backward(micro)
-        loss = learn.loss.detach() if learn.loss.requires_grad else learn.loss
-        acc.count(loss, weight.adds, micro.counts, weight.divided_by, weight.n_sharing)
-        if self.values is not None: self.values.add(micro)
-
-    # Afterwards `learn` is as if the loader batch had gone through the model in one piece
-    def _join(self, preds):
-        learn,acc = self.learn,self.acc
-        self.way.join(learn, preds)
-        if self.cb.learn is not learn: raise removed_in_batch(self.cb)
-        done = len(acc.losses) - self.first
-        if done: learn.loss = acc.mean(self.first, self.cb.weights.stacked if done == len(self.micros) else None)[0]
-        if self.values is not None: self.values.join()
-        for w in self.looks: w.after_batch(self)
-
-    # The items of all ranks count, whether or not this rank has counted its own. Returns the accumulated loss if this
-    # was the end
-    def close(self):
-        cb,acc = self.cb,self.acc
-        self.done = True
-        self._forget()
-        self.items += self.n_items
-        if cb.ranks.world > 1: acc.count_for_all(self.before + self.n_more)
-        self.closes = self.ends(acc.n_items)                                   # False if a micro-batch was cancelled
-        if not self.closes: return None
-        cb.witnesses.call('before_step')
-        loss = acc.finish()
-        if self.values is not None: self.values.join_step()
-        cb.params.end()
-        return loss
-
-    # Nothing of it is kept until the next one comes
-    def _forget(self):
-        self.tensors = None
-        self.micros = ()
-        self.shown = None
-        self.looks = ()
-
-    # Is its only micro-batch all that the step of one rank averages over? Then every weight is right, and there is
-    # nothing to look at
-    def _is_alone(self):
-        if self.shown.is_cut or self.cb.ranks.world > 1 or not self.opens: return False
-        return self.closes or self.last and self.fate(self.before + self.n_more) is Fate.DROP
-
-    # Does it go through the model as the big batch does?
-    @property
-    def is_whole_step(self): return self.is_alone and not self.way.is_joined
-
-    # Is `learn.pred` of the whole loader batch wanted, by a metric of the training or by a callback?
-    def _keeps_pred(self):
-        recorder = getattr(self.learn, 'recorder', None)
-        reads = self.loop.events.table['reads_pred'] or getattr(recorder, 'train_metrics', False)
-        return reads and self.shown.is_cut
-
-    # What belongs to the items, too, as (dict, key): MixUp keeps targets and shares of its own, and a loss may have
-    # been given weights
-    def _beside(self):
-        mixers = self.loop.events.table['mixers']
-        if not mixers and self.values is None: return ()
-        kept = [(vars(o), k) for o in mixers if o.run and {'yb1','lam'} <= vars(o).keys() for k in ('yb1','lam')]
-        return kept if self.values is None else kept + self.values.given()
-
 # Epoch and number of the present loader batch. Outside a fit there may be none
 def _place_of(learn): return learn.__dict__.get('epoch'),learn.__dict__.get('iter')
+
+# %% ../../nbs/api/accumulation/02_batch.ipynb #678a86e6
+@patch
+def run(self:BatchPass):
+    cb,learn,way = self.cb,self.learn,self.way
+    loop = self.loop = learn.one_batch                                     # a callback may remove it on the way
+    weights,values = cb.weights,cb.facts.values
+    if values.holder is not None: self.values = BatchValues(self, values)
+    shown = self.shown = Shown(learn, self._beside())
+    self.micros = way.cut(self, shown)
+    shown.begin(self.micros)
+    self.is_alone = self._is_alone()
+    keeps_pred,preds,micro = self._keeps_pred(),[],None
+    weights.begin(self)
+    looks = self.looks = cb.witnesses.looks(self)
+    if self.values is not None: self.values.begin()
+    try:
+        with shown:
+            for micro in self.micros:
+                shown.show(micro)
+                for w in looks: w.before_pred(micro)
+                loop.forward(way.predict)
+                weights.after_loss(micro)
+                for w in looks: w.after_loss(micro)
+                if not loop.events.table['backward']: self._backward(micro)        # usually nobody listens
+                else: loop.around(partial(self._backward, micro), 'backward', CancelBackwardException)
+                if keeps_pred: preds.append(map_tensors(Tensor.detach, learn.pred))
+    except cancels:
+        self._join(preds)
+        raise
+    except Exception as e:
+        way.explain(e, micro)
+        raise
+    finally: way.end()
+    self._join(preds)
+
+@patch
+def _backward(self:BatchPass, micro):
+    learn,way,acc = self.learn,self.way,self.acc
+    weight,share = self.cb.weights.of(micro)
+    for w in self.looks: w.before_backward(micro)
+    way.backward(self.loop, share)
+    for w in self.looks: w.after_backward(micro)
+    loss = learn.loss.detach() if learn.loss.requires_grad else learn.loss
+    acc.count(loss, weight.adds, micro.counts, weight.divided_by, weight.n_sharing)
+    if self.values is not None: self.values.add(micro)
+
+# %% ../../nbs/api/accumulation/02_batch.ipynb #bffd0209
+# Afterwards `learn` is as if the loader batch had gone through the model in one piece
+@patch
+def _join(self:BatchPass, preds):
+    learn,acc = self.learn,self.acc
+    self.way.join(learn, preds)
+    if self.cb.learn is not learn: raise removed_in_batch(self.cb)
+    done = len(acc.losses) - self.first
+    if done: learn.loss = acc.mean(self.first, self.cb.weights.stacked if done == len(self.micros) else None)[0]
+    if self.values is not None: self.values.join()
+    for w in self.looks: w.after_batch(self)
+
+# The items of all ranks count, whether or not this rank has counted its own. Returns the accumulated loss if this
+# was the end
+@patch
+def close(self:BatchPass):
+    cb,acc = self.cb,self.acc
+    self.done = True
+    self._forget()
+    self.items += self.n_items
+    if cb.ranks.world > 1: acc.count_for_all(self.before + self.n_more)
+    self.closes = self.ends(acc.n_items)                                   # False if a micro-batch was cancelled
+    if not self.closes: return None
+    cb.witnesses.call('before_step')
+    loss = acc.finish()
+    if self.values is not None: self.values.join_step()
+    cb.params.end()
+    return loss
+
+# Nothing of it is kept until the next one comes
+@patch
+def _forget(self:BatchPass):
+    self.tensors = None
+    self.micros = ()
+    self.shown = None
+    self.looks = ()
 
 # The error for a loader batch that loses its accumulation callback halfway: only some of its gradients are weighted
 def removed_in_batch(acc):
     return RuntimeError(f"{type(acc).__name__} was removed while a loader batch went through the model, so its step would be wrong: "
                         "remove the callback between batches, at `before_batch` or `after_batch`.")
+
+# %% ../../nbs/api/accumulation/02_batch.ipynb #621c4e5f
+# Is its only micro-batch all that the step of one rank averages over? Then every weight is right, and there is
+# nothing to look at
+@patch
+def _is_alone(self:BatchPass):
+    if self.shown.is_cut or self.cb.ranks.world > 1 or not self.opens: return False
+    return self.closes or self.last and self.fate(self.before + self.n_more) is Fate.DROP
+
+# Does it go through the model as the big batch does?
+@patch(as_prop=True)
+def is_whole_step(self:BatchPass): return self.is_alone and not self.way.is_joined
+
+# Is `learn.pred` of the whole loader batch wanted, by a metric of the training or by a callback?
+@patch
+def _keeps_pred(self:BatchPass):
+    recorder = getattr(self.learn, 'recorder', None)
+    reads = self.loop.events.table['reads_pred'] or getattr(recorder, 'train_metrics', False)
+    return reads and self.shown.is_cut
 
 # %% ../../nbs/api/accumulation/02_batch.ipynb #e4db024f
 class Shown:
@@ -211,6 +212,15 @@ class Shown:
         for (d,k),v in zip(self.places, values): d[k] = v
 
 _replacing = contextmanager(replacing_yield)
+
+# %% ../../nbs/api/accumulation/02_batch.ipynb #69b443f8
+# Where that stands, as (dict, key)
+@patch
+def _beside(self:BatchPass):
+    mixers = self.loop.events.table['mixers']
+    if not mixers and self.values is None: return ()
+    kept = [(vars(o), k) for o in mixers if o.run and {'yb1','lam'} <= vars(o).keys() for k in ('yb1','lam')]
+    return kept if self.values is None else kept + self.values.given()
 
 # %% ../../nbs/api/accumulation/02_batch.ipynb #82c0a002
 # The values of a loader batch's micro-batches
