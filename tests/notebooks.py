@@ -6,6 +6,7 @@ import pytest
 
 NBS = sorted((Path(__file__).resolve().parent.parent/'nbs/api').rglob('*.ipynb'))
 
+@pytest.mark.filterwarnings('always')   # as in a notebook, where a cell may assert a warning
 @pytest.mark.parametrize('nb', NBS, ids=lambda f: f.stem)
 def test_notebook(nb, monkeypatch):
     "What `#| export` cells define comes from the module"

@@ -5,6 +5,7 @@ from reference import *
 from reference import GradientAccumulation    # ours
 import torch.nn.functional as F
 from fastai.metrics import LossMetrics
+from fastaccum.core.values import joined
 
 data = Data(torch.randn(61, 6, generator=torch.manual_seed(0)), torch.randn(61, 4))
 plain = partial(SGD, mom=0.)
@@ -91,6 +92,9 @@ def test_each_value_has_its_weight(way):
     learn,told = fitted(of, bs, Words(), ['ce','size'], GradientAccumulation(**acc))
     assert not told
     for a,b in zip(learn.reads.seen, whole.reads.seen, strict=True): assert all(map(same, a, b)), (a, b)
+
+def test_numbers_are_joined_in_double_precision():
+    for kind,res in dict(mean=.7/3, items=.7/3, sum=.7).items(): assert joined(kind, [.1, .2, .4], [1]*3, [4]*3)==pytest.approx(res, 1e-12)
 
 class Odd(Parts):
     def forward(self, pred, y):

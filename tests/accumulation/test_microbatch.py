@@ -267,6 +267,7 @@ def test_state_between_calls(k):
 def test_frozen_batchnorm_gives_no_warning(frozen, cb, warns, recwarn):
     "Its statistics are not those of the micro-batch, so the step is exact. `BnFreeze` alone, or weights alone, do not freeze it"
     def trained(*cbs):
+        torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
         if frozen: net[1].requires_grad_(False)
         learn = learner(data, 16, *cbs, *cb, model=net, loss_func=ce)
