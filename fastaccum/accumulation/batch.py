@@ -175,7 +175,7 @@ class Shown:
         self.learn = learn
         self.xb,self.yb = learn.xb,learn.yb
         self.places = places                                    # (dict, key) of what callbacks keep beside the batch
-        self.beside = [d[k] for d,k in places] if places else []
+        self.beside = [d[k] for d,k in places]
         self.may_change = bool(learn.one_batch.events.table['between'])      # by who hears of a micro-batch
 
     # What is kept beside the batch under this key

@@ -19,7 +19,7 @@ __all__ = []
 
 # %% ../../nbs/api/accumulation/13_facts.ipynb #f7ed04c3
 class FitFacts:
-    def __init__(self, rule=None, rounding=1e-4):
+    def __init__(self, rule=None, rounding=None):
         self.rule = LossRule() if rule is None else rule    # what the loss averages over
         self.values = LossValues()                          # what the loss keeps of its last call
         self.replaced = None                                # the loss that callbacks put in the place of loss_func's

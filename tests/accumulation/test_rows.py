@@ -84,6 +84,22 @@ def test_cancelled_part_has_none():
     learn.fit(1, .05)
     assert len(learn.recorder.losses) == 2
 
+def test_loss_of_a_cancelled_batch():
+    "That of the micro-batches which were back-propagated. Weights of a type of fastai's stay in one tensor, as on a device"
+    class Third(Callback):
+        "Cancels the third of four micro-batches"
+        order,n = 70,0
+        def before_batch(self): self.learn.yb = TensorCategory(self.y),
+        def before_backward(self):
+            self.n += 1
+            if self.n == 3: raise CancelBatchException()
+        def after_cancel_batch(self): self.of_two,self.stacked = self.learn.loss.item(),self.learn.gradient_accumulation.weights.stacked
+    x,y = data.batch(range(8))[0],tensor([0, -100, 1, 2, 3, 0, 1, 2])
+    learn = learner(Data(x, y), 8, GradientAccumulation(8, micro_batch_size=2), Third(), loss_func=CrossEntropyLossFlat())
+    learn.fit(1, 0.)
+    assert learn.third.stacked.tolist() == [1, 2, 2, 2]
+    assert learn.third.of_two == pytest.approx(F.cross_entropy(learn.model(x[:4]), y[:4]).item(), rel=1e-6)
+
 class Weighted(nn.Module):
     "Class weights in float32, whatever the model computes in"
     def __init__(self):
