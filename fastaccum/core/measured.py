@@ -7,6 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/measured.html.md"""
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e746e
 from __future__ import annotations
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 import math, random
 import torch
@@ -15,7 +16,7 @@ from torch.nn.functional import pad as pad_tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .memory import is_out_of_memory
 from .probe import _own_copy
-from .untouched import Untouched
+from .untouched import Moved, Untouched
 
 # %% auto #0
 __all__ = []
@@ -29,6 +30,11 @@ class Counted:
         self.seed = seed                               # gradients of the numerator, if those of its own loss do not serve
         self.seed_of_blocks = None                     # those of each block, in its own units
         self.waits = False                             # is there no reference yet by which it is known?
+
+    # One number of each, where blocks of outputs have numbers of their own: that of the block `i`
+    def of_block(self, i):
+        if not self.adds.dim(): return self.adds,self.divided_by
+        return self.adds[i],self.divided_by[i]
 
 # What one loss of all these items would divide by. `extra`: what a call adds once
 def divisor(counted, extra=0.):
@@ -49,14 +55,15 @@ def with_gradients(pred, seed):
 # What the micro-batches of a loss count, during a fit: each is measured beside reference items.
 #
 # look: context in which the loss may be called, as its attribute `loss`; can_wait: are graphs kept until there is a reference?
-# most: elements of outputs in a call of the loss
+# always: audit each step; most: elements of outputs in a call of the loss
 class LossMeasure:
     most = 2**21
-    def __init__(self, loss_func, look=None, can_wait=False):
+    def __init__(self, loss_func, look=None, can_wait=False, always=False):
         self.loss_func,self.look = loss_func,look or Look
         self.verdict = Verdict(getattr(loss_func, '__name__', type(loss_func).__name__))
-        self.references,self.audit,self.floor,self.table = References(can_wait),Audit(),Floor(),Table()
+        self.references,self.audit,self.floor,self.table = References(can_wait),Audit(always),Floor(),Table()
         self.n = self.n_steps = self.predicted = 0             # micro-batches, steps
+        self.where = ''                                        # the place in training, for messages
         self.next = self.next_close = 0                        # the next micro-batch that is looked at, and closely
         self.least = math.inf                                  # the smallest divisor that was just what is added
         self.begin_step()
@@ -68,29 +75,52 @@ class LossMeasure:
 
     # `plan`: the micro-batches of this step, if its targets are all known: `Items` of any outputs
     def begin_step(self, plan=()):
-        self.plan,self.planned = list(plan),None               # planned: the divisor of each column
         self.counted,self.looks = [],[]
         self.supposed = 0                                      # micro-batches whose own divisor was not looked at
-        self.references.begin_step(self.plan)
+        self.block = 0                                         # the block of outputs in whose units the step is
+        self.references.begin_step()
         self.audit.begin_step(self.n_steps)
+        self.begin_batch(plan)
+
+    # Those of a loader batch: is it the `whole` step? Then each column is divided as the big batch does
+    def begin_batch(self, plan=(), whole=True):
+        self.plan = list(plan)
+        self.is_whole = whole and all(o.looks_like(self.plan[0]) for o in self.plan)
+        self.planned = None                                    # the divisor of each column
+        self.references.plan = self.plan
 
     # What a micro-batch counts; None if that cannot be measured, as `message` tells. With its `loss` some looks are cheaper.
     # own: (value, gradients) of the loss that is really differentiated
     def measure(self, items, loss=None, own=None):
-        if self.verdict.why is not None: return None
+        if self.references.saved is not None: self._restore(items)
         counts = self.table.counts(items.yb, items.n)
+        if self.verdict.why is not None: return self._unmeasured(items, counts, loss)
         counted = None if counts is None or loss is None else self._predicted(counts, loss)
         if counted is None:
             try: counted = self._looked_at(items, loss, own)
             except NotMeasured as e:
-                self.verdict.refuse(e)
-                return None
+                self._refuse(e)
+                return self._unmeasured(items, counts, loss)
             counted.counts = counts
             self.next = self.n + self._pause()
         self.n += 1
         self.counted.append(counted)
         self.audit.keep(counted, items)
         return counted
+
+    def _refuse(self, error):
+        verdict = self.verdict
+        if self.n_steps: verdict.when = f' (seen in {self.where})'
+        verdict.refuse(error)
+        verdict.was_known = verdict.stuck is not None and self.table.confirmed > 0
+        self.audit.due = self.audit.due or verdict.waits
+
+    # If it is no mean, the end of the step tells how far its gradients are off. One that cannot be called any more keeps its table
+    def _unmeasured(self, items, counts, loss):
+        verdict = self.verdict
+        if verdict.waits: self.audit.keep(None, items)
+        w = self.table.predict(counts) if verdict.was_known and counts is not None and self.reference is not None else None
+        return None if w is None else self._supposed(torch.tensor(w, dtype=torch.float64), loss)
 
     # In a fifth to three fifths of the micro-batches so far: at random, the same in each run
     def _pause(self): return 1 + round(self.n*random.Random(self.n).uniform(.2, .6))
@@ -100,16 +130,28 @@ class LossMeasure:
         one = items.numel//items.n
         with self.look(self.loss_func) as look:
             while True:
-                try:
-                    if self.n == 0: self._check_calls(look.loss, items)
-                    if self.references.find(look.loss, items, self.most): self.floor = Floor()
-                    counted = self._count(look.loss, items, loss, own)
-                    break
+                try: return self._in_groups(look, items, loss, own)
                 except Exception as e:
-                    if not is_out_of_memory(e) or self.most <= one: raise
-                    self.most = max(min(self.most, items.numel)//4, one)
-            self.verdict.draws = self.verdict.draws or look.drawn
-        return counted
+                    if not is_out_of_memory(e): raise
+                if self.most <= one: raise NotMeasured('OutOfMemoryError: memory runs out beside a single item')
+                self.most = max(min(self.most, items.numel)//4, one)
+
+    def _in_groups(self, look, items, loss, own):
+        try:
+            if self.n == 0:
+                look.try_out(items)
+                self._check_calls(look.loss, items)
+            counted = self._at_a_glance(look.loss, items, loss)
+            if counted is None: counted = self._in_full(look.loss, items, own)
+            counted.adds = counted.adds.clamp(min=0)
+            self.references.keep(counted, items)
+            return counted
+        finally: self.verdict.draws = self.verdict.draws or look.drawn
+
+    # Another reference: its floor is not known, and if nothing leads to it from the one before, it is the unit
+    def _begin_unit(self):
+        self.floor = Floor()
+        if self.references.is_first: self.table,self.least = Table(),math.inf
 
     # How far is a second call from the first, of the same copy of the loss?
     def _check_calls(self, f, items):
@@ -120,40 +162,58 @@ class LossMeasure:
         if moves > 1e-4: raise NotMeasured('it changes itself at each call')
 
     # -- a micro-batch
-    def _count(self, f, items, loss, own):
+    def _in_full(self, f, items, own):
+        self._find(f, items)
+        return self._nothing(f, items) if self.reference is None else self._closely(items, own)
+
+    # In one call of the loss, once larger and smaller micro-batches were looked at closely
+    def _at_a_glance(self, f, items, loss):
+        if loss is None or not 8 <= self.n < self.next_close: return None
+        self._find(f, items, closely=False)
         ref = self.reference
-        if ref is None: counted = self._nothing(f, items)
-        else: counted = self._adds_only(items, loss) or self._closely(items, own)
-        counted.adds = counted.adds.clamp(min=0)
-        self.references.keep(counted, items)
-        return counted
+        if ref is None or ref.blocks.by is not None or not bool(loss.isfinite().all()): return None
+        return self._adds_only(items, loss) if ref.adds else self._adds_nothing(items, loss)
+
+    def _find(self, f, items, closely=True):
+        if self.references.find(f, items, self.most, closely, self.audit.due): self._begin_unit()
 
     def _closely(self, items, own):
         found = [self.reference.measure(g, own if g is items else None) for g in items.groups(self.most)]
         self.next_close = self.n + self._pause()
         self.looks += [look for _,look in found]
+        limit = (10*self.reference.tol)**2
+        if not all(look[0] <= limit for _,look in found): raise NotAMean('beside others its items have other gradients')
         counted = [c for c,_ in found]
         if len(counted) > 1: return Counted(sum(c.adds for c in counted), divisor(counted, self.extra), sum(c.numerator for c in counted))
         return counted[0] if self.reference.blocks.by is None else self._by_blocks(counted[0], items)
 
-    # Only what it adds; its own loss divided by that, too, if larger and smaller micro-batches were looked at closely
+    # Only what it adds: its own loss divided by that, too, if one that added less did
     def _adds_only(self, items, loss):
-        ref = self.reference
-        if loss is None or not 8 <= self.n < self.next_close or not ref.adds or ref.blocks.by is not None: return None
-        found = [ref.adds_of(g) for g in items.groups(self.most)]
+        found = [self.reference.adds_of(g) for g in items.groups(self.most)]
         adds = sum(w for w,_ in found)
-        if not self.least*(1-1e-6) <= float(adds) < math.inf or not bool(loss.isfinite().all()): return None
+        if not self.least*(1-1e-6) <= float(adds) < math.inf: return None
         self.looks += [look for _,look in found]
         return self._supposed(adds, loss)
+
+    # Of a sum: its items do not even shrink the reference beside copies of theirs. (Copies, as a floor hides what adds less)
+    def _adds_nothing(self, items, loss):
+        ref = self.reference
+        found = [ref.adds_of(g.copies(2)) for g in items.groups(self.most//2)]
+        if not all(float(w.abs()) <= 10*ref.tol*ref.scale for w,_ in found): return None
+        self.looks += [look for _,look in found]
+        self.supposed += 1
+        unit = torch.full_like(found[0][0], ref.scale)
+        return Counted(unit*0, unit, unit*loss.detach().sum())
 
     def _supposed(self, adds, loss):
         self.supposed += 1
         d = adds + self.extra
-        return Counted(adds, d, d*loss.detach().sum())
+        return Counted(adds, d, d*(math.nan if loss is None else loss.detach().sum()))
 
     # Without a reference none of its items has a gradient: it waits for one. If not even its value is finite, its outputs get none so far
     def _nothing(self, f, items):
         own,grads = loss_and_grads(f, items)
+        if 0 < float(square(grads)) < math.inf: raise NotAMean('beside copies of themselves its items have no gradients')
         n = torch.full((), float(items.n), dtype=torch.float64, device=own.device)
         counted = Counted(n, n, n*own)
         if not bool(own.isfinite()):
@@ -162,15 +222,17 @@ class LossMeasure:
         counted.waits = True
         return counted
 
-    # Gradients of all columns in units of the first one. Only if all targets of the step are known, they are divided as the big batch does
+    # Gradients of all columns in units of one of them, of one that counts. Only if all targets of the step are known,
+    # they are divided as the big batch does
     def _by_blocks(self, counted, items):
         ref = self.reference
-        if self.plan and self.planned is None:
+        if self.plan and self.is_whole and self.planned is None:
             standing_in = Choice(ref.f, items, self.plan, self.most).beside_targets
             self.planned = divisor([ref.measure(standing_in(o))[0] for o in self.plan], self.extra)
         D = counted.divided_by if self.planned is None else self.planned
+        if not self.counted: self.block = int(D.argmax())
         counted.seed_of_blocks = counted.seed
-        counted.seed = [g*c for g,c in zip(counted.seed, ref.blocks.spread((D[0]/D).nan_to_num(0., 0., 0.), counted.seed))]
+        counted.seed = [g*c for g,c in zip(counted.seed, ref.blocks.spread((D[self.block]/D).nan_to_num(0., 0., 0.), counted.seed))]
         return counted
 
     # Several ranks measure beside the same items: those of one of them
@@ -203,21 +265,32 @@ class LossMeasure:
     def end_step(self):
         self.n_steps += 1
         if self.verdict.why is None and self.counted:
-            if self.reference is not None: self._check_step()
-            else: self.verdict.why = self.references.why_none
+            try:
+                if self.reference is not None: self._check_step()
+                else: self.verdict.why = self.references.why_none
+            except Stuck as e: self._refuse(e)
+        if self.verdict.waits: self._say_how_far()
         self.audit.end_step(self.n_steps)
         self.begin_step()
+
+    def _say_how_far(self):
+        self.verdict.waits = False
+        with self.look(self.loss_func) as look:
+            try: self.verdict.off = self.audit.off_by_items(look.loss)
+            except NotMeasured: pass
 
     def _check_step(self):
         ref,extra = self.reference,self.extra.cpu()
         adds,divided_by = (torch.stack([getattr(c, k) for c in self.counted]).cpu() for k in ('adds','divided_by'))
         total = divisor(self.counted, self.extra).cpu()
-        offs = [self._residual(), self.floor.off(adds, divided_by, extra, total, ref.tol)]
+        by_gradients,by_divisors = self._residual(),self.floor.off(adds, divided_by, extra, total, ref.tol)
+        offs = [by_gradients, by_divisors]
         if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
         for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, _one(w), _one(d))
         most = float(total.nan_to_num(0.).max())
         if self.audit.due or ref.copies_of(most): offs += self._calls(most)
         if not bool(total.isfinite().all()): offs.append(math.nan)
+        self.verdict.saw(by_gradients > 10*ref.tol, by_divisors > 10*ref.tol)
         self.note(offs)
         self.verdict.lost = self.verdict.lost or self.references.lost
 
@@ -227,7 +300,12 @@ class LossMeasure:
         with self.look(self.loss_func) as look:
             ref.f = look.loss
             try: return [ref.test(total), self.audit.off(ref, self.extra)]
+            except Stuck: raise
             except NotMeasured: return []                      # more items than it takes at once
+            except Exception as e:
+                if not is_out_of_memory(e): raise
+        self.audit.room //= 4
+        return []
 
     # What is left of the gradients
     def _residual(self):
@@ -240,6 +318,7 @@ class LossMeasure:
     def note(self, offs):
         off = max(o if o == o else math.inf for o in offs)
         if off <= 10*self.reference.tol or self.references.lost: return
+        if self.n_steps > 1 and self.verdict.message is None: self.verdict.when = f' (seen in {self.where})'
         if self.supposed: self._suppose_nothing(off)
         else: self.verdict.off = max(off, self.verdict.off or 0.)
 
@@ -247,6 +326,35 @@ class LossMeasure:
         self.verdict.changed = max(off, self.verdict.changed or 0.)
         self.table.alive,self.least,self.next_close = False,math.inf,self.n
         self.audit.renew(self.n_steps)
+
+    # -- checkpoints
+    # With these a fit goes on to the bit: plain values and tensors. None, if the items hold something else
+    def state_dict(self):
+        if not self.references.is_plain: return None
+        own = {k: getattr(self, k) for k in _own_state}
+        return dict(own, verdict=dict(vars(self.verdict)), table=dict(vars(self.table)), floor=self.floor.value, audit=self.audit.next,
+                    references=self.references.state_dict())
+
+    def load_state_dict(self, state):
+        for k in _own_state: setattr(self, k, state[k])
+        for part in ('verdict','table'): vars(getattr(self, part)).update(state[part])
+        self.floor.value,self.audit.next = state['floor'],state['audit']
+        self.references.load_state_dict(state['references'])
+
+    def _restore(self, items):
+        with self.look(self.loss_func) as look: self.references.restore(look.loss, items)
+
+    # It is measured in another way
+    def leave(self): self.verdict.refuse(Elsewhere('its outputs are not there'))
+
+    # Is it known only now what micro-batches of this step counted?
+    def take_settled(self):
+        settled,self.references.settled = self.references.settled,False
+        return settled
+
+    # Why it cannot be called again
+    @property
+    def stuck(self): return self.verdict.stuck
 
     @property
     def is_sum(self):
@@ -259,7 +367,22 @@ class LossMeasure:
 
     @property
     def message(self): return self.verdict.message
-    def __str__(self): return str(self.verdict)
+    def __str__(self):
+        if self.is_sum: return 'nothing: it is a sum (measured)'
+        return str(self.verdict) if self.n or self.verdict.why else 'not looked at: each step was one micro-batch, which needs no weight'
+
+    # The fit ends
+    def end(self): self.verdict.waits = False
+
+    # What parts of a micro-batch divide by, in any unit; None for a sum
+    def weigh(self, parts):
+        if self.reference is None or self.verdict.why is not None: return [float(o.n) for o in parts]
+        if not self.reference.adds and self.is_sum: return None
+        with self.look(self.loss_func) as look:
+            self.reference.renew(look.loss)
+            return [_one(self.reference.measure(o)[0].adds) for o in parts]
+
+_own_state = 'n','n_steps','predicted','next','next_close','least','most'
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e48ee
 # In a look the loss leaves no trace: `loss` is one that may be called, `drawn` tells whether it has drawn random numbers
@@ -269,7 +392,20 @@ class Look:
         self.safe.__enter__()
         self.loss = _own_copy(self.loss_func)
         return self
-    def __exit__(self, *exc): self.safe.__exit__(*exc)
+
+    # Before all other looks, on two items: does it change what cannot be put back?
+    def try_out(self, items):
+        few = items.some(range(min(2, items.n)))
+        def call():
+            value,grads = loss_and_grads(_own_copy(self.loss_func), few)
+            return [value, *grads]
+        try: self.safe.try_out(call)
+        except Moved as e: raise Stuck(str(e)) from None
+
+    def __exit__(self, *exc):
+        self.safe.__exit__(*exc)
+        if self.safe.moved: raise Stuck(str(Moved(self.safe.moved)))
+
     @property
     def drawn(self): return self.safe.drawn
 
@@ -284,61 +420,81 @@ class Verdict:
         self.once = None                                       # how much of a sum comes once for each call
         self.changed = None                                    # how far steps may have been off since the last look
         self.draws = self.lost = False                         # random numbers? were items left out?
+        self.stuck = None                                      # why it cannot be called again
+        self.waits = False                                     # for how far it is off
+        self.when = ''                                         # where was it seen, if not at first?
+        self.was_known = False                                 # before that, what it divides by
+        self.of_means = False                                  # do items have the same gradients beside others, but for one factor?
         self.said = {}                                         # each is said once, with its first figure
 
     # It cannot be measured
     def refuse(self, error):
         self.why,self.elsewhere = str(error),isinstance(error, Elsewhere)
-        if isinstance(error, NotAMean): self.off = math.nan
+        if isinstance(error, NotAMean):
+            self.off = math.nan
+            self.waits = True
+            self.of_means = error.of_means
+        if isinstance(error, Stuck): self.stuck = str(error)
+
+    # What differs from what a mean would show: gradients, or only divisors?
+    def saw(self, by_gradients, by_divisors): self.of_means = by_divisors and not by_gradients
 
     @property
     def message(self):
-        found = self._found()
+        found = None if self.waits else self._found()
         return found and self.said.setdefault(found[0], found[0].format(name=self.name, **found[1]))
+
+    @property
+    def _how_far(self):
+        if self.off < math.inf: return f'its gradients are {self.off:.2%} off'
+        return self.why or 'its gradients are not finite'
 
     # (words, figures) of what is worst
     def _found(self):
         if self.elsewhere: return None                         # it is measured by its values
         if self.moves is not None and self.moves > 1e-4 and not self.draws: return changes_itself,dict(off=self.moves)
         if self.off is not None and self.draws: return not_measured,dict(why='it draws random numbers')
-        if self.off is not None: return no_mean,dict(how=self.why or f'its gradients are {self.off:.2%} off')
-        if self.why is not None: return not_measured,dict(why=self.why)
+        if self.off is not None: return function_of_mean if self.of_means else no_mean,dict(how=self._how_far, when=self.when)
+        if self.why is not None: return not_checked if self.was_known else not_measured,dict(why=self.why)
         if self.lost: return left_out,{}
         if self.once is not None: return once_per_call,dict(once=self.once)
-        if self.changed is not None: return has_changed,dict(off=self.changed)
+        if self.changed is not None: return has_changed,dict(off=self.changed, when=self.when)
 
     def __str__(self):
         if self.why is not None: return f'items (assumed: {self.why})'
         return 'measured at each micro-batch' + ('' if self.off is None else f'; not a mean: {self.off:.2%} off')
 
 changes_itself = (
-    "{name} changes itself at each call, and its gradients with it: by {off:.2%} from one call to the next. A big batch"
-    " calls it once in a step, accumulation once for each micro-batch. To be exact: change its state once a step, in a "
-    "callback's `after_step`, or load the whole batch, and pass micro_batch_size= with coupled=True, which calls it "
-    "once.")
+    "{name} changes itself at each call, and its gradients with it, by {off:.2%}, and accumulation calls it once "
+    "for each micro-batch. Change its state once a step, in a callback's `after_step`, or load the whole batch, and"
+    " pass micro_batch_size= with coupled=True, which calls it once.")
+function_of_mean = (
+    "{name} is a function of a mean{when}, as the root is (RMSE), and no mean itself: in micro-batches {how}. Load "
+    "the whole batch, and pass micro_batch_size= with coupled=True, which is exact.")
 no_mean = (
-    "{name} is not a mean over items, so its micro-batches do not add up to the batch: {how}. The loss compares items "
-    "with each other, chooses some of them, or adds means over different things. If it compares or chooses items: load "
-    "the whole batch, and pass micro_batch_size= with coupled=True, which computes one loss over all micro-batches. If "
-    "you know what it averages over: pass weight=, a function that returns it.")
+    "{name} is not a mean over items{when}, as it compares or chooses items, or adds means over different things: "
+    "in micro-batches {how}. Load the whole batch, and pass micro_batch_size= with coupled=True, or pass weight=, a"
+    " function that returns what it averages over.")
 not_measured = (
-    "What {name} averages over could not be measured ({why}). Its micro-batches are weighted by items: if it averages "
-    "over something else, pass weight=, a function that returns what it averaged over.")
+    "What {name} averages over could not be measured ({why}), and its micro-batches are weighted by items. If it "
+    "averages over something else, pass weight=, a function that returns what it averaged over.")
+not_checked = (
+    "{name} is no longer checked, as {why}. Its micro-batches are weighted by their targets, as measured so far: if"
+    " it comes to average over something else, pass weight=, a function that returns what it averaged over.")
 left_out = (
-    "{name} has no gradients for a micro-batch of the first steps in which nothing counts: its items are left out, "
-    "though they count beside those of other micro-batches. Divide by the number or 1, `.clamp(min=1)`: that is exact.")
+    "{name} has no gradients for a micro-batch in which nothing counts, so 100% of its items are left out, also "
+    "those that count beside the items of others. Divide by the number or 1, `.clamp(min=1)`, which is exact.")
 once_per_call = (
-    "{name}: {once:.2%} of it are a term that comes once for each call, such as a decay of the weights: with several "
-    "micro-batches in a step this term counts once for each. Move it into the optimizer (wd=) or into a callback's "
-    "`before_step`.")
+    "{name} is a sum, but {once:.2%} of it are a term that comes once for each call, such as a decay of the "
+    "weights, and so once for each micro-batch. Let the loss return a mean, in which such a term is exact, or move "
+    "it into the optimizer (wd=) or into a callback's `before_step`.")
 has_changed = (
-    "What {name} divides by has changed: steps since the last look may be up to {off:.2%} off. From here on each "
-    "micro-batch is measured.")
-
+    "What {name} divides by has changed{when}, and steps since the last look may be up to {off:.2%} off. From here "
+    "on each micro-batch is measured; to be exact throughout, pass check_loss='always', which looks at each micro-"
+    "batch.")
 undeclared_sum = (
-    "{name} is a sum, not a mean: its value grows with the items. The losses of micro-batches are added up, so with {n} loader batches in "
-    "a step the gradient is {n} times as large as that of a mean. If it is meant as a mean, it divides by a number that stays the same, "
-    "such as the loader's batch size: divide by the items that the loss gets. If it is meant as a sum, say so: "
+    "{name} is a sum, not a mean: with {n} loader batches in a step its gradient is {n} times as large as that of a"
+    " mean. If it is meant as a mean, divide by the items that the loss gets; if as a sum, write "
     "`loss_func.reduction = 'sum'`.")
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ead88
@@ -364,34 +520,55 @@ class Floor:
 # room: elements of outputs that are kept
 class Audit:
     room = 2**22
-    def __init__(self): self.next,self.kept,self.due = 0,[],True
+    def __init__(self, always=False):
+        self.always = always
+        self.next = 0
+        self.begin_step(0)
 
-    def begin_step(self, n_steps): self.kept,self.due = [],n_steps >= self.next
+    def begin_step(self, n_steps):
+        self.kept = []
+        self.due = self.always or n_steps >= self.next
+        self.is_thin = False                                   # are only some of the items kept?
+
     def end_step(self, n_steps): self.next = max(self.next, 2*n_steps) if self.due else self.next
 
     # From here on it may be another loss
     def renew(self, n_steps): self.next = n_steps
 
     def keep(self, counted, items):
-        if self.due: self.kept.append((counted, items))
+        if not self.due: return
+        self.kept.append((counted, items))
+        while len(self.kept) > 2 and sum(o.numel for _,o in self.kept) > self.room: self._thin_out()
+
+    # Half of the items of each micro-batch, at random; where each has a single one, half of the micro-batches
+    def _thin_out(self):
+        self.is_thin,draw = True,random.Random(len(self.kept))
+        if any(o.n > 1 for _,o in self.kept): self.kept = [(None, _half(o, draw)) for _,o in self.kept]
+        else: self.kept = draw.sample(self.kept, -(-len(self.kept)//2))
 
     # How far are the gradients of the step from those of the one loss of all its outputs, or of as many items as can be kept?
     def off(self, ref, extra):
         kept = self.kept
         if len(kept) < 2: return 0.
-        size = sum(items.numel for _,items in kept)
-        if size > self.room: kept = self._some(ref, self.room/size)
+        if self.is_thin: kept = [(ref.measure(o)[0], o) for _,o in kept]
         for _,items in kept: ref.meet(items)                   # now it is as wide as the widest
         wide = [ref.meet(items) for _,items in kept]
         _,whole = loss_and_grads(ref.f, wide[0].join(*wide[1:]))
         ours = [torch.cat(o) for o in zip(*(_as_wide(g, o) for g,o in zip(_accumulated(kept, ref, extra), wide)))]
-        return math.sqrt(float(square([o-w for o,w in zip(ours, whole)])/square(whole)))
+        return _distance(ours, whole)
 
-    # A few random items of each micro-batch, measured by themselves
-    def _some(self, ref, share):
-        draw = random.Random(self.next)
-        few = [items.some(sorted(draw.sample(range(items.n), max(1, int(items.n*share))))) for _,items in self.kept]
-        return [(ref.measure(o)[0], o) for o in few]
+    # The same for a loss that is no mean, if all micro-batches count by their items
+    def off_by_items(self, f):
+        parts = [items for _,items in self.kept]
+        if len(parts) == 1: parts = [*parts[0].groups(-(-parts[0].numel//2))]
+        if len(parts) < 2 or len({tuple(s[1:] for s in o.shapes) for o in parts}) > 1: return math.nan
+        n = sum(o.n for o in parts)
+        grads = [[g*(o.n/n) for g in loss_and_grads(f, o)[1]] for o in parts]
+        return _distance([torch.cat(o) for o in zip(*grads)], loss_and_grads(f, parts[0].join(*parts[1:]))[1])
+
+def _distance(ours, whole): return math.sqrt(float(square([o-w for o,w in zip(ours, whole)])/square(whole)))
+
+def _half(items, draw): return items.some(sorted(draw.sample(range(items.n), -(-items.n//2)))).alone()
 
 # Their gradients as they are accumulated
 def _accumulated(kept, ref, extra):
@@ -410,30 +587,42 @@ class Reference:
     def __init__(self, f, items, blocks=None, scale=1.):
         self.base,self.blocks,self.scale,self.padding = items,blocks or Blocks(),scale,None
         self.tol = 1e-8 if items.in_double else 2e-5
-        for times in 1,4,16,64,256:                            # copies lift it above a floor
+        self._begin(f, items)
+        times,most = 1,min(2**18//items.numel, 255)
+        while not (self.adds and self.on_a_line) and times <= most and (times > 1 or self._grows(most)):
+            times *= 4                                         # copies lift it above a floor
             self._begin(f, items.copies(times))
-            if self.adds and self.on_a_line or items.numel*times > 2**18: break
         if not self.adds and times > 1: self._begin(f, items)
         if not self.on_a_line:
-            raise NotAMean(f'beside copies of its items its divisor grows {_one(self.slope):.2f}, then {_one(self.then):.2f} times')
+            raise NotAMean(f'beside copies of its items its divisor grows {_one(self.slope):.2f}, then {_one(self.then):.2f} times', True)
 
     def _begin(self, f, items):
-        self.items = items
+        self.items,self.alone = items,None
         self.renew(f)
         self.then = (self.copies(4)-self.slope-1)/2
 
-    # The loss may be another one than in the step before, and numbers among the outputs are today's
-    def renew(self, f):
-        self.f = f
+    # Once a step: the loss may be another one, and numbers among the outputs are today's. If its gradients are as before, copies
+    # are looked at again only if `anew` says so
+    def renew(self, f, anew=True):
+        before,self.f = self.alone,f
         self.value,self.alone = loss_and_grads(f, self.items)
+        if anew or not all(map(torch.equal, before, self.alone)): self._look_at_copies()
+
+    def _look_at_copies(self):
         self.dead = self.blocks.dot(self.alone, self.alone) == 0                # columns in which nothing counts
         self.slope,self.tested = self.copies(2)-1,4
         once = 1-self.slope
-        self.extra = torch.where((once.abs() > self.tol) & ~self.dead, once, 0.)*self.scale
+        self.once = torch.where((once.abs() > self.tol) & ~self.dead, once, 0.)
+        # does it add to the divisor? A sum does not, nor do items that count nothing beside a floor
+        self.adds = bool(((self.slope > 10*self.tol) | self.dead).all() & ~self.dead.all())
 
-    # Does it add to the divisor? A sum does not, nor do items that count nothing beside a floor
+    # What each call adds once to the divisor
     @property
-    def adds(self): return bool(((self.slope > 10*self.tol) | self.dead).all() & ~self.dead.all())
+    def extra(self): return self.once*self.scale
+
+    # Does its divisor grow even beside as many copies as fit?
+    def _grows(self, most): return most > 1 and bool((self.copies(most) > 1+1e-4).any())
+
     @property
     def on_a_line(self): return bool((((self.slope-self.then).abs() < 10*self.tol*(1+self.slope)) | self.dead).all())
 
@@ -502,7 +691,7 @@ class Reference:
         adds = 1/a-1
         seen = own.isfinite() & (b.isfinite() | (beside == 0) & (self.blocks.by is not None))      # does its own loss have gradients?
         silent = ~seen & value.isfinite() & (beside > 0)       # its items count, but not in its own loss
-        divided = torch.where(seen, (b/a).nan_to_num(0., 0., 0.), adds + self.extra/self.scale)
+        divided = torch.where(seen, (b/a).nan_to_num(0., 0., 0.), adds + self.once)
         numerator = torch.where(_first(seen), _first(divided)*own, value*(1+_first(adds)) - self.value)
         once = torch.where(seen.all(), (value*(1+_first(adds)) - self.value - numerator).abs()/numerator.abs(), 0.)
         left = torch.where(seen.all(), left, 0.)
@@ -537,23 +726,51 @@ class References:
     room = 2**22
     def __init__(self, can_wait=False):
         self.can_wait,self.now,self.spare = can_wait,None,None
+        self.is_first = True
+        self.saved = None                                      # a `state_dict`, until the next items come
         self.lives = False                                     # has any item had a gradient?
         self.begin_step()
 
     def begin_step(self, plan=()):
-        self.plan,self.waiting = plan,[]
+        self.plan = plan
+        self.waiting = []
+        self.settled = False                                   # is it known now what was counted without it?
         self.fresh = False                                     # was the reference measured with the present loss?
         self.lost = False                                      # are items left out, since their own loss has no gradients?
+
+    # -- checkpoints
+    @property
+    def is_plain(self): return all(o is None or _is_plain((o.pred, o.yb, list(o.xb))) for o in (self.now and self.now.base, self.spare))
+
+    def state_dict(self):
+        ref = self.now
+        res = dict(lives=self.lives, spare=self.spare and self.spare.as_dict())
+        return res if ref is None else dict(res, base=ref.base.as_dict(), by=ref.blocks.by, scale=ref.scale, padding=ref.padding)
+
+    def load_state_dict(self, state):
+        self.lives = state['lives']
+        self.saved = state
+
+    # The loss is there, and items like those that were saved
+    def restore(self, f, items):
+        state,self.saved = self.saved,None
+        again = lambda d: d and items.like_dict(d)
+        self.spare = again(state['spare'])
+        if 'base' not in state: return
+        self.now = Reference(f, again(state['base']), Blocks(state['by']), state['scale'])
+        self.now.padding = state['padding']
 
     @property
     def why_none(self): return 'a few of its items have no gradients of their own' if self.lives else 'its gradients are zero'
 
-    # That of a sum adds nothing to the divisor, nor do items that count nothing beside a floor. Returns whether there is another one
-    def find(self, f, items, most):
+    # That of a sum adds nothing to the divisor, nor do items that count nothing beside a floor: `closely`, others are looked for.
+    # Returns whether there is another one. `anew`: see `Reference.renew`
+    def find(self, f, items, most, closely=True, anew=True):
         before = self.now
-        if not self.fresh and before is not None: self._renew(f)
+        if not self.fresh and before is not None: self._renew(f, items, anew)
         ref = self.now
-        if ref is not None and (ref.adds or not self._grows(f, items)): return ref is not before
+        if ref is None and not closely: return False
+        if ref is not None and (ref.adds or not closely or not grows(f, items, ref.blocks)): return ref is not before
         choice = Choice(f, items, self.plan, most)
         new = choice.reference() if ref is None else choice.reference([ref.blocks.by])
         self.lives = self.lives or choice.lives
@@ -562,11 +779,15 @@ class References:
         self._settle()
         return True
 
-    # Once a step: the loss may be another one now, or nothing may have counted in some columns so far
-    def _renew(self, f):
+    # Once a step: the loss may be another one now, or in another mode, for which these items are none; or nothing may have counted in some
+    # columns so far
+    def _renew(self, f, items, anew):
         ref,self.fresh = self.now,True
-        try: ref.renew(f)
-        except NoReference: self.now = None
+        try:
+            ref.renew(f, anew)
+            ref.meet(items)
+        except (Stuck, NotAMean): raise
+        except NotMeasured: self.now = self.spare = None
         else:
             if self.plan and bool(ref.dead.any()): self.now = None
             elif ref.base.n < Choice.few and self.spare is not None: self._grow(f)
@@ -581,17 +802,10 @@ class References:
     # By another one, in units of the first one of the fit
     def replace(self, f, new):
         old,self.now,self.fresh = self.now,new,True
+        self.is_first = old is None                            # is it the unit?
         if old is None: return
         new.padding = old.padding
         new.scale = old.scale/_one(new.measure(old.items)[0].divided_by)
-        new.renew(f)
-
-    # Does what the loss divides by grow with copies of these items?
-    def _grows(self, f, items):
-        items = items.first_of(2**16)
-        copies = items.copies(max(1, min(63, 2**18//items.numel)))
-        c,_ = self.now.blocks.shrink(loss_and_grads(f, items, copies)[1], loss_and_grads(f, items)[1])
-        return not bool((c > 1-1e-4).all())
 
     # What was counted without a reference that adds waits for one; a few items may be wanted to let it grow
     def keep(self, counted, items):
@@ -600,6 +814,7 @@ class References:
         if items.n <= Choice.few and ref is not None and ref.base.n < Choice.few: self.spare = items.alone()
 
     def _settle(self):
+        self.settled = True
         for c,items in self.waiting:
             now,_ = self.now.measure(items)
             c.adds = now.adds
@@ -613,11 +828,19 @@ class References:
         elif bool(square(now.seed) > 0): self.lost = True
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ea7b1
+# Does what the loss divides by grow with copies of these items?
+def grows(f, items, blocks):
+    items = items.first_of(2**16)
+    copies = items.copies(max(1, min(63, 2**18//items.numel)))
+    c,_ = blocks.shrink(loss_and_grads(f, items, copies)[1], loss_and_grads(f, items)[1])
+    return not bool((c > 1-1e-4).all())
+
 # Where reference items come from: a micro-batch, or the targets of others that are known already, beside its outputs
 class Choice:
     few = 4
     def __init__(self, f, items, plan, most):
-        self.f,self.items,self.plan,self.most = f,items,plan,most
+        self.f,self.items,self.most = f,items,most
+        self.plan = [o for o in plan if o.looks_like(items)]
         self.lives = False                                     # has any item a gradient?
 
     # The first with which no micro-batch changes the gradients of others: one divisor for all outputs, or for each, or for each column
@@ -645,8 +868,14 @@ class Choice:
                 try: new = Reference(self.f, pool.some(some).alone(), blocks)
                 except NoReference: continue
                 if new.adds: return new
+                if found is None and not self._grows(blocks): return new
                 found = found or new
         return found
+
+    # Does any of the targets that are known add to the divisor?
+    def _grows(self, blocks):
+        whole = self.items.join(*map(self.beside_targets, self.plan)) if self.plan else self.items
+        return any(grows(self.f, some, blocks) for some in whole.groups(2**16))
 
     def _alive(self, pool):
         grads = [g for g in loss_and_grads(self.f, pool)[1] if len(g)%pool.n == 0]
@@ -683,6 +912,15 @@ class Items:
         or_own = lambda o, own: own if o is None else o
         return Items(or_own(pred, self.pred), or_own(yb, self.yb), n or self.n, or_own(xb, self.xb), self.shown)
 
+    # For checkpoints
+    def as_dict(self): return dict(pred=self.pred, yb=self.yb, n=self.n, xb=list(self.xb))
+
+    # Others, on the device of these
+    def like_dict(self, d):
+        device = float_tensors(self.pred)[0].device
+        pred,yb,xb = tree_map(lambda o: o.to(device) if isinstance(o, Tensor) else o, (d['pred'], tuple(d['yb']), d['xb']))
+        return Items(pred, yb, d['n'], xb, self.shown)
+
     def _map(self, f, *others):
         parts = self,*others
         return (tree_map(f, *(o.pred for o in parts), is_leaf=partial(_has_objects, self.n)),
@@ -718,6 +956,13 @@ class Items:
         leaves = tree_leaves(self.pred, is_leaf=partial(_has_objects, self.n)) + tree_leaves(self.yb, is_leaf=partial(_is_by_item, self.n))
         return [t for t in leaves if isinstance(t, Tensor) and t.dim()]
 
+    # Have targets and inputs of its items the same shapes?
+    def looks_like(self, other): return self._of_data == other._of_data
+    @property
+    def _of_data(self):
+        xs = self.xb if isinstance(self.xb, tuple) else ()
+        return self.put(pred=()).shapes,[t.shape[1:] for t in xs if isinstance(t, Tensor)]
+
     # With these shapes: places that are new get `value` as target
     def widen(self, shapes, value):
         if shapes == self.shapes: return self
@@ -742,6 +987,24 @@ class _Lazy:
     def __init__(self, get, n): self.get,self.n = get,n
     def __len__(self): return self.n
     def __getitem__(self, i): return self.get(range(self.n)[i])
+
+def _is_plain(o):
+    if isinstance(o, (list,tuple)): return type(o) in (list,tuple) and all(map(_is_plain, o))
+    if isinstance(o, dict): return type(o) is dict and all(map(_is_plain, o.values()))
+    return isinstance(o, (Tensor,int,float,str,type(None)))
+
+# A structure as it is now: only tensors, items and what belongs to others are shared
+def as_now(o, copies=None):
+    copies = {} if copies is None else copies
+    now = lambda v: as_now(v, copies)
+    if id(o) in copies: return copies[id(o)]
+    if type(o) is tuple: return tuple(map(now, o))
+    if type(o) in (list,dict) or type(o).__module__ == __name__ and not isinstance(o, (Items,_Lazy)):
+        res = copies[id(o)] = copy(o)
+        if type(o) is list: res[:] = map(now, o)
+        else: (res if type(o) is dict else vars(res)).update({k: now(v) for k,v in (o if type(o) is dict else vars(o)).items()})
+        return res
+    return o
 
 def _detached(o): return o.detach() if isinstance(o, Tensor) else o
 def float_tensors(pred): return [t for t in tree_leaves(pred) if _has_grad(t)]
@@ -775,9 +1038,13 @@ def _narrowed(t, n, shape):
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e7c4a
 class NotMeasured(ValueError): pass                    # the loss raises an error on other items, or returns what is no loss
+class Stuck(NotMeasured): pass                         # each call changes what cannot be put back
 class Elsewhere(NotMeasured): pass                     # it does not depend on the outputs: the model computes it
 class NoReference(NotMeasured): pass                   # no item has a finite gradient
-class NotAMean(NotMeasured): pass                      # gradients beside other items are other ones, or divisors do not add up
+class NotAMean(NotMeasured):                           # gradients beside other items are other ones, or divisors do not add up
+    def __init__(self, why, of_means=False):
+        super().__init__(why)
+        self.of_means = of_means
 
 # Value of the loss, and its gradients with respect to the outputs of `items`, in float32 at least. `beside`: items that stand after them
 def loss_and_grads(f, items, *beside):
@@ -788,11 +1055,15 @@ def loss_and_grads(f, items, *beside):
     rest = items.put(pred=()).join(*(o.put(pred=()) for o in beside))           # copies: the loss may change them
     shown = nullcontext() if rest.shown is None else rest.shown(rest.xb, rest.yb)
     with torch.enable_grad(), torch.autocast(wanted[0].device.type, enabled=False), shown:
-        args = [_joined(*os) if t is None else torch.cat([t, *map(_exact, os[1:])]) for t,os in zip(own, columns)]
+        args = [_alone(_joined(*os)) if t is None else torch.cat([t, *map(_exact, os[1:])]) for t,os in zip(own, columns)]
         pred = tree_unflatten(args, tree_flatten(items.pred, is_leaf=partial(_has_objects, items.n))[1])
         loss,grads = _call(f, pred, tree_map(_exact, rest.yb), wanted)
-    if loss.grad_fn is not None and all(g is None for g in grads): raise Elsewhere('it does not depend on the outputs')
+    computed = loss.grad_fn is not None or any(loss is o for o in args)
+    if computed and all(g is None for g in grads): raise Elsewhere('it does not depend on the outputs')
     return loss.detach().sum(),[torch.zeros_like(t) if g is None else g.as_subclass(Tensor) for t,g in zip(wanted, grads)]
+
+# A number among the outputs, as a loss that the model has computed
+def _alone(o): return o.detach().requires_grad_() if isinstance(o, Tensor) and o.is_floating_point() and not o.dim() else o
 
 def _has_grad(o): return isinstance(o, Tensor) and o.dim() > 0 and o.is_floating_point()
 
