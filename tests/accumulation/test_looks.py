@@ -81,6 +81,16 @@ def test_sum():
     assert torch.equal(ours, whole)
     with pytest.warns(UserWarning, match='is a sum, not a mean'): fit(learner(undeclared_sum, 16, GradientAccumulation(32)))
 
+def test_sum_is_told_once_for_each_loss():
+    "Not once for each callback, nor once for each fit"
+    def another_sum(pred, y): return undeclared_sum(pred, y)/2
+    learn = learner(undeclared_sum, 16, GradientAccumulation(32))
+    with pytest.warns(FastaccumWarning, match='is a sum, not a mean') as told:
+        for loss in (undeclared_sum, undeclared_sum, another_sum, undeclared_sum, another_sum):
+            learn.loss_func = loss
+            fit(learn, 1)
+    assert [str(w.message).split()[0] for w in told if w.category is FastaccumWarning] == ['undeclared_sum','another_sum']
+
 def test_first_step_of_two():
     "The first look comes with it; the steps before need no weight"
     rules = []

@@ -13,10 +13,15 @@ from .witness import Witness
 # %% ../../../nbs/api/accumulation/witnesses/12_sums.ipynb #45c8d796
 class UndeclaredSum(Witness):
     page = 'troubleshooting.html#the-loss-is-off'
-    about = 'sum'
     looks_at_whole = True
 
     def new_rule(self): self.due = self.cb.rule.probed and self.cb.rule.is_sum
+
+    # Each loss is told once. One that callbacks make is another object in each fit
+    @property
+    def about(self):
+        replaced = self.cb.facts.replaced
+        return f'sum of {id(self.learn.loss_func)} {None if replaced is None else replaced.__name__}'
 
     def after_batch(self, batch):
         cb = self.cb
