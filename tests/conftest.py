@@ -5,6 +5,7 @@ from pathlib import Path
 import matplotlib, pytest, torch
 import devices
 from fastaccum.core import FastaccumWarning
+from fastaccum.precision.callback import AMPMode, can_compute_in
 matplotlib.use('Agg')
 torch.set_num_threads(1)
 sys.path += [str(f) for f in Path(__file__).parent.iterdir() if f.is_dir()]   # some tests use what is defined in another folder's
@@ -42,6 +43,10 @@ def device(request):
     if why := devices.cannot(name, request.node.originalname): pytest.skip(f'{name}: {why}')
     yield devices.use(name)
     devices.use(devices.names[0])
+
+def pytest_runtest_setup(item):
+    "Looked at here: a file of tests that computes gradients while it is imported could not be forked for `make mutants`"
+    if item.get_closest_marker('fp16') and not can_compute_in('cpu', AMPMode.FP16): pytest.skip('this CPU cannot compute in fp16')
 
 def pytest_generate_tests(metafunc):
     names = devices.names[:1] if 'QUICK' in os.environ else devices.names

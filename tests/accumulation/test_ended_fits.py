@@ -5,7 +5,7 @@ from test_microbatch import data
 import torch.distributed as dist
 from fastaccum.accumulation.callback import GradientAccumulationSchedule
 from fastaccum.parallel import DataParallel, launch
-from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.precision.callback import MixedPrecision
 
 class Boom(Exception): pass
 ce = nn.CrossEntropyLoss
@@ -37,7 +37,6 @@ ways = {'loader batches': (8, dict(accum_bs=32)), 'split': (16, dict(accum_bs=32
         'coupled': (16, dict(micro_batch_size=5, coupled=True)),
         'drop': (8, dict(accum_bs=30, remainder='drop')), 'carry': (8, dict(accum_bs=30, remainder='carry')),
         'on the host': (8, dict(accum_bs=32, grad_device='cpu')), 'fp16': (8, dict(accum_bs=32))}
-no_fp16 = pytest.mark.skipif(not can_compute_in('cpu', AMPMode.FP16), reason='no fp16 here')
 
 def ended(where, ex, bs, cbs, **kwargs):
     "A Learner whose fit ended there, in its third forward pass or loader batch"
@@ -54,7 +53,7 @@ def is_clear(learn): return all(p.grad is None or not p.grad.any() for p in lear
 
 @pytest.mark.filterwarnings('ignore:What BreaksLoss averages over could not be measured .CancelFitException')
 @pytest.mark.parametrize('ex', [Boom('boom'), KeyboardInterrupt(), CancelFitException()], ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize('way', [pytest.param(w, marks=[no_fp16]*(w == 'fp16')) for w in ways])
+@pytest.mark.parametrize('way', [pytest.param(w, marks=[pytest.mark.fp16]*(w == 'fp16')) for w in ways])
 @pytest.mark.parametrize('where', places)
 def test_no_gradient_is_left(where, way, ex):
     bs,acc = ways[way]

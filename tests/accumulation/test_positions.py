@@ -5,7 +5,7 @@ from reference import *
 from fastai.callback.schedule import ParamScheduler, SchedCos, SchedLin, combine_scheds
 from fastaccum.core import FastaccumWarning
 from fastaccum.checkpoint.callback import CheckpointFolder, TrainingCheckpoint
-from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.precision.callback import MixedPrecision
 
 torch.manual_seed(0)
 def items(n): return Data(torch.randn(n, 6), torch.randn(n, 4).tanh())
@@ -111,7 +111,7 @@ def test_lr_find():
         lrs.append(learn.recorder.lrs)
     assert lrs[0] == pytest.approx(lrs[1], rel=1e-9)
 
-@pytest.mark.skipif(not can_compute_in('cpu', AMPMode.FP16), reason='no fp16 here')
+@pytest.mark.fp16
 def test_skipped_steps_move():
     "A step that fp16 skips moves the schedule, as in fastai"
     inf = On('after_loss', lambda l: setattr(l, 'loss_grad', l.loss_grad*float('inf')), [5])

@@ -6,7 +6,7 @@ from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.core.microbatch import *
 from fastaccum.batch_size.noise import AdaptiveGradientAccumulation, GradientNoiseScale, fieller, noise_and_signal
-from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.precision.callback import MixedPrecision
 from fastaccum.logs.steps import StepLogger
 import fastaccum.accumulation.callback
 
@@ -100,7 +100,7 @@ def test_clipping_does_not_matter():
     plain = make('elements', GradientAccumulation(32), GradientNoiseScale()); plain.fit(1, 0.)
     assert measured(learn)==measured(plain)
 
-@pytest.mark.skipif(not can_compute_in('cpu', AMPMode.FP16), reason='this CPU cannot compute in fp16')
+@pytest.mark.fp16
 def test_loss_scale_does_not_matter():
     "Any scale gives the same; steps that overflow do not count"
     runs = []

@@ -4,7 +4,7 @@ from reference import *
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.loop.batch_loop import LoopCallback
-from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.precision.callback import MixedPrecision
 from fastaccum.batch_size.rates import *
 from fastaccum.logs.steps import StepLogger
 
@@ -113,7 +113,7 @@ def test_others_that_set_the_rate():
     learn.fit(1, 1e-2)
     assert [s[0][0] for s in learn.used.steps]==pytest.approx([6e-3]*2)
 
-@pytest.mark.skipif(not can_compute_in('cpu', AMPMode.FP16), reason='this CPU cannot compute in fp16')
+@pytest.mark.fp16
 def test_skipped_steps():
     learn = scaled(GradientAccumulation(32), MixedPrecision('fp16', init_scale=2.**60, max_scale=2.**60), StepLogger(), Used())
     learn.fit(8, 1e-2)

@@ -11,7 +11,7 @@ from reference import *
 from fastaccum.checkpoint.callback import *
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.core.memory import StorageFollower
-from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.precision.callback import MixedPrecision
 
 torch.manual_seed(0)
 x = torch.randn(61, 6)
@@ -71,7 +71,7 @@ class Branches(nn.Module):
     def forward(self, x): return self.heads[int(x.sum() > 2.5)](x)
 
 fp16 = pytest.param(dict(cbs=lambda: [MixedPrecision(init_scale=2.**10, growth_interval=5)]), id='fp16',
-                    marks=pytest.mark.skipif(not can_compute_in('cpu', AMPMode.FP16), reason='no fp16 here'))
+                    marks=pytest.mark.fp16)
 cases = [fp16, *(pytest.param(v, id=k) for k,v in dict(
     plain=dict(),
     accumulation=dict(cbs=lambda: [GradientAccumulation(24)]),

@@ -6,7 +6,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 from fastai.callback.tensorboard import TensorBoardCallback
 from reference import *
-from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in  # after fastai's of the same names
+from fastaccum.precision.callback import MixedPrecision  # after fastai's of the same names
 from fastaccum.logs.steps import StepLogger, StepTable, grad_norm, of_step, to_host
 
 torch.manual_seed(0)
@@ -15,7 +15,7 @@ BASE = ['step', 'fit', 'epoch', *(v.name for v in of_step if v.name != 'skipped'
 
 def rows(learn): return learn.step_logger.to_df()
 def close(a, b, tol=1e-6): np.testing.assert_allclose(np.asarray(a, float), np.asarray(b, float), rtol=tol, atol=tol)
-fp16 = pytest.mark.skipif(not can_compute_in('cpu', AMPMode.FP16), reason='this CPU cannot compute in fp16')
+fp16 = pytest.mark.fp16
 
 def test_rows():
     "The accumulated loss, the items, and the learning rate of every step, as the reference has them"

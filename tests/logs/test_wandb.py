@@ -5,7 +5,7 @@ from fastai.tabular.all import TabularDataLoaders, TabularModel, Categorify, Nor
 from fastai.text.all import BaseTokenizer, TextBlock
 import fastai.vision.all as vision
 from reference import *
-from fastaccum.precision.callback import AMPMode, MixedPrecision, can_compute_in
+from fastaccum.precision.callback import MixedPrecision
 from fastaccum.logs.steps import StepLogger
 from fastaccum.wandb import WandbCallback, offline_history
 from fastaccum.logs.wandb import histogram, offline_records
@@ -170,7 +170,7 @@ def test_training_is_the_same():
     with Run(): logged = run(GradientAccumulation(16), WandbCallback(log='all', log_preds_every_epoch=True))
     assert torch.equal(plain, logged)
 
-@pytest.mark.skipif(not can_compute_in('cpu', AMPMode.FP16), reason='this CPU cannot compute in fp16')
+@pytest.mark.fp16
 def test_mixed_precision():
     overflow = Callback(); overflow.order = 7
     def before_backward():
