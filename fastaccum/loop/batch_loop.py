@@ -39,7 +39,8 @@ class BatchLoop:
         self.in_fit = False
         self.busy = False
         self.nested = False
-        self.own_one_batch,self.reached = None,False  # the Learner's own `one_batch`, if it has one; has it come to the loop?
+        self.own_one_batch = None                     # the Learner's own, if it has one
+        self.reached = False                          # has that come to the loop?
         self.plan = None                              # how `learn.pct_train` moves in this epoch; None: with each loader batch
         self.every_batch = EveryBatch(self)
         self.as_it_is = AsItIs(self)
@@ -80,121 +81,10 @@ class BatchLoop:
         self.now.got_row()
         if self.now.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
 
-    def begin_epoch(self):
-        "Look up what stays the same in an epoch and is slow to find out"
-        learn = self.learn
-        if loop_of(learn) is self: check_own_loop(learn)
-        self.events.renew()                           # `order` or methods may have changed in the same list
-        own = own_method(learn, 'one_batch')
-        self.own_one_batch = None if own is None else methods_of(learn).theirs('one_batch')
-        self.device = next((p.device for p in learn.model.parameters()), None)
-        self.n_inp = getattr(learn.dls, 'n_inp', None) if own_method(learn, '_split') is None else None
-        self.stock_backward = own_method(learn, '_backward') is None
-        self.plan = self.accumulation.epoch_plan() if learn.training and self.device is not None else None
-        if self.plan is not None and self.plan.start is not None: learn.pct_train = self.plan.start
-        # no tensor is there: it is always called
-        if own_method(learn, '_set_device') is not None: self.device = torch.device('meta')
-
-    # By the `one_batch` of a subclass or of another library, which comes back to `batch_of_learner`
-    def _own_batch(self, i, b):
-        self.own_one_batch(i, b)
-        if self.reached: return
-        raise TypeError(f"{type(self.learn).__name__} has a one_batch of its own that did not call `self._with_events(self._do_one_batch, "
-                        "'batch', CancelBatchException)`, where fastaccum's batch loop begins: call it there, or train this Learner "
-                        "without fastaccum's callbacks.")
-
-    # In the place of `learn._with_events(f, 'batch', CancelBatchException)`
-    def batch_of_learner(self, f):
-        learn = self.learn
-        if f != learn._do_one_batch or self.reached:
-            raise TypeError(f"{type(learn).__name__} calls `_with_events(f, 'batch', ...)` with a function of its own, or twice for a "
-                            "loader batch: with fastaccum's callbacks it may be called once, with `self._do_one_batch`.")
-        if self.busy:
-            self.reached = True
-            return self.around(self._batch, 'batch', CancelBatchException)
-        self._begin(learn.iter)                       # `all_batches` of its own
-        try: self.around(self._batch, 'batch', CancelBatchException)
-        finally: self.busy = False
-        self._end()
-
     def _batch(self):
         if not self.learn.training or not len(self.learn.yb): return self.forward()
         loss = self.accumulation.train_batch()
         if loss is not None: self.step(loss)
-
-    def forget_plan(self): self.plan = None
-
-    def forward(self,
-        predict=None # `predict(call, model, *xb)`: the prediction, where `call(model, *xb)` computes in the right precision. Default: call
-    ):
-        "Compute prediction and loss of `learn.xb` and `learn.yb`"
-        learn,call = self.learn,self.precision.predict
-        table = self.events.table                     # it is up to date: `precision` has asked for it
-        if predict is None and not learn.training: predict = self.accumulation.predict
-        learn.pred = call(learn.model, *learn.xb) if predict is None else predict(call, learn.model, *learn.xb)
-        self.now.went_through()
-        if table['after_pred']: self.fire('after_pred')
-        if len(learn.yb):
-            try: learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-            except Exception:
-                self.now.lost()
-                raise
-            # a callback may change loss_grad in place, or compute a new one from `loss`
-            if learn.loss_grad.dim():
-                self.now.keep_losses(learn.loss_grad)
-                learn.loss_grad = learn.loss_grad.clone()
-            learn.loss = learn.loss_grad.clone() if table['after_loss'] or table['before_backward'] else learn.loss_grad.detach()
-        if table['after_loss'] and not (learn.training and len(learn.yb)): self.fire('after_loss')
-        elif table['after_loss']:
-            made,version = learn.loss_grad,learn.loss_grad._version
-            self.fire('after_loss')
-            if learn.loss_grad is not made or made._version != version: self.now.was_changed(how_changed(made, learn.loss_grad))
-
-    # -- the step
-    def step(self,
-        loss:Tensor # The accumulated loss; the gradients are those of the accumulated batch
-    ):
-        "Take one optimizer step"
-        now,self.step_loss = self.now,loss
-        now.begin_step()
-        try:
-            self.around(self._attempt, 'step', CancelStepException)
-            now.close()
-        finally:
-            if not now.attempted: self.precision.undo_step()
-            if not now.closed: self.accumulation.reopen()     # cancelled before the attempt: the accumulated batch continues
-            else:
-                self.learn.opt.zero_grad()
-                is_of_step = self.accumulation.log_accum_batch
-                now.owe_row(self.learn.loss if is_of_step else now.batch_loss)
-                if is_of_step: self.learn.loss = loss
-
-    def _attempt(self):
-        self.now.attempt()
-        try: self.now.took_step(self.precision.opt_step())
-        except (RuntimeError, MemoryError) as e:
-            if not is_out_of_memory(e): raise
-            why = str(e)
-        else: return
-        raise step_too_big(why)   # outside `except`: the traceback would keep the step's tensors alive
-
-    def extra_step(self):
-        "A step without a batch of its own, at the end of an epoch; its row is given here. If cancelled, the accumulated batch continues"
-        self.busy = True                              # a validation in an event of this step is inside the epoch
-        try: self.step(self.accumulation.close())
-        except (CancelBatchException, CancelTrainException, CancelEpochException): pass
-        finally: self.busy = False
-        if self.now.row_due: self.rows.give()
-
-    def read(self,
-        flag:Tensor # One element, on the device
-    ) -> float:
-        "Read a number of the step. The host waits for it anyway, so the same transfer also copies the loss of the row that is due"
-        if not self.table['recorded']: return flag.item()
-        loss = self.step_loss if self.rows.one_a_step() else self.learn.loss
-        flag,value = torch.stack([flag.float(), loss.detach().mean().float().to(flag.device)]).tolist()
-        self.now.note_on_host(loss, value)
-        return flag
 
     # -- who takes part
     @property
@@ -225,89 +115,202 @@ class BatchLoop:
         "Did the last batch end an accumulated batch?"
         return self.now.closed
 
-    def fire(self,
-        event:str # For example 'after_pred'
-    ):
-        "The same as `learn(event)`. The call can be left out if the table has no method for the event"
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #4c827032
+@patch
+def begin_epoch(self:BatchLoop):
+    "Look up what stays the same in an epoch and is slow to find out"
+    learn = self.learn
+    if loop_of(learn) is self: check_own_loop(learn)
+    self.events.renew()                           # `order` or methods may have changed in the same list
+    own = own_method(learn, 'one_batch')
+    self.own_one_batch = None if own is None else methods_of(learn).theirs('one_batch')
+    self.device = next((p.device for p in learn.model.parameters()), None)
+    self.n_inp = getattr(learn.dls, 'n_inp', None) if own_method(learn, '_split') is None else None
+    self.stock_backward = own_method(learn, '_backward') is None
+    self.plan = self.accumulation.epoch_plan() if learn.training and self.device is not None else None
+    if self.plan is not None and self.plan.start is not None: learn.pct_train = self.plan.start
+    # no tensor is there: it is always called
+    if own_method(learn, '_set_device') is not None: self.device = torch.device('meta')
+
+@patch
+def forget_plan(self:BatchLoop): self.plan = None
+
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #56d520dd
+@patch
+def fire(self:BatchLoop,
+    event:str # For example 'after_pred'
+):
+    "The same as `learn(event)`. The call can be left out if the table has no method for the event"
+    learn = self.learn
+    if learn.training:
+        for cb,f,always,own,condition in self.table[event]:
+            if own or cb.run and (always or cb.run_train):
+                try:
+                    if condition is None or condition(): f()
+                except cancels: raise
+                except Exception as e:
+                    if own: raise
+                    raise with_context(e, cb, event)
+    elif event != 'after_batch' or self.table['accumulation'] is None: learn(event)
+    else:   # skip those that would repeat the last row in validation, or fail if there is no row
+        for cb in learn.cbs.sorted('order'):
+            if cb not in self.table['mute_in_validation']: cb(event)
+    if self.events.cbs != learn.cbs.items: self.events.renew()   # somebody may have added a callback, or removed one
+
+@patch
+def around(self:BatchLoop,
+    f,        # Function to call between the events
+    name:str, # 'batch', 'backward' or 'step'
+    ex        # Exception that cancels this phase
+):
+    "The same as `Learner._with_events`"
+    table = self.table
+    try:
+        if table[f'before_{name}']: self.fire(f'before_{name}')
+        f()
+    except ex: self.fire(f'after_cancel_{name}')
+    if table[f'after_{name}']: self.fire(f'after_{name}')
+
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #a12332ef
+# For `EventTable`: fastai's own callbacks that the loop serves faster, and those that `rows` serves
+@patch
+def _condition(self:BatchLoop, cb, event):
+    if event == 'before_batch' and type(cb) is CastToTensor:
         learn = self.learn
-        if learn.training:
-            for cb,f,always,own,condition in self.table[event]:
-                if own or cb.run and (always or cb.run_train):
-                    try:
-                        if condition is None or condition(): f()
-                    except cancels: raise
-                    except Exception as e:
-                        if own: raise
-                        raise with_context(e, cb, event)
-        elif event != 'after_batch' or self.table['accumulation'] is None: learn(event)
-        else:   # skip those that would repeat the last row in validation, or fail if there is no row
-            for cb in learn.cbs.sorted('order'):
-                if cb not in self.table['mute_in_validation']: cb(event)
-        if self.events.cbs != learn.cbs.items: self.events.renew()   # somebody may have added a callback, or removed one
+        return lambda: {*map(type, (*learn.xb, *learn.yb))} != {Tensor}
+    f = getattr(getattr(cb, event, None), '__func__', None)
+    if event == 'after_batch' and f is TrainEvalCallback.after_batch: return self._advance
+    return self.rows.condition(cb, event)
 
-    def around(self,
-        f,        # Function to call between the events
-        name:str, # 'batch', 'backward' or 'step'
-        ex        # Exception that cancels this phase
-    ):
-        "The same as `Learner._with_events`"
-        table = self.table
-        try:
-            if table[f'before_{name}']: self.fire(f'before_{name}')
-            f()
-        except ex: self.fire(f'after_cancel_{name}')
-        if table[f'after_{name}']: self.fire(f'after_{name}')
+# The work of `TrainEvalCallback.after_batch` without its slow attribute look-ups. The position moves as in the big
+# batch's run, if that is known. False, so that it is not called again
+@patch
+def _advance(self:BatchLoop):
+    learn,plan = self.learn,self.plan
+    learn.train_iter += 1
+    i,n = learn.iter,learn.n_iter
+    if plan is None: learn.pct_train += 1./(n*learn.n_epoch)
+    elif i < len(plan.marks) and plan.marks[i] & 1 == self.now.closed: learn.pct_train += plan.share*(plan.marks[i] >> 1)
+    else: self.plan,learn.pct_train = None,(learn.epoch + (i+1)/n)/learn.n_epoch    # other steps than planned
+    return False
 
-    # For `EventTable`: fastai's own callbacks that the loop serves faster, and those that `rows` serves
-    def _condition(self, cb, event):
-        if event == 'before_batch' and type(cb) is CastToTensor:
-            learn = self.learn
-            return lambda: {*map(type, (*learn.xb, *learn.yb))} != {Tensor}
-        f = getattr(getattr(cb, event, None), '__func__', None)
-        if event == 'after_batch' and f is TrainEvalCallback.after_batch: return self._advance
-        return self.rows.condition(cb, event)
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #e8347357
+@patch
+def forward(self:BatchLoop,
+    predict=None # `predict(call, model, *xb)`: the prediction, where `call(model, *xb)` computes in the right precision. Default: call
+):
+    "Compute prediction and loss of `learn.xb` and `learn.yb`"
+    learn,call = self.learn,self.precision.predict
+    table = self.events.table                     # it is up to date: `precision` has asked for it
+    if predict is None and not learn.training: predict = self.accumulation.predict
+    learn.pred = call(learn.model, *learn.xb) if predict is None else predict(call, learn.model, *learn.xb)
+    self.now.went_through()
+    if table['after_pred']: self.fire('after_pred')
+    if len(learn.yb):
+        try: learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+        except Exception:
+            self.now.lost()
+            raise
+        # a callback may change loss_grad in place, or compute a new one from `loss`
+        if learn.loss_grad.dim():
+            self.now.keep_losses(learn.loss_grad)
+            learn.loss_grad = learn.loss_grad.clone()
+        learn.loss = learn.loss_grad.clone() if table['after_loss'] or table['before_backward'] else learn.loss_grad.detach()
+    if table['after_loss'] and not (learn.training and len(learn.yb)): self.fire('after_loss')
+    elif table['after_loss']:
+        made,version = learn.loss_grad,learn.loss_grad._version
+        self.fire('after_loss')
+        if learn.loss_grad is not made or made._version != version: self.now.was_changed(how_changed(made, learn.loss_grad))
 
-    # The work of `TrainEvalCallback.after_batch` without its slow attribute look-ups. The position moves as in the big
-    # batch's run, if that is known. False, so that it is not called again
-    def _advance(self):
-        learn,plan = self.learn,self.plan
-        learn.train_iter += 1
-        i,n = learn.iter,learn.n_iter
-        if plan is None: learn.pct_train += 1./(n*learn.n_epoch)
-        elif i < len(plan.marks) and plan.marks[i] & 1 == self.now.closed: learn.pct_train += plan.share*(plan.marks[i] >> 1)
-        else: self.plan,learn.pct_train = None,(learn.epoch + (i+1)/n)/learn.n_epoch    # other steps than planned
-        return False
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #84037ee2
+@patch
+def step(self:BatchLoop,
+    loss:Tensor # The accumulated loss; the gradients are those of the accumulated batch
+):
+    "Take one optimizer step"
+    now,self.step_loss = self.now,loss
+    now.begin_step()
+    try:
+        self.around(self._attempt, 'step', CancelStepException)
+        now.close()
+    finally:
+        if not now.attempted: self.precision.undo_step()
+        if not now.closed: self.accumulation.reopen()     # cancelled before the attempt: the accumulated batch continues
+        else:
+            self.learn.opt.zero_grad()
+            is_of_step = self.accumulation.log_accum_batch
+            now.owe_row(self.learn.loss if is_of_step else now.batch_loss)
+            if is_of_step: self.learn.loss = loss
 
-    # -- a fit, and a validation in the middle of it
-    @contextmanager
-    def fit(self):
-        "Context of a fit. However it ends, the callbacks are tidied"
-        warn_of_fastais(self.learn)
-        self.rows.begin()
-        self.in_fit = True
-        try: yield
-        finally:
-            self.in_fit = False
-            for cb in [*self.learn.cbs]:
-                if takes_loop(cb): cb.tidy()
+@patch
+def _attempt(self:BatchLoop):
+    self.now.attempt()
+    try: self.now.took_step(self.precision.opt_step())
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(e): raise
+        why = str(e)
+    else: return
+    raise step_too_big(why)   # outside `except`: the traceback would keep the step's tensors alive
 
-    @contextmanager
-    def undisturbed(self):
-        "Context in which the `Learner` may validate; afterwards the fit continues where it was"
-        if self.nested: yield; return
-        learn = self.learn
-        records = [o for cb in learn.cbs if isinstance(cb, Recorder) for o in (cb, cb.smooth_loss, *cb.metrics)]
-        before = [(o.__dict__, dict(o.__dict__)) for o in (self, *records)]
-        before.append((learn.__dict__, {k: v for k,v in learn.__dict__.items() if k in _place}))
-        modes,random_state = [(m, m.training) for m in learn.model.modules()],RandomState(device_of(learn.model))
-        self.nested = True
-        try: yield
-        finally:
-            for now,then in before: now.update(then)
-            for m,training in modes: m.training = training
-            random_state.restore()
+@patch
+def extra_step(self:BatchLoop):
+    "A step without a batch of its own, at the end of an epoch; its row is given here. If cancelled, the accumulated batch continues"
+    self.busy = True                              # a validation in an event of this step is inside the epoch
+    try: self.step(self.accumulation.close())
+    except (CancelBatchException, CancelTrainException, CancelEpochException): pass
+    finally: self.busy = False
+    if self.now.row_due: self.rows.give()
 
-_place = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','dl','training','xb','yb','pred','loss','loss_grad','smooth_loss'
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #34b041fb
+# By the `one_batch` of a subclass or of another library, which comes back to `batch_of_learner`
+@patch
+def _own_batch(self:BatchLoop, i, b):
+    self.own_one_batch(i, b)
+    if self.reached: return
+    raise TypeError(f"{type(self.learn).__name__} has a one_batch of its own that did not call `self._with_events(self._do_one_batch, "
+                    "'batch', CancelBatchException)`, where fastaccum's batch loop begins: call it there, or train this Learner "
+                    "without fastaccum's callbacks.")
+
+# In the place of `learn._with_events(f, 'batch', CancelBatchException)`
+@patch
+def batch_of_learner(self:BatchLoop, f):
+    learn = self.learn
+    if f != learn._do_one_batch or self.reached:
+        raise TypeError(f"{type(learn).__name__} calls `_with_events(f, 'batch', ...)` with a function of its own, or twice for a "
+                        "loader batch: with fastaccum's callbacks it may be called once, with `self._do_one_batch`.")
+    if self.busy:
+        self.reached = True
+        return self.around(self._batch, 'batch', CancelBatchException)
+    self._begin(learn.iter)                       # `all_batches` of its own
+    try: self.around(self._batch, 'batch', CancelBatchException)
+    finally: self.busy = False
+    self._end()
+
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #2f456e5d
+@patch
+def read(self:BatchLoop,
+    flag:Tensor # One element, on the device
+) -> float:
+    "Read a number of the step. The host waits for it anyway, so the same transfer also copies the loss of the row that is due"
+    if not self.table['recorded']: return flag.item()
+    loss = self.step_loss if self.rows.one_a_step() else self.learn.loss
+    flag,value = torch.stack([flag.float(), loss.detach().mean().float().to(flag.device)]).tolist()
+    self.now.note_on_host(loss, value)
+    return flag
+
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #26902514
+@patch
+@contextmanager
+def fit(self:BatchLoop):
+    "Context of a fit. However it ends, the callbacks are tidied"
+    warn_of_fastais(self.learn)
+    self.rows.begin()
+    self.in_fit = True
+    try: yield
+    finally:
+        self.in_fit = False
+        for cb in [*self.learn.cbs]:
+            if takes_loop(cb): cb.tidy()
 
 # %% ../../nbs/api/loop/01_batch_loop.ipynb #f8574607
 class LoopCallback(Callback):
@@ -381,6 +384,26 @@ class _Attaches:
 
 LoopCallback.learn = _Attaches()
 
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #6cf027f9
+@patch
+@contextmanager
+def undisturbed(self:BatchLoop):
+    "Context in which the `Learner` may validate; afterwards the fit continues where it was"
+    if self.nested: yield; return
+    learn = self.learn
+    records = [o for cb in learn.cbs if isinstance(cb, Recorder) for o in (cb, cb.smooth_loss, *cb.metrics)]
+    before = [(o.__dict__, dict(o.__dict__)) for o in (self, *records)]
+    before.append((learn.__dict__, {k: v for k,v in learn.__dict__.items() if k in _place}))
+    modes,random_state = [(m, m.training) for m in learn.model.modules()],RandomState(device_of(learn.model))
+    self.nested = True
+    try: yield
+    finally:
+        for now,then in before: now.update(then)
+        for m,training in modes: m.training = training
+        random_state.restore()
+
+_place = 'epoch','n_epoch','iter','n_iter','train_iter','pct_train','dl','training','xb','yb','pred','loss','loss_grad','smooth_loss'
+
 # %% ../../nbs/api/loop/01_batch_loop.ipynb #3c13d193
 # Without accumulation: each loader batch is an accumulated batch
 class EveryBatch:
@@ -449,6 +472,7 @@ def how_changed(made, now):
         nodes += [o for o,_ in node.next_functions]
     return 'replaced'
 
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #9c73fc55
 # fastai's callbacks of the same names are attached: probably the imports are in the wrong order
 def warn_of_fastais(learn):
     for cls in (type(cb) for cb in learn.cbs if type(cb).__module__ in ('fastai.callback.training', 'fastai.callback.fp16')):
@@ -456,6 +480,7 @@ def warn_of_fastais(learn):
             warn(f"fastai's {cls.__name__} is attached to a Learner with fastaccum's callbacks. For fastaccum's, write "
                  "`from fastaccum.all import *` after fastai's imports.", 'troubleshooting.html#the-wrong-gradientaccumulation')
 
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #85e6ca36
 # Raise an error if there are several of one kind among the callbacks `found`; `kind` names it, and `how` says what to
 # do
 def check_single(found, kind, how='remove the others with `learn.remove_cb`'):

@@ -19,7 +19,7 @@ one_concept = {'core/01_accumulator': 'public: type checkers see only what stand
 
 debts = dict(promise=set(), long_lines=set(),
              long_cells={*one_concept, *('accumulation/11_weigh core/02_losses core/03_probe core/14_values '
-                                         'core/20_measured loop/01_batch_loop').split()},
+                                         'core/20_measured').split()},
              in_a_row=set(), public_first=set(), not_shown=set(), mocked=set())
 
 def is_exported(cell): return bool(re.match(r'#\| *exporti?\b', cell.source))
