@@ -143,3 +143,13 @@ def test_one_batch_by_hand(acc):
         else: learn.one_batch(0, a); learn.one_batch(1, b)
         return weights(learn.model)
     assert rel_err(by_hand(GradientAccumulation(**acc)), by_hand()) < 1e-6
+
+def test_by_hand_in_mid_epoch():
+    "The first batch looks up what an epoch looks up, whatever its number, here that the Learner has a backward pass of its own"
+    learn = learner(data, 8, GradientAccumulation(8), loss_func=CrossEntropyLossFlat(), lr=.1)
+    learn.remove_cbs([TrainEvalCallback, Recorder])
+    learn.create_opt()
+    learn.training,called = True,[]
+    learn._backward = lambda: called.append(learn.loss_grad.backward())
+    learn.one_batch(3, data.batch(range(8)))
+    assert called == [None]
