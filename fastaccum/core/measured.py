@@ -137,16 +137,11 @@ class LossMeasure:
                 self.most = max(min(self.most, items.numel)//4, one)
 
     def _in_groups(self, look, items, loss, own):
-        try:
-            if self.n == 0:
-                look.try_out(items)
-                self._check_calls(look.loss, items)
-            counted = self._at_a_glance(look.loss, items, loss)
-            if counted is None: counted = self._in_full(look.loss, items, own)
-            counted.adds = counted.adds.clamp(min=0)
-            self.references.keep(counted, items)
-            return counted
-        finally: self.verdict.draws = self.verdict.draws or look.drawn
+        counted = self._at_a_glance(look.loss, items, loss)
+        if counted is None: counted = self._in_full(look, items, own)
+        counted.adds = counted.adds.clamp(min=0)
+        self.references.keep(counted, items)
+        return counted
 
     # Another reference: its floor is not known, and if nothing leads to it from the one before, it is the unit
     def _begin_unit(self):
@@ -162,16 +157,22 @@ class LossMeasure:
         if moves > 1e-4: raise NotMeasured('it changes itself at each call')
 
     # -- a micro-batch
-    def _in_full(self, f, items, own):
-        self._find(f, items)
-        return self._nothing(f, items) if self.reference is None else self._closely(items, own)
+    def _in_full(self, look, items, own):
+        f = look.loss
+        try:
+            if self.n == 0:
+                look.try_out(items)
+                self._check_calls(f, items)
+            self._find(f, items)
+            return self._nothing(f, items) if self.reference is None else self._closely(items, own)
+        finally: self.verdict.draws = self.verdict.draws or look.drawn
 
-    # In one call of the loss, once larger and smaller micro-batches were looked at closely
+    # In one call of the loss and one reading from the device, once larger and smaller micro-batches were looked at closely
     def _at_a_glance(self, f, items, loss):
         if loss is None or not 8 <= self.n < self.next_close: return None
         self._find(f, items, closely=False)
         ref = self.reference
-        if ref is None or ref.blocks.by is not None or not bool(loss.isfinite().all()): return None
+        if ref is None or ref.blocks.by is not None: return None
         return self._adds_only(items, loss) if ref.adds else self._adds_nothing(items, loss)
 
     def _find(self, f, items, closely=True):
@@ -191,7 +192,7 @@ class LossMeasure:
     def _adds_only(self, items, loss):
         found = [self.reference.adds_of(g) for g in items.groups(self.most)]
         adds = sum(w for w,_ in found)
-        if not self.least*(1-1e-6) <= float(adds) < math.inf: return None
+        if not self.least*(1-1e-6) <= float(torch.where(loss.isfinite().all(), adds, math.nan)) < math.inf: return None
         self.looks += [look for _,look in found]
         return self._supposed(adds, loss)
 
@@ -199,7 +200,8 @@ class LossMeasure:
     def _adds_nothing(self, items, loss):
         ref = self.reference
         found = [ref.adds_of(g.copies(2)) for g in items.groups(self.most//2)]
-        if not all(float(w.abs()) <= 10*ref.tol*ref.scale for w,_ in found): return None
+        most = torch.stack([w.abs() for w,_ in found]).max()
+        if not float(torch.where(loss.isfinite().all(), most, math.nan)) <= 10*ref.tol*ref.scale: return None
         self.looks += [look for _,look in found]
         self.supposed += 1
         unit = torch.full_like(found[0][0], ref.scale)
@@ -926,9 +928,11 @@ class Items:
         return (tree_map(f, *(o.pred for o in parts), is_leaf=partial(_has_objects, self.n)),
                 tree_map(f, *(o.yb for o in parts), is_leaf=partial(_is_by_item, self.n)))
 
+    # Those of a `slice` share their memory
     def some(self, rows):
-        rows,xb,n = list(rows),self.xb,self.n
-        return self.put(*self._map(partial(_rows, rows=rows, n=n)), len(rows), _Lazy(lambda i: _rows(xb[i], rows, n), len(xb)))
+        xb,n = self.xb,self.n
+        rows,k = (rows, len(range(n)[rows])) if isinstance(rows, slice) else (list(rows), len(rows))
+        return self.put(*self._map(partial(_rows, rows=rows, n=n)), k, _Lazy(lambda i: _rows(xb[i], rows, n), len(xb)))
 
     # These items, then the others. All have the same shapes but for the number of items
     def join(self, *others):
@@ -946,7 +950,7 @@ class Items:
     def groups(self, most):
         k = max(1, most*self.n//max(most, self.numel))
         if k >= self.n: yield self
-        else: yield from (self.some(range(i, min(i+k, self.n))) for i in range(0, self.n, k))
+        else: yield from (self.some(slice(i, i+k)) for i in range(0, self.n, k))
     def first_of(self, most): return next(self.groups(most))
 
     # Shape of one item of each tensor: outputs may have several rows for each
@@ -1015,7 +1019,7 @@ def _is_by_item(n, o): return isinstance(o, list) and len(o) == n
 def _has_objects(n, o): return _is_by_item(n, o) and not isinstance(o[0], Tensor)
 
 def _rows(o, rows, n):
-    if isinstance(o, list): return [o[i] for i in rows]
+    if isinstance(o, list): return o[rows] if isinstance(rows, slice) else [o[i] for i in rows]
     if not isinstance(o, Tensor) or not o.dim(): return o
     if len(o)%n: raise NotMeasured(f'{tuple(o.shape)} cannot be cut into {n} items')
     return o.unflatten(0, (n, -1))[rows].flatten(0, 1)

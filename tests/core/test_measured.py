@@ -597,6 +597,15 @@ def test_goes_back_to_the_bit(dtype):
     assert torch.equal(step(twice, second), step(again, second)) and (m.n, again.n, before.n) == (14, 14, 7)
     assert all(vars(a) == vars(b) for a,b in zip(measured.as_now(before).counted, before.counted)) and failed.isfinite().all()
 
+class Watched:
+    "A look that puts nothing back"
+    entered = 0
+    drawn = False
+    def __init__(self, loss_func): self.loss = loss_func
+    def try_out(self, items): pass
+    def __enter__(self): Watched.entered += 1; return self
+    def __exit__(self, *_): pass
+
 # -- Cost --------------------------------------------------------------------------------------------------------
 def calls_of_steps(f, make, monkeypatch, n_steps=125, k=8, n=32):
     "Elements of outputs in each call of the loss, for each step of `k` micro-batches of `n` items, relative to one micro-batch"
@@ -627,6 +636,26 @@ def test_cost(f, make, copies, monkeypatch):
     assert len(usual) > 95 and all(max(s) <= copies + .5 for s in usual)
     closely = sum(map(sum, steps)) - sum(map(sum, usual))
     assert closely < (.4 if copies == 1 else 3.5)*1000, closely
+
+class Reads(TorchDispatchMode):
+    "Counts what the host reads inside a `with` block"
+    n = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return func(*args, **(kwargs or {}))
+
+@pytest.mark.parametrize('f,make', [(positives, labels), (sum_by_64, classes)], ids=lambda o: getattr(o, '__name__', None))
+def test_reads_of_a_usual_micro_batch(f, make):
+    "One: does it add as much as those that were looked at closely? Whether the loss draws random numbers shows in close looks"
+    m = LossMeasure(f, look=Watched)
+    off_by(m, [make(8) for _ in range(12)])
+    m.begin_step()
+    parts = [make(8) for _ in range(12)]
+    losses,counts = [f(*p) for p in parts],[]
+    for p,loss in zip(parts, losses):
+        with Reads() as reads: m.measure(items_of(p), loss)
+        counts.append(reads.n)
+    assert sorted(counts)[5] == 1, counts
 
 def test_cost_of_class_weights(monkeypatch):
     "Targets of one number for each item tell what a micro-batch counts, once that is sure"
@@ -670,6 +699,16 @@ def test_memory_of_wide_outputs():
     with LiveMemory([p, y]) as memory: m.measure(Items(p, (y,), 512))
     assert memory.peak < 1.2*p.nbytes
 
+def test_groups_are_views():
+    "They are not copied, and a reference does not keep the outputs that it was chosen from"
+    p,y = torch.randn(64, 100),torch.randint(100, (64,))
+    assert [g.pred.data_ptr() for g in Items(p, (y,), 64).groups(1600)] == [t.data_ptr() for t in p.split(16)]
+    for f in (own_weights, sum_by_64):
+        m = LossMeasure(f)
+        m.most = 1600
+        m.measure(Items(p, (y,), 64))
+        assert m.reference.base.pred.untyped_storage().nbytes() <= p.nbytes//4
+
 def test_state_is_put_back():
     class Remembers(nn.Module):
         def __init__(self):
@@ -690,16 +729,10 @@ def test_state_is_put_back():
 
 def test_another_look():
     "Who knows better how to call a loss without a trace gives the context"
-    class Mine:
-        entered = 0
-        drawn = False
-        def __init__(self, loss_func): self.loss = loss_func
-        def try_out(self, items): pass
-        def __enter__(self): Mine.entered += 1; return self
-        def __exit__(self, *_): pass
-    m = LossMeasure(own_weights, look=Mine)
+    Watched.entered = 0
+    m = LossMeasure(own_weights, look=Watched)
     off_by(m, cut(classes(12), (4,)))
-    assert Mine.entered == 4 and m.message is None
+    assert Watched.entered == 4 and m.message is None
 
 def test_undeclared_sum():
     "Whether a loss is a sum shows in its first step; a floor is none"
