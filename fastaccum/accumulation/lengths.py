@@ -46,58 +46,44 @@ class Part(NamedTuple):
     start:int
     end:int
 
-# %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b010
-# Micro-batches of a loader batch: cuts its tensors, and puts predictions together again
-class Cut:
-    # wide_targets: are there targets as wide as the tokens?
-    def __init__(self, parts, width, wide_targets, wide=None):
-        self.parts,self.width = parts,width
-        self.wide_targets = wide_targets
-        self.wide = wide or Wide()
+# %% ../../nbs/api/accumulation/09_lengths.ipynb #bdbeada1
+# Micro-batches with the rows of a loader batch in an order of their own: cuts its tensors, and puts predictions together again.
+# Each of `parts` has the `rows` of one micro-batch
+class Sorted:
+    argument = 'micro_batch_size'         # of `GradientAccumulation`, by which it is sorted: for messages
+
+    def __init__(self, parts): self.parts = parts
 
     sizes = property(lambda self: [len(p.rows) for p in self.parts])
     order = property(lambda self: [i for p in self.parts for i in p.rows])
-    of_targets = property(lambda self: self.wide_targets and self.wide.of_targets)
-    trims = property(lambda self: self.parts[-1].end - self.parts[-1].start < self.width)
-
-    # Error for the targets `yb1` of other texts, by which MixUp mixes those of each token: they may be longer than what
-    # is trimmed
-    def check_mixed(self, yb1):
-        if not self.of_targets or not any(is_wide(t, self.width) for t in tensors_in(yb1)): return
-        raise TypeError("micro_batch_tokens trims each text to its own tokens, and MixUp has targets of another text for them, which may "
-                        "be longer: use micro_batch_size.")
 
     # A micro-batch after the other: inputs, targets, and the values that callbacks keep `beside` them, such as MixUp's
     # `yb1` and `lam`
     def split(self, xb, yb, beside=()):
-        for p in self.parts:
-            yield self.inputs(xb, p),self.take(yb, p, self.of_targets),map_tensors(partial(self._beside, p=p), list(beside))
+        for p in self.parts: yield self.inputs(xb, p),self.targets(yb, p),map_tensors(partial(self._beside, p=p), list(beside))
 
-    def _beside(self, t, p): return self._pick(t, p, self.of_targets) if t.dim() and len(t) == len(self.order) else t
+    # -- what micro-batch `p` has of them
+    def inputs(self, xb, p): return self.map(partial(self.pick, p=p), xb)
+    def targets(self, yb, p): return self.map(partial(self.pick, p=p), yb)
+    def beside(self, t, p): return self.pick(t, p)
+    def _beside(self, t, p): return self.beside(t, p) if t.dim() and len(t) == len(self.order) else t
+    def pick(self, t, p): return self.rows_of(t, p.rows)
 
-    # The inputs of micro-batch `p`. Those at the places `but` are not trimmed, nor are features. Other numbers than
-    # integers that are as wide as the texts may be either, so they are refused
-    def inputs(self, xb, p, but=()):
-        if any(p.end-p.start < self.width for p in self.parts):
-            masks = [id(d['attention_mask']) for d in xb if isinstance(d, dict) and 'attention_mask' in d]
-            t = first(t for i,t in enumerate(tensors_in(xb)) if is_wide(t, self.width) and (t.is_floating_point() or t.is_complex())
-                      and i not in self.wide.features and id(t) not in masks)
-            if t is not None: raise of_features(t, self.width)
-        places,kept = itertools.count(),{*self.wide.features, *but}
-        return map_tensors(lambda t: self._pick(t, p, next(places) not in kept), check_tensors(xb))
-
-    # The tensors of `b` for micro-batch `p`
-    def take(self, b, p, trims=True): return map_tensors(partial(self._pick, p=p, trims=trims), check_tensors(b))
-
-    def _pick(self, t, p, trims):
+    def rows_of(self, t, rows):
         n = len(self.order)
         if not t.dim(): return t
-        if len(t) != n: raise TypeError(f"micro_batch_tokens cannot split a tensor of shape {tuple(t.shape)}: the batch has {n} items.")
-        if trims and is_wide(t, self.width): t = t[:,p.start:p.end]
-        return t.index_select(0, on_device(p.rows, t))
+        if len(t) != n: raise TypeError(f"{self.argument} cannot split a tensor of shape {tuple(t.shape)}: the batch has {n} items.")
+        return t.index_select(0, on_device(rows, t))
 
-    # Targets in the order of the micro-batches, not trimmed
-    def ordered(self, yb): return self.take(yb, Part(self.order, 0, self.width))
+    # `f` of the tensors of `b`, which must not have a list with an object for each item
+    def map(self, f, b):
+        others = [type(o).__name__ for o in flat_values(b) if isinstance(o, str) or hasattr(o, '__len__') and not isinstance(o, Tensor)]
+        if not others: return map_tensors(f, b)
+        raise TypeError(f"{self.argument} sorts the rows of tensors, and a loader batch has a {others[0]}: use micro_batch_size for it.")
+
+    # -- together again
+    # Targets in the order of the micro-batches
+    def ordered(self, yb): return self.map(partial(self.rows_of, rows=self.order), yb)
 
     # What `call` predicts for the parts; in one piece, if an output has no row for each item
     def predict(self, call, xb):
@@ -112,25 +98,63 @@ class Cut:
 
     def _join(self, ts):
         if not ts[0].dim(): return torch.stack(ts)
-        varies = len({p.end-p.start for p in self.parts}) > 1
-        for d in range(1, ts[0].dim()):                     # classes may stand before the tokens
-            of_tokens = all(t.shape[d] == p.end-p.start for t,p in zip(ts, self.parts)) and (varies or self.of_targets and d == 1)
-            if of_tokens: ts = [F.pad(t.transpose(d, -1), (p.start, self.width-p.end)).transpose(d, -1) for t,p in zip(ts, self.parts)]
-        whole = torch.cat(ts)
+        whole = torch.cat(self.as_wide(ts))
         return whole.index_select(0, on_device(np.argsort(self.order), whole))
 
-def on_device(rows, t): return torch.as_tensor(rows).to(t.device, non_blocking=True)
+    # Outputs of the micro-batches, which may have to be padded before they are joined
+    def as_wide(self, ts): return ts
 
-# `b`, which must not have a list with an object for each item
-def check_tensors(b):
-    others = [type(o).__name__ for o in flat_values(b) if isinstance(o, str) or hasattr(o, '__len__') and not isinstance(o, Tensor)]
-    if others:
-        raise TypeError(f"micro_batch_tokens sorts the rows of tensors, and a loader batch has a {others[0]}: use micro_batch_size for it.")
-    return b
+def on_device(rows, t): return torch.as_tensor(rows).to(t.device, non_blocking=True)
 
 def flat_values(b):
     if isinstance(b, dict): b = list(b.values())
     return [v for o in b for v in flat_values(o)] if isinstance(b, (list,tuple,L)) else [b]
+
+# %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b010
+# Micro-batches of texts
+class Cut(Sorted):
+    argument = 'micro_batch_tokens'
+
+    # wide_targets: are there targets as wide as the tokens?
+    def __init__(self, parts, width, wide_targets, wide=None):
+        super().__init__(parts)
+        self.width = width
+        self.wide_targets = wide_targets
+        self.wide = wide or Wide()
+
+    of_targets = property(lambda self: self.wide_targets and self.wide.of_targets)
+    trims = property(lambda self: self.parts[-1].end - self.parts[-1].start < self.width)
+
+    # Error for the targets `yb1` of other texts, by which MixUp mixes those of each token: they may be longer than what
+    # is trimmed
+    def check_mixed(self, yb1):
+        if not self.of_targets or not any(is_wide(t, self.width) for t in tensors_in(yb1)): return
+        raise TypeError("micro_batch_tokens trims each text to its own tokens, and MixUp has targets of another text for them, which may "
+                        "be longer: use micro_batch_size.")
+
+    def targets(self, yb, p): return self.map(partial(self.beside, p=p), yb)
+    def beside(self, t, p): return self.trimmed(t, p) if self.of_targets else self.pick(t, p)
+    def trimmed(self, t, p):
+        if is_wide(t, self.width) and len(t) == len(self.order): t = t[:,p.start:p.end]
+        return self.pick(t, p)
+
+    # Those at the places `but` are not trimmed, nor are features. Other numbers than integers that are as wide as the
+    # texts may be either, so they are refused
+    def inputs(self, xb, p, but=()):
+        if any(p.end-p.start < self.width for p in self.parts):
+            masks = [id(d['attention_mask']) for d in xb if isinstance(d, dict) and 'attention_mask' in d]
+            t = first(t for i,t in enumerate(tensors_in(xb)) if is_wide(t, self.width) and (t.is_floating_point() or t.is_complex())
+                      and i not in self.wide.features and id(t) not in masks)
+            if t is not None: raise of_features(t, self.width)
+        places,kept = itertools.count(),{*self.wide.features, *but}
+        return self.map(lambda t: (self.pick if next(places) in kept else self.trimmed)(t, p), xb)
+
+    def as_wide(self, ts):
+        varies = len({p.end-p.start for p in self.parts}) > 1
+        for d in range(1, ts[0].dim()):                     # classes may stand before the tokens
+            of_tokens = all(t.shape[d] == p.end-p.start for t,p in zip(ts, self.parts)) and (varies or self.of_targets and d == 1)
+            if of_tokens: ts = [F.pad(t.transpose(d, -1), (p.start, self.width-p.end)).transpose(d, -1) for t,p in zip(ts, self.parts)]
+        return ts
 
 def is_wide(t, width): return t.dim() > 1 and t.shape[1] == width
 

@@ -140,7 +140,7 @@ class Items(Whole):
     def validate(self, call, xb): return validate_in_parts(self.cb, call, xb)
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #9f161da5
-# `sizes`: their items; `parts`: their inputs, targets, and what is kept beside them; `order`: a `Cut`, which items they have, if sorted
+# `sizes`: their items; `parts`: their inputs, targets, and what is kept beside them; `order`: a `Sorted`, which items they have
 def micro_batches(batch, sizes, parts, order=None):
     counts = sizes if batch.counted is None else batch.counted.in_parts(sizes, order and order.order)
     rows = [None]*len(sizes) if order is None else [p.rows for p in order.parts]
