@@ -5,7 +5,7 @@ from reference import *
 from reference import GradientAccumulation    # ours
 import torch.nn.functional as F
 from fastai.metrics import LossMetrics
-from fastaccum.core.values import joined
+from fastaccum.core.values import _joined_leaves, joined
 
 data = Data(torch.randn(61, 6, generator=torch.manual_seed(0)), torch.randn(61, 4))
 plain = partial(SGD, mom=0.)
@@ -95,6 +95,8 @@ def test_each_value_has_its_weight(way):
 
 def test_numbers_are_joined_in_double_precision():
     for kind,res in dict(mean=.7/3, items=.7/3, sum=.7).items(): assert joined(kind, [.1, .2, .4], [1]*3, [4]*3)==pytest.approx(res, 1e-12)
+
+def test_lists_that_grow_make_up_nothing(): assert _joined_leaves('sum', [[1.], [1., 2.]], [1, 1], [2, 2])==[]
 
 class Odd(Parts):
     def forward(self, pred, y):
