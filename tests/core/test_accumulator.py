@@ -7,7 +7,7 @@ from unittest.mock import Mock, patch
 import pytest, torch
 from torch import nn, tensor
 from bench.measure import SyncCounter
-from fastaccum.core.accumulator import Accumulated, GradientAccumulator, _scalars, as_weight, mean_loss, nonzero, \
+from fastaccum.core.accumulator import Accumulated, GradientAccumulator, _scalars, as_weight, mean_loss, mean_of_divided, nonzero, \
     rescale, scalar, scale_grads, weighted
 from fastaccum.core.warnings import FastaccumWarning
 
@@ -342,3 +342,9 @@ def test_a_last_micro_batch_may_be_larger_than_what_is_missing():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         for n in (16, 16, 20): acc.add(p*2, n).backward()
+
+def test_a_loss_that_is_no_number_is_not_hidden():
+    "Of a micro-batch that counts 1, too; one that counts nothing has none"
+    losses = [torch.tensor(float('nan')), torch.tensor(2.)]
+    assert mean_of_divided([1., 1.], losses, [1., 1.])[0].isnan()
+    assert mean_of_divided([1., 1.], losses, [0., 1.])[0] == 2
