@@ -7,8 +7,8 @@ from unittest.mock import Mock, patch
 import pytest, torch
 from torch import nn, tensor
 from bench.measure import SyncCounter
-from fastaccum.core.accumulator import Accumulated, GradientAccumulator, _scalars, as_weight, mean_loss, mean_of_divided, nonzero, \
-    rescale, scalar, scale_grads, weighted
+from fastaccum.core.accumulator import Accumulated, GradientAccumulator, _scalars, as_weight, mean_loss, mean_of_divided, \
+    nonzero, rescale, scalar, scale_grads, weighted
 from fastaccum.core.warnings import FastaccumWarning
 
 KINDS = dict(numbers=lambda w, i: w, integers=lambda w, i: tensor(int(w)), floats=lambda w, i: tensor(float(w)),
