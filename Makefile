@@ -14,8 +14,8 @@ endif
 MIN_PYTHON := $(shell sed -n 's/^min_python *= *//p' settings.ini)
 PYTHONS := python3 $(addprefix python,$(shell sed -n 's/^pythons *= *//p' settings.ini)) python
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))
-# One thread is fastest for models as small as the tests', and they never log to a server
-TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg
+# One thread is fastest for models as small as the tests', and they never log to a server. What is compiled once is kept
+TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg PYTHONDONTWRITEBYTECODE=
 # Pages need the pictures that Agg does not show
 PAGE_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline
 # By file, in the order of tests/conftest.py. Many cases wait for other processes, so three workers on two cores; the quick ones do not

@@ -1,5 +1,5 @@
 "Settings for all tests: one thread (models are tiny), no windows, and what training saves goes to a temporary folder"
-import os, re, signal, sys
+import gc, os, re, signal, sys
 from collections import Counter
 from pathlib import Path
 import matplotlib, pytest, torch
@@ -73,6 +73,11 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[*{*items} - {*keep}])
     items[:] = keep
 
+def pytest_collection_finish(session):
+    "Each time memory runs out garbage is collected: not among all that was imported"
+    gc.collect()
+    gc.freeze()
+
 def on_first_device(item):
     return not hasattr(item, 'callspec') or item.callspec.params.get('device', devices.names[0]) == devices.names[0]
 
@@ -84,13 +89,17 @@ def is_slow(item):
 def function(item): return item.nodeid.partition('[')[0]
 
 def with_new_values(items):
-    "Cases that have a value of a parameter which no case of their test before them had"
-    seen = set()
-    for i in items:
-        params = i.callspec.params if hasattr(i, 'callspec') else {'': None}
-        values = {(function(i), name, repr(value)) for name,value in params.items()}
-        if not values <= seen: yield i
-        seen |= values
+    "Few cases of each test in which each value of each parameter occurs: the next is always the one with the most new values"
+    tests = {}
+    for i in items: tests.setdefault(function(i), []).append((i, values_of(i)))
+    for cases in tests.values():
+        while cases:
+            best,values = max(cases, key=lambda case: len(case[1]))
+            yield best
+            cases = [(i, new) for i,old in cases if (new := old - values)]
+
+def values_of(item):
+    return {(name, repr(value)) for name,value in item.callspec.params.items()} if hasattr(item, 'callspec') else {''}
 
 def fewer_simulated(items):
     n = Counter()

@@ -2,7 +2,11 @@
 import pytest
 
 def quickly(quick, names):
-    "`names`, or tuples of several parameters, of which `make test` runs those in `quick`"
-    assert {*quick} <= {*names}, quick
-    marks = {n: pytest.mark.quick if n in quick else pytest.mark.slow for n in names}
-    return [pytest.param(*(n if isinstance(n, tuple) else (n,)), marks=mark) for n,mark in marks.items()]
+    "`names`, tuples of several parameters, or `pytest.param`s with ids, of which `make test` runs those in `quick`"
+    params = {}
+    for n in names:
+        if hasattr(n, 'id'): params[n.id] = n
+        else: params[n] = pytest.param(*(n if isinstance(n, tuple) else (n,)))
+    assert {*quick} <= {*params}, quick
+    marks = {n: pytest.mark.quick if n in quick else pytest.mark.slow for n in params}
+    return [pytest.param(*p.values, id=p.id, marks=[*p.marks, marks[n]]) for n,p in params.items()]

@@ -1,5 +1,6 @@
 "Loader batches that are split: exact steps, what callbacks see, memory; and sizes that are found by running out of it"
 import gc, random, warnings, pytest
+from quick import quickly
 from collections import namedtuple, OrderedDict
 from reference import *
 from test_exact import Mixed, case, cases, cls_w, empty_cases, mixed_cases, mixed_loss
@@ -16,11 +17,6 @@ from fastaccum.core.microbatch import part_sizes, split_items
 import fastaccum.precision.callback
 
 Acc = GradientAccumulation
-
-@pytest.fixture(scope='module', autouse=True)
-def quick_gc():
-    "Each time memory runs out garbage is collected: not among all that was imported"
-    gc.freeze(); yield; gc.unfreeze()
 
 torch.manual_seed(0)
 data = Data(torch.randn(64, 6), torch.randint(4, (64,)))
@@ -519,7 +515,7 @@ def peak(net, bs, k, accum_bs=64, metrics=None):
     learn.fit(1, .01)
     return max(m.peak for m in learn.around.all[1:])
 
-@pytest.mark.parametrize('net', nets)
+@pytest.mark.parametrize('net', quickly(['words'], nets))
 def test_memory(net):
     "8x8 items take an eighth of what 1x64 do, as much as loader batches of 8"
     whole,split,small = peak(net, 64, None),peak(net, 64, 8),peak(net, 8, None)
@@ -644,7 +640,7 @@ limits = {  # largest number of items that fit in each loader batch, sizes that 
 # it runs out while it is measured, too
 @pytest.mark.filterwarnings('ignore:What ScarceLoss averages over could not be measured .OutOfMemoryError')
 @pytest.mark.parametrize('where', ['start', 'middle', 'back', 'loss'])
-@pytest.mark.parametrize('limit', limits)
+@pytest.mark.parametrize('limit', quickly(['later', 'ever less', 'one item'], limits))
 def test_auto(limit, where):
     "Dropout, BatchNorm, random numbers of Python and numpy, the order of the items in the next epoch, losses: all as with known sizes"
     f,sizes = limits[limit]
@@ -703,7 +699,7 @@ def test_auto_gradients_that_are_none(where, cb):
 
 def wide(limit, where): return Scarce(limit, where, first=nn.Linear(6, 512), last=nn.Sequential(nn.Tanh(), nn.Linear(512, 4)))
 
-@pytest.mark.parametrize('where', ['start', 'middle', 'back', 'loss'])
+@pytest.mark.parametrize('where', quickly(['middle', 'back'], ['start', 'middle', 'back', 'loss']))
 @pytest.mark.parametrize('amp', ['to_fp32', 'to_fp16'])
 def test_auto_memory(amp, where):
     """What the failed attempt took is free when the next begins. Gradients are copied in loader batches that go on with
@@ -746,7 +742,7 @@ cases_auto = {
     'in a callback':    dict(cbs=ScarceCallback, where='callback'),
 }
 
-@pytest.mark.parametrize('name', cases_auto)
+@pytest.mark.parametrize('name', quickly(['training metrics', 'ignored targets', 'in a callback'], cases_auto))
 def test_auto_with(name):
     where,first,limit,kwargs = auto_with(**cases_auto[name])
     f,sizes = limits_with[limit]

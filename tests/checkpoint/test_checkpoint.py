@@ -3,6 +3,7 @@ import os, pickle, shutil, signal, subprocess, sys, threading
 from collections import Counter
 from contextlib import contextmanager
 import pytest
+from quick import quickly
 import torch.utils.data as torch_data
 from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
@@ -119,7 +120,7 @@ def test_eq_bits(a, b):
     assert a.seen.batches == b.seen.batches
 test_eq_bits.__test__ = False
 
-@pytest.mark.parametrize('case', cases)
+@pytest.mark.parametrize('case', quickly(['plain','everything','schedule','fp16','torch_loader','torch_generator'], cases))
 def test_bit_identical(case):
     whole = run(case)
     for at in (0, 3),(0, 5),(1, 4),(2, 5):     # the 2nd from the 1st's checkpoint, and so on; some in the same epoch, some in a later one
@@ -198,7 +199,7 @@ def script(learn, *, at=None, stop=None, log=None):
     learn.fit(2, .01)
     return learn
 
-@pytest.mark.parametrize('at,n', [((0, 5), 0), ((1, 4), 0), ((0, 0), 1), ((1, 4), 1), ((1, 7), 2)])
+@pytest.mark.parametrize('at,n', quickly([((1, 4), 1), ((1, 7), 2)], [((0, 5), 0), ((1, 4), 0), ((0, 0), 1), ((1, 4), 1), ((1, 7), 2)]))
 def test_several_fits(at, n):
     "`n` fits of the script are finished when it stops"
     want,got = {},{}
@@ -353,7 +354,7 @@ def test_refused_before_training():
 
 def checkpoints(): return sorted(Path('models/checkpoint').glob('*.pt'), key=lambda p: (p.name.endswith('end.pt'), p.name))
 
-@pytest.mark.parametrize('damage', ['cut', 'empty', 'flipped', 'garbage', 'malicious'])
+@pytest.mark.parametrize('damage', quickly(['flipped', 'malicious'], ['cut', 'empty', 'flipped', 'garbage', 'malicious']))
 @pytest.mark.parametrize('finished', [False, True])
 def test_damaged(damage, finished):
     case = dict(cbs=lambda: [GradientAccumulation(24)])

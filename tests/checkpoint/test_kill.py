@@ -1,7 +1,7 @@
 "A script is killed with SIGKILL again and again, and started again each time: it ends as the one that was left alone"
 import os, random, select, signal, subprocess, sys, time
 from pathlib import Path
-import pytest, torch
+import fresh, pytest, torch
 from quick import quickly
 
 script = [sys.executable, '-W', 'ignore', str(Path(__file__).with_name('kill_script.py'))]
@@ -11,8 +11,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
 class Server:
     "Starts the script in a new process, in a folder"
     def __init__(self):
-        self.p = subprocess.Popen([*script, 'serve'], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                  bufsize=1)
+        self.p = fresh.start(script[-1], 'serve', env=env)
     def start(self, folder):
         self.p.stdin.write(f'{folder}\n')
         self.pid = int(self.p.stdout.readline())

@@ -1,9 +1,9 @@
 """Training without what Windows lacks: a fresh process, from which it is taken away, fits, saves and resumes, and `launch` is an error
 
 PyTorch and fastai are imported before: what they use on Windows is theirs to test"""
-import os, subprocess, sys
+import os, subprocess
 from pathlib import Path
-import pytest
+import fresh, pytest
 
 root = Path(__file__).resolve().parents[2]
 code = '''
@@ -44,8 +44,7 @@ def resumed():
 
 def start(more, where):
     env = {**os.environ, 'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1'}
-    return subprocess.Popen([sys.executable, '-W', 'ignore', '-c', code+more], cwd=where, env=env, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return fresh.start('-c', code+more, cwd=where, env=env, stderr=subprocess.STDOUT)
 
 def said(more, where):
     p = start(more, where)

@@ -2,6 +2,7 @@
 import gc, random, sys, weakref
 from collections import defaultdict, deque
 import numpy as np, pytest, torch, torch.nn.functional as F, torchvision.models as tv, torchvision.ops as tv_ops
+from quick import quickly
 from copy import deepcopy
 from functools import partial
 from torch import nn
@@ -539,15 +540,14 @@ def test_work_grows_linearly():
         counts.append(len(passed))
     assert counts == [2, 2]
 
-@pytest.mark.parametrize('name,size',
-                         [('resnet18', 4),
-                          *(pytest.param(k, n, marks=pytest.mark.slow)
-                            for k,n in (('resnet18', 1), ('resnet18', 2), ('resnet50', 1), ('resnet50', 8)))])
-def test_memory_on_the_device(name, size, n=32):
+@pytest.mark.parametrize('name,size,n,edge', quickly([('resnet18', 4, 16, 32)], [
+    ('resnet18', 4, 16, 32), ('resnet18', 4, 32, 64), ('resnet18', 1, 32, 64), ('resnet18', 2, 32, 64), ('resnet50', 1, 32, 64),
+    ('resnet50', 8, 32, 64)]))
+def test_memory_on_the_device(name, size, n, edge):
     "At most 1.4 of ordinary micro-batches, however small they are; without the host it would be the whole batch's"
     import simulated as sim
     memory = sim.memory
-    net,x = sim.move(seeded(nets[name], num_classes=5)),torch.randn(n, 3, 64, 64).to('sim')
+    net,x = sim.move(seeded(nets[name], num_classes=5)),torch.randn(n, 3, edge, edge).to('sim')
     for p in net.parameters(): p.grad = torch.zeros_like(p)
     def peak(f):
         gc.collect()

@@ -1,6 +1,7 @@
 "What a micro-batch counts is measured: the gradient of a step is that of one loss of all its outputs, or it is found out"
 import math, weakref
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from quick import quickly
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from fastaccum.core import measured
@@ -256,8 +257,10 @@ def test_exact_or_found_out(name, sizes, seed, dtype):
     if name in exact: assert off < limit[dtype] and m.message is None, (off, m.message)
     else: assert off < limit[dtype] or m.message, off
 
+in_loader_batches = [n for n in losses if n not in ('no_floor','early_return','early_constant','plus_little','columns')]
+
 @pytest.mark.parametrize('seed', seeds)
-@pytest.mark.parametrize('name', [n for n in losses if n not in ('no_floor','early_return','early_constant','plus_little','columns')])
+@pytest.mark.parametrize('name', quickly(in_loader_batches[::3], in_loader_batches))
 def test_loader_batches(name, seed, dtype):
     "Nothing is known of the loader batches to come: a first one in which nothing counts waits, or its floor is its reference"
     f,make = losses[name]

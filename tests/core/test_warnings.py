@@ -1,6 +1,7 @@
 "Warnings: their class, the line to which they point, and the page"
-import ast, json, re, subprocess, sys, warnings
+import ast, json, re, sys, warnings
 from contextlib import ExitStack
+import fresh
 import pytest
 from reference import *
 from fastaccum.all import *
@@ -55,7 +56,7 @@ def test_without_a_users_line():
     "In a thread of a library's there is none"
     code = 'import threading; from fastaccum.core.warnings import warn; ' \
            't = threading.Thread(target=warn, args=["off"]); t.start(); t.join()'
-    res = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    res = fresh.run('-c', 'import warnings; warnings.simplefilter("default"); ' + code)
     assert 'threading.py' in res.stderr and 'FastaccumWarning: off' in res.stderr
 
 # --- the page

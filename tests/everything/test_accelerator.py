@@ -73,7 +73,7 @@ every = [(name, k, amp) for i,name in enumerate(waits_of) for j,k in enumerate([
          for l,amp in enumerate(amps) if is_gpu or name == 'mse' or (i+j+l)%3 == 0]
 
 # on the simulated device a third of them: each pair of two once
-@pytest.mark.parametrize('name,k,amp', quickly([o for o in every if o[1] == 3], every))
+@pytest.mark.parametrize('name,k,amp', quickly([o for o in every if o[1] == 3 and o[0] in ('mse', 'ignored', 'own weight', 'sum')], every))
 def test_no_waits_between_steps(name, k, amp):
     loss_func,y,acc = waits_of[name]
     learn = make(Data(x, y), 16, Acc(32, micro_batch_size=k, **acc), NoWaits(), NoMore(), loss_func=loss_func,

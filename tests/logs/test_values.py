@@ -3,6 +3,7 @@
 What holds for one holds for all: each test goes through the tables, and so through a row that is added."""
 from types import SimpleNamespace
 import pytest
+from quick import quickly
 from bench.measure import SyncCounter
 from reference import *
 from test_steps import rows
@@ -100,7 +101,7 @@ planted = {
     'read with the batch': Value('planted', 'after_batch', lambda log: log.learn.loss.tolist()),
     'copied': Value('planted', 'after_batch', lambda log: log.learn.loss.detach().cpu())}
 
-@pytest.mark.parametrize('where', planted)
+@pytest.mark.parametrize('where', quickly(['read at the step','copied'], planted))
 def test_a_host_read_is_found(where, monkeypatch):
     before = reads_of_an_epoch()
     monkeypatch.setattr(steps, 'on_request', [*on_request, planted[where]])

@@ -1,7 +1,8 @@
 "Importing fastaccum changes no Learner: what a callback needs stands on the Learner that it is attached to, and goes with it"
-import os, pickle, subprocess, sys
+import os, pickle, sys
 from copy import deepcopy
 from pathlib import Path
+import fresh
 import pytest
 from reference import *
 from test_checkpoint import new_process, one_process
@@ -25,7 +26,7 @@ def make(*cbs, cls=Learner, bs=8, **kwargs):
 
 def in_fresh_process(code, *args):
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(root), str(Path(__file__).parent), str(root/'tests')]), OMP_NUM_THREADS='1')
-    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, *args], env=env, capture_output=True, text=True, timeout=600)
+    res = fresh.run('-c', code, *args, env=env, timeout=600)
     assert not res.returncode, res.stdout + res.stderr[-3000:]
     return res.stdout
 

@@ -1,6 +1,7 @@
 """The same training over two processes: ranks.py trains, once over two ranks and once in one process; here the results are compared"""
 import os, subprocess, sys
 from pathlib import Path
+import fresh
 import pytest, torch
 from fastaccum.parallel.ranks import Head
 from quick import quickly
@@ -11,7 +12,9 @@ torchrun = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '
 env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(script.parents[2])}
 
 def start(*args, more={}, **kwargs):
-    r = subprocess.run([*map(str, args)], env={**env, **more}, capture_output=True, text=True, timeout=240, **kwargs)
+    return checked(subprocess.run([*map(str, args)], env={**env, **more}, capture_output=True, text=True, timeout=240, **kwargs))
+
+def checked(r):
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-6000:]
     return r.stdout
 
@@ -24,7 +27,7 @@ def results(tmp_path_factory):
     "`results(name)`: of one process, rank 0 and rank 1"
     one,two = tmp_path_factory.mktemp('one'),tmp_path_factory.mktemp('two')
     names = sorted({*sum(few.values(), [])}) if 'QUICK' in os.environ else []
-    if names: start(sys.executable, script, one, *names, more=dict(TWO=str(two)))     # the ranks are forks, which need not import all
+    if names: checked(fresh.run(script, one, *names, env={**env, 'TWO': str(two)}))   # the ranks are forks, which need not import all
     else:
         start(sys.executable, script, one)
         start(*torchrun, script, two, more=dict(OTHER=str(one)))

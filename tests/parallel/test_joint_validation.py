@@ -1,6 +1,7 @@
 """A validation over several ranks is that of one process: losses, what callbacks decide by them, and ranks that end it early"""
 import os, subprocess, sys
 from pathlib import Path
+import fresh
 import pytest, torch, torch.nn.functional as F
 from fastai.basics import Callback, CancelValidException, CrossEntropyLossFlat, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor
 from fastai.callback.all import EarlyStoppingCallback, ProgressCallback, ReduceLROnPlateau, SaveModelCallback
@@ -151,8 +152,7 @@ def started(f, n, folder, script=__file__):
     out = folder/f'{f.__name__}_{n}.pt'
     root = Path(__file__).parents[2]
     env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(map(str, (root, root/'tests')))}
-    process = subprocess.Popen([sys.executable, script, f.__name__, str(n), out], env=env, cwd=folder,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = fresh.start(script, f.__name__, n, out, env=env, cwd=folder, stderr=subprocess.STDOUT)
     def result():
         said = process.communicate(timeout=200)[0]
         assert process.returncode == 0, said[-6000:]
