@@ -165,9 +165,9 @@ def is_whole_step(self:BatchPass): return self.is_alone and not self.way.is_join
 # Is `learn.pred` of the whole loader batch wanted, by a metric of the training or by a callback?
 @patch
 def _keeps_pred(self:BatchPass):
+    if not self.shown.is_cut: return False
     recorder = getattr(self.learn, 'recorder', None)
-    reads = self.loop.events.table['reads_pred'] or getattr(recorder, 'train_metrics', False)
-    return reads and self.shown.is_cut
+    return self.loop.events.table['reads_pred'] or getattr(recorder, 'train_metrics', False)
 
 # %% ../../nbs/api/accumulation/02_batch.ipynb #e4db024f
 class Shown:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.accumulator import GradientAccumulator, check_accum_bs
 from ..core.grads import summed_for
 from ..core.host import HostGradients
-from ..core.losses import count_items
+from ..core.losses import count_items, usual_items
 from ..core.memory import available_bytes, device_of
 from ..loop.batch_loop import LoopCallback
 from ..loop.events import keeps_state
@@ -415,6 +415,8 @@ def before_batch(self:GradientAccumulation):
 def _count_items(self:GradientAccumulation):
     learn = self.learn
     if self._n_items is not None: return self._n_items(learn)
+    n = usual_items(learn.xb, learn.yb)
+    if n is not None: return n
     n,agree = count_items(learn.xb, learn.yb, way_of(self).is_coupled, self.facts.lists, partial(loader_bs, learn.__dict__.get('dl')))
     if not agree: self.witnesses.call('items_differ', n)
     return n

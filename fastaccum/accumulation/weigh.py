@@ -42,7 +42,8 @@ class Weights:
         cb,rule,facts = self.cb,self.rule,self.facts
         is_one_loss = batch.way.is_coupled and (batch.opens and batch.closes or cb.ranks.world > 1)
         before = rule.info
-        rule.look_up(ifnone(facts.replaced, self.learn.loss_func), self.is_measured and (not is_one_loss or rule.probe is not None))
+        loss_func = self.learn.loss_func if facts.replaced is None else facts.replaced
+        rule.look_up(loss_func, self.is_measured and (not is_one_loss or rule.probe is not None))
         if rule.info is not before: cb.witnesses.call('new_rule')
         if not batch.opens: return
         is_mean = cb.normalize and (cb.weight is not None or not rule.is_sum)

@@ -30,13 +30,15 @@ class LossRule:
         self.measured = False                        # has a micro-batch been looked at?
         self.news,self._earlier = [],[]              # warnings to be given; micro-batches of this step so far
         self.times,self._since = LookTimes(),''
+        self._asked,self._of_outputs = None,None     # the loss, and which one it is of outputs
 
     def look_up(self,
         loss_func,      # A loss, as for `loss_weight`, or the one by which MixUp and CutMix replace it
         check:bool=True # Measure it, if it is not known? If False, believe its options
     ) -> None:
         "Look up the present loss, its options and its class weights. Does nothing if nothing has changed"
-        loss_func = getattr(loss_func, 'loss_of_outputs', loss_func)    # `of_outputs`, in each batch
+        if loss_func is not self._asked: self._asked,self._of_outputs = loss_func,of_outputs(loss_func)    # slow, of a module
+        loss_func = self._of_outputs
         info,f = self.info,loss_func if isinstance(loss_func, (nn.Module, partial)) else getattr(loss_func, 'func', loss_func)
         check = check and self.new_probe is not None
         known = info is not None and info.options is not None and (not check if self.probe is None else check and self.probe.known)
@@ -393,12 +395,16 @@ def mixer_of(loss_func):
     return o if 'old_lf' in getattr(o, '__dict__', {}) else None
 
 # %% ../../nbs/api/core/02_losses.ipynb #3e7209da
+# The items of a batch in the usual case: its first input and its first target are tensors with as many rows. Else None
+def usual_items(xb, yb):
+    x,y = xb[0] if type(xb) is tuple and xb else None,yb[0] if type(yb) is tuple and yb else None
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() and y.dim() and x.size(0) == y.size(0): return x.size(0)
+
 # Count the items of a batch from its inputs; and do the targets have as many? With `views`, one of the two may have several rows of each
 # item. `lists` knows what the lists of a fit hold, whose loader gives `bs()` items at a time
 def count_items(xb, yb=(), views=False, lists=None, bs=None):
-    x,y = xb[0] if type(xb) is tuple and xb else None,yb[0] if type(yb) is tuple and yb else None
-    # the usual case
-    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() and y.dim() and x.size(0) == y.size(0): return x.size(0),True
+    n = usual_items(xb, yb)
+    if n is not None: return n,True
     xs,ys,n = _counts(xb, True),_counts(yb, True),None if lists is None else lists.look(xb, yb, bs and bs())
     if n is not None: return n,not ys or n in ys
     if not xs: xs = ys  # no inputs

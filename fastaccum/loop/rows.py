@@ -50,15 +50,16 @@ class Rows:
         return False
 
     # Is there one row per step, rather than per loader batch? With accumulation, `lr_find` always counts steps
-    def one_a_step(self):
-        acc = self.loop.accumulation
+    def one_a_step(self, acc=None):
+        if acc is None: acc = self.loop.accumulation
         return acc.log_accum_batch or acc is not self.loop.every_batch and self.loop.lr_finder is not None
 
     # Is there a row for this batch?
     def due(self):
         now = self.loop.now
-        # fastai gives one then, too
-        return now.closed or not self.one_a_step() or now.predicted and self.loop.accumulation.cancelled
+        if now.closed: return True
+        acc = self.loop.accumulation
+        return not self.one_a_step(acc) or now.predicted and acc.cancelled     # fastai gives one then, too
 
     # The work of `Recorder.after_batch` in training: metrics of each batch, a row for each step. False: that is not
     # called again

@@ -44,6 +44,16 @@ def test_syncs(name):
     per_step = more(base, sites(6, 4))
     assert sum(per_step.values()) <= 4, per_step
 
+def test_questions_to_the_loss(monkeypatch):
+    "A module is slow to say what it has not: it is not asked in each loader batch which loss it is of outputs"
+    def asked(k):
+        learn,names,plain = make(2, k, loss_func=nn.MSELoss()),[],nn.Module.__getattr__
+        with monkeypatch.context() as m:
+            m.setattr(nn.Module, '__getattr__', lambda self, name: names.append((self, name)) or plain(self, name))
+            learn.fit(1, .01)
+        return [name for o,name in names if o is learn.loss_func].count('loss_of_outputs')
+    assert 0 < asked(4)==asked(8)
+
 def test_syncs_of_schedules():
     "Neither sizes nor learning rates ask the device (fastai computes them with tensors on the host)"
     def sites(n_iter):
