@@ -1,4 +1,5 @@
 "What splits a batch and keeps its state, without a Learner"
+from dataclasses import dataclass
 import random
 from collections import namedtuple
 from itertools import product
@@ -203,3 +204,16 @@ def test_snapshot_of_another_device():
         Snapshot(nn.ReLU(), []), state.assert_called_once()  # without parameters: the CPU's alone
         with patch.object(RandomState, '__init__', lambda self, kind: setattr(self, 'device', SimpleNamespace(type=kind))):
             assert [len(RandomState(kind)._place()) for kind in ('mps', 'cuda')]==[0, 1]
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    name: str = 'whole'
+
+def test_dataclasses_are_mapped():
+    "Into one of their own: the first stays as it was"
+    a = Output(torch.ones(2))
+    both = map_tensors(lambda *ts: torch.cat(ts), a, Output(torch.zeros(1), 'other'))
+    assert (both.logits.tolist(), both.name, len(a.logits))==([1, 1, 0], 'whole', 2)
+
+def test_no_list_is_known_at_first(): assert not Lists().knows([torch.ones(2)])
