@@ -155,21 +155,24 @@ lock_name = 'training_checkpoint.lock'
 # The files of a run in a folder that may hold others; the folder need not exist
 class OwnFiles:
     manifest = 'training_checkpoint.json'
-    _manifests,_entries = (f'{manifest}.tmp',manifest),{'training_checkpoint','run','made','finished','files'}
+    _manifests = f'{manifest}.tmp',manifest
     def __init__(self, path):
         self.path = path
         now = self._read()
+        self.distrusted = now is None    # somebody has changed the manifest, or it is damaged
+        now = now or {}
         names,done = _names_in(now.get('files', [])),now.get('finished')
         self.run = now.get('run')
         self.made = now.get('made') is True
         self.listed = set(names)
         self.finished = done and _names_in(done)
-        if not (isinstance(self.run, str) and re.fullmatch(r'\w+', self.run)): self.run = None
+        if self.run is not None and not re.fullmatch(r'\w+', self.run): self.run = None
         # the files were copied here, or the manifest is lost
         if self.run is None:
             written = map(run_of, sorted(path.glob('*.pt')))
             self.run = first(filter(None, written)) or secrets.token_hex(4)
 
+    # What the manifest says, {} if there is none, None if it is not as it was written
     def _read(self):
         text,mark = '','{"training_checkpoint": 1'
         for file in (self.path/n for n in self._manifests):
@@ -177,11 +180,10 @@ class OwnFiles:
             except (FileNotFoundError,NotADirectoryError): continue
             if not (text.startswith(mark) or mark.startswith(text)):
                 raise ValueError(f"{file} was not written by TrainingCheckpoint. Choose another `fname`.")
-        try: now = json.loads(text) if (self.path/self.manifest).exists() else {}
-        except ValueError: return {}     # incomplete
-        if not isinstance(now, dict): return {}
-        told = now.pop('digest', None)
-        return now if told == _digest_of(now) or told is None and now.keys() <= self._entries else {}
+        if not (self.path/self.manifest).exists(): return {}
+        try: now = json.loads(text)
+        except ValueError: return None
+        return now if _is_whole(now) else None
 
     # Write the manifest
     def note(self):
@@ -213,6 +215,15 @@ def _names_in(names):
     return [n for n in names if isinstance(n, str) and n not in ('', '.', '..') and not {'/','\\',':'} & {*n}]
 
 def _digest_of(manifest): return f'{zlib.crc32(json.dumps(manifest).encode()):08x}'
+
+_entries = dict(training_checkpoint=int, run=str, made=bool, finished=(list,type(None)), files=list)
+
+# Is a manifest as it was written? Older ones have no digest
+def _is_whole(manifest):
+    if not isinstance(manifest, dict): return False
+    said = {k: v for k,v in manifest.items() if k != 'digest'}
+    fits = all(k in _entries and isinstance(v, _entries[k]) for k,v in said.items())
+    return fits and manifest.get('digest') in (None, _digest_of(said))
 
 # Is it a file of digests?
 def _is_log(path):

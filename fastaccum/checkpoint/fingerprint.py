@@ -23,7 +23,7 @@ from ..core.functions import closure_of, names_of, notes_of, says
 from ..core.losses import of_outputs
 
 # %% auto #0
-__all__ = []
+__all__ = ['changes']
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #9d355b8e
 # An argument of a fit, of a callback, a transform, a loss, as a value that can be compared and shown: `v`, or the
@@ -248,6 +248,17 @@ def _schedule(f):
     ends = [np.ravel(v).tolist() for o in parts for v in (getattr(o, 'start', ()), getattr(o, 'end', ()))]
     return dict(most=np.max([v for v in values+ends if len(v) == len(values[0])], axis=0).tolist(), values=values)
 
+# %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #35b4a0d0
+# What differs between two settings: of dicts and described objects, the innermost entries
+def changes(name, a, b):
+    if _is_object(a) and _is_object(b) and a[0] == b[0]: a,b = a[1],b[1]
+    if not (isinstance(a, dict) and isinstance(b, dict)): return [f'{name}: {a} in the checkpoint, {b} now']
+    a,b = ({k: o.get(k, 'nothing') for k in {**a, **b}} for o in (a, b))
+    return [c for k in a if a[k] != b[k] for c in changes(f'{name}.{k}', a[k], b[k])]
+
+# As `setting` describes one: the name of its class, its arguments
+def _is_object(v): return isinstance(v, list) and len(v) == 2 and isinstance(v[0], str) and isinstance(v[1], dict)
+
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #3fa7a2f6
 # How a checkpoint differs from the training run that should continue from it: `saved` and `now` from `fit_settings`,
 # `model` and `ours` are the model's `state_dict`s
@@ -259,7 +270,7 @@ def differences(saved, now, model=None, ours=None):
     n = len(saved.get('parameter groups', ()))
     older = [k for k,v in saved.get('hypers', {}).items() if not (isinstance(v, list) and len(v) == n)]
     res = [_hyper_differs(k, a.get(k), b.get(k)) for k in differ(a, b, older)]
-    res += [f'{k}: {saved.get(k)} in the checkpoint, {now.get(k)} now' for k in differ(saved, now, ('model','hypers','schedules'))]
+    res += [c for k in differ(saved, now, ('model','hypers','schedules')) for c in changes(k, saved.get(k), now.get(k))]
     a,b = parts('model')
     changed = [f"the model's {k or 'forward'}: {a.get(k)} in the checkpoint, {b.get(k)} now" for k in differ(a, b)]
     res += changed[:3] + ([f'and {len(changed)-3} more of its modules'] if len(changed) > 3 else [])
@@ -318,8 +329,9 @@ def callbacks_wrong(saved, now):
         (a,touches,args),(b,touches_now,args_now) = (o.get(k, (0, False, [])) for o in (saved, now))
         if a == b:
             for was,here in zip(args, args_now):
-                wrong = [f'{k}.{n}: {was.get(n)} in the checkpoint, {here.get(n)} now' for n in {**was, **here}
-                         if was.get(n) != here.get(n)]
+                # an argument that a newer version has, too
+                names = {**was, **here}
+                wrong = changes(k, {n: was.get(n) for n in names}, {n: here.get(n) for n in names})
                 (refused if here['fastai'] else told).extend(wrong)
             continue
         what = f"{k} {'was added' if not a else 'was removed' if not b else f'is attached {b} times instead of {a}'}"

@@ -53,6 +53,9 @@ class SavedFit:
             warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the "
                  "present callbacks.",
                  'troubleshooting.html#a-run-does-not-resume')
+
+    # Does the fit begin with other words? A Learner that has trained since then always does
+    def tell_of_beginning(self, words, ranks):
         weights,_,seed,_ = self.beginning()
         if (words[0],words[2]) == (weights,seed): return
         what = 'weights' if words[0] != weights else 'random numbers'
@@ -223,6 +226,7 @@ class CheckpointedFit:
         saved = None if state is None else SavedFit(state, self.learn, self.folder.path, self.number)
         if saved is not None:
             saved.check(self.settings, self.beginning, self.ranks)
+            if not self.folder.has_trained(self.learn): saved.tell_of_beginning(self.beginning, self.ranks)
             self.beginning = saved.beginning()     # the fit stays the one that began first
         if saved is None or saved.in_epoch: self._train(train, saved)
         else: self._skip(saved)
@@ -231,7 +235,7 @@ class CheckpointedFit:
         self.folder.stop(self.times.signal)
 
     def _train(self, train, saved):
-        self.folder.fit_begins()
+        self.folder.fit_begins(self.learn)
         with on_signals(self.times.stop, *_signals), self._resumed(saved) as rest: train(self._more(), **rest)
         self.times.asked()                # a signal may have come after the last step
         if self.cancelled: self.folder.wait()

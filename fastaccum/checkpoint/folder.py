@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/folder.html.md"""
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #30107b4a
 from __future__ import annotations
-import atexit, errno, multiprocessing, socket, sys, threading
+import atexit, errno, multiprocessing, socket, sys, threading, weakref
 from contextlib import suppress
 from math import inf
 from multiprocessing.util import Finalize
@@ -28,8 +28,14 @@ class CheckpointFolder:
     def __init__(self, path, ranks=None):
         self._begin(path, ranks or OneRank())
         self.own = OwnFiles(path)
+        if self.own.distrusted: self._tell_of_manifest()
         names = [] if self.own.finished is not None else self.own.names(r'\d+-(\d+|end)(-\w+)?\.pt')
         self.files = sorted((path/n for n in names), key=_place)
+
+    def _tell_of_manifest(self):
+        warn(f"{self.path/self.own.manifest}, the list of the run's files, is damaged or was changed, so only checkpoints that "
+             "name their run themselves are used. To begin anew, use TrainingCheckpoint(resume=False), or delete the folder.",
+             'troubleshooting.html#a-run-does-not-resume')
 
     def _begin(self, path, ranks):
         self.path,self.ranks = path,ranks
@@ -38,6 +44,7 @@ class CheckpointFolder:
         self.unfinished = False
         self.stopped = None         # the signal that ended a fit
         self.cut = None
+        self.learn = None           # a weak reference to the Learner of the last fit
         self.files = []
         self.writer = Writer()
         self.room = Room(path)
@@ -58,7 +65,12 @@ class CheckpointFolder:
 
     def of_fit(self, fit): return [f for f in self.files if fit_of(f) == fit]
 
-    def fit_begins(self): self.unfinished = True
+    def fit_begins(self, learn):
+        self.unfinished = True
+        self.learn = weakref.ref(learn)
+    # Did this process train it here?
+    def has_trained(self, learn): return self.learn is not None and self.learn() is learn
+
     # A script may have left out the fits before it. `cut`: who ended it before its last epoch, and when
     def fit_ended(self, number, cancelled, cut=None):
         self.n_fits = self.n_fits if cancelled else number
@@ -200,8 +212,10 @@ def _at_exit(self:CheckpointFolder):
     if not self.ranks.all_ended(): return
     self.finish()
     if not self.files: return
-    end = f'{self.path.name}-finished/{self.files[-1].name}'
-    print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}; its end is {end}.")
+    last = self.files[-1]
+    end = f'{self.path.name}-finished/{last.name}'
+    saved = f'its end is {end}' if _place(last) == (self.n_fits, inf) else f'its end could not be saved; the last checkpoint that could is {end}'
+    print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}; {saved}.")
     if self.cut:
         print(f'{self.cut} Did the run end too early? To continue it with its next fit, move {end} back '
               f'to {self.path}.')

@@ -50,13 +50,18 @@ def inner_codes(f): return [c for c in getattr(f, '__code__', f).co_consts if is
 def names_in(f): return [*dict.fromkeys([*names_of(f), *(n for c in inner_codes(f) for n in names_in(c))])]
 
 # %% ../../nbs/api/core/09_functions.ipynb #b9302f4f
+# A constant, with sets as lists: the order of a set of strings is another one in each process
+def _in_order(c):
+    if isinstance(c, tuple): return tuple(map(_in_order, c))
+    return sorted(map(_in_order, c), key=repr) if isinstance(c, frozenset) and len(c) > 1 else c
+
 # What a function says: its code, names, constants, and the values of the globals that are numbers or texts; None if it
 # has no code
 def says(f):
     code = getattr(f, '__code__', None)
     if code is None: return None
     def is_value(name): return type(f.__globals__.get(name)) in (bool,int,float,str)
-    consts = [c for c in code.co_consts if not hasattr(c, 'co_code') and c != f.__doc__]
+    consts = [_in_order(c) for c in code.co_consts if not hasattr(c, 'co_code') and c != f.__doc__]
     names = [n for n in code.co_names if not is_value(n)]
     # by value, not by name
     return code.co_code,names,consts,[f.__globals__[n] for n in code.co_names if is_value(n)]

@@ -220,6 +220,21 @@ def test_the_last_good_checkpoint_stays_where_nothing_makes_room(monkeypatch, tm
     assert str(folder.path) in text and re.search(r'disk is full: [\d,.]+ MB are free in .* needs 0\.[89] MB', text)
     assert on_disk(folder) == ['1-000000001.pt'] and read_checkpoint(folder.files[0])['done'] == 1
 
+@pytest.mark.parametrize('fits,done', [(1, 1), (2, inf)])
+def test_an_end_that_could_not_be_saved(monkeypatch, tmp_path, capsys, fits, done):
+    "The last words are true of what is on the disk: the middle of fit 1, the end of fit 1 of 2"
+    monkeypatch.chdir(tmp_path)
+    folder = CheckpointFolder.at(tmp_path/'run')
+    folder.save(state(1), 1, done, 1)
+    last = folder.files[-1].name
+    SmallDisk(monkeypatch, folder.path, 500_000)
+    with pytest.warns(UserWarning, match='disk is full'): folder.save(dict(w=torch.zeros(200_000)), fits, inf, 1)
+    folder.fit_ended(fits, False)
+    folder._at_exit()
+    out = capsys.readouterr().out
+    assert f'its end could not be saved; the last checkpoint that could is run-finished/{last}.' in out and 'its end is' not in out
+    assert (tmp_path/'run-finished'/last).exists()
+
 def test_ends_of_earlier_fits_stay(monkeypatch, tmp_path):
     "The next start loads them; and what a killed run has left half-written goes first"
     folder = CheckpointFolder(tmp_path/'run')

@@ -101,6 +101,38 @@ def test_hash_seed():
                                 env={**os.environ, 'PYTHONHASHSEED': seed}).stdout for seed in '12')
     assert one == other != ''
 
+@pytest.mark.slow
+def test_hash_seed_of_a_lambda():
+    "A set of texts in its code, and one in a tuple"
+    code = """if 1:
+        from fastaccum.checkpoint.fingerprint import setting
+        print(setting(lambda x: x in {'one', 'two', 'three'} or x in ({'four', 'five'}, 1)))"""
+    seen = [subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True,
+                           env={**os.environ, 'PYTHONHASHSEED': str(seed)}).stdout for seed in range(3)]
+    assert len({*seen}) == 1 and seen[0]
+
+def test_the_same_learner_again(capsys):
+    "It has trained since the fit began: no seed is to blame"
+    learn = make(0, cbs=[Stop((1, 2))])
+    with learn.no_logging(), learn.no_bar():
+        with pytest.raises(RuntimeError, match='stopped'): learn.fit(2, .1)
+        learn.remove_cbs(learn.cbs.filter(lambda cb: isinstance(cb, Stop)))
+        with pytest.warns(UserWarning, match='Stop was removed'): learn.fit(2, .1)
+    out = capsys.readouterr().out
+    assert 'fit 1 continues in epoch 1' in out and 'another seed' not in out
+    assert torch.equal(weights(learn.model), weights(script(0, save=dict(fname='whole')).model))
+
+class Weighted(Module):
+    def __init__(self, bounds, weight=1.): self.bounds,self.weight = bounds,weight
+    def forward(self, out, targ): return self.weight*F.mse_loss(out, targ)
+
+def test_a_refusal_names_the_entry_that_differs():
+    a,b = (dict(loss=Weighted(dict(low=0, high=9), w)) for w in (1., .5))
+    with pytest.raises(RuntimeError, match='stopped'): script(**a, stop=(0, 2))
+    CheckpointFolder.in_use.clear()
+    with pytest.raises(ValueError, match='loss.weight: 1.0 in the checkpoint, 0.5 now. Undo') as e: script(**b)
+    assert 'low' not in str(e.value)
+
 # --- what is another run
 def clip(n): return dict(cbs=[GradientClip(n)])
 def fits(name, *args, **kwargs): return dict(fit=lambda l, cbs: getattr(l, name)(2, *args, cbs=cbs, **kwargs))

@@ -62,6 +62,28 @@ def test_manifest():
         own.remove(); own.finish()
     assert Path('other.pt').exists() and Path('other.jsonl').exists()
 
+def told_of_manifest(text):
+    "Does a folder with this manifest, and a checkpoint that names its run, tell of it? The names of its checkpoints"
+    folder = Path('told')
+    own = OwnFiles(folder)
+    own.run = 'abc'
+    own.write(dict(a=1), '1-end.pt')
+    if text is not None: (folder/OwnFiles.manifest).write_text(text)
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter('always')
+        files = CheckpointFolder(folder).files
+    shutil.rmtree(folder)
+    return ['is damaged or was changed' in str(x.message) for x in w],[f.name for f in files]
+
+def test_manifest_that_was_changed_is_told():
+    "And the checkpoints are used all the same, as each names its run"
+    wrong = [dict(files={'a': [1]}), dict(run=5), dict(finished='a'), dict(made=1), dict(mine=1), dict(files=[], digest='00000000')]
+    for more in wrong:
+        text = json.dumps({**dict(training_checkpoint=1, run='abc'), **more})
+        assert told_of_manifest(text) == ([True], ['1-end.pt']), more
+    assert told_of_manifest('{"training_checkpoint": 1, "ru') == ([True], ['1-end.pt'])
+    assert told_of_manifest(None) == told_of_manifest('{"training_checkpoint": 1, "run": "abc"}') == ([], ['1-end.pt'])
+
 def test_links():
     "A `.tmp` that is a link is replaced, not followed"
     folder,mine = Path('run'),Path('mine')
