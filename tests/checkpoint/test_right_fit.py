@@ -1,5 +1,5 @@
 "Which saved fit a fit continues; what may change between start and restart, and what not"
-import os, subprocess, sys, textwrap, warnings
+import linecache, os, subprocess, sys, textwrap, warnings
 import pytest
 import torch.utils.data as torch_data
 from fastai.callback.progress import CSVLogger, ProgressCallback
@@ -7,6 +7,7 @@ from fastai.callback.tracker import EarlyStoppingCallback
 from reference import *
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
+from fastaccum.checkpoint.own_code import _kept_arguments, code_of
 from fastaccum.logs.steps import StepLogger
 from quick import quickly
 
@@ -230,3 +231,65 @@ def test_same(case, capsys):
         with learn.no_bar(): learn.fit(2, .1)
     out = capsys.readouterr().out
     assert 'fit 1 continues in epoch 0, after' in out and 'another seed' not in out
+
+# --- the code of the script
+project = '''
+import torch.nn.functional as F
+from fastai.basics import *
+from fastaccum.checkpoint.callback import TrainingCheckpoint
+scale = 1.
+unread = 2.
+stops = []
+def helper(d): return d.square()
+def my_loss(p, y): return scale*helper(p-y).mean()
+class Net(Module):
+    def __init__(self, k=1.): self.l,self.times = nn.Linear(4, 1),k
+    def forward(self, x): return self.times*self.l(x)
+class Decay(Callback):
+    order = 2000
+    def __init__(self, rate): self.kept,self.sum = rate,0.
+    def after_batch(self):
+        self.sum = self.kept*self.sum + float(self.loss)
+        if self.learn.train_iter in stops: raise RuntimeError('stopped')
+def shift(b): return b
+class Noise(Transform):
+    def encodes(self, x:Tensor): return x*1.
+def run(at=None, rate=.9, k=1.):
+    stops[:] = [at]
+    set_seed(0)
+    items = [(x, x.sum()[None].tanh()) for x in torch.randn(16, 4)]
+    dl = DataLoader(items, bs=4, shuffle=True, after_batch=Pipeline([Noise(), shift]))
+    learn = Learner(DataLoaders(dl, dl), Net(k), my_loss, opt_func=SGD, path='.', cbs=[Decay(rate), TrainingCheckpoint(every_steps=1)])
+    with learn.no_logging(), learn.no_bar(): learn.fit(1, .1)
+'''
+edits = dict(
+    loss=('helper(p-y).mean()', 'helper(p-y).sum()', ['my_loss']), helper=('d.square()', 'd.abs()', ['helper']),
+    constant=('scale = 1.', 'scale = .5', ['scale` (1.0 then, 0.5 now)']), forward=('self.times*self.l', '2*self.times*self.l', ['Net']),
+    event=('self.sum + float', 'self.sum - float', ['Decay']), transform=('return x*1.', 'return x*2.', ['Noise']),
+    function=('return b', 'return tuple(b)', ['shift']), argument=('rate=.9', 'rate=.5', ['decay.kept` (0.9 then, 0.5 now)']),
+    model=('k=1.):\n    stops', 'k=3.):\n    stops', ['the model.times` (1.0 then, 3.0 now)']),
+    words=('def helper(d): return d.square()', '# squares\ndef helper(d:Tensor) -> Tensor:\n    "Of each"\n    return (d.square())   # here', []),
+    unread=('unread = 2.', 'unread = 3.', []))
+
+@pytest.mark.parametrize('case', quickly(['helper', 'argument', 'words'], edits))
+def test_edited_script(case, monkeypatch, tmp_path):
+    "Told once by name, and the run goes on; what does not act is not told"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    a,b,names = edits[case]
+    assert project.count(a) == 1
+    def run(text, **kwargs):
+        CheckpointFolder.in_use.clear()
+        for cache in (code_of, _kept_arguments): cache.cache_clear()
+        sys.modules.pop('project_of_mine', None)
+        linecache.clearcache()
+        Path('project_of_mine.py').write_text(text)
+        import project_of_mine
+        with warnings.catch_warnings(record=True) as w:
+            warnings.simplefilter('always')
+            try: project_of_mine.run(**kwargs)
+            except RuntimeError as e: assert str(e).endswith('stopped')
+        return [str(x.message) for x in w if 'code of the run has changed' in str(x.message)]
+    assert run(project, at=2) == []
+    said = run(project.replace(a, b), at=3)
+    assert [f'changed: `{n}`. ' in s or f'changed: `{n}. ' in s for s in said for n in names] == [True]*len(names) and len(said) == bool(names), said
+    assert run(project.replace(a, b)) == []
