@@ -103,8 +103,10 @@ def present(o, k, e, path):
         refuse(f'{path}.{k}', e, 'a method')
     return vars(o).get(k, own)
 
+# A number or a text, what was saved as a value, or an object that is there: a parameter, for example
 def check_key(k, path):
-    if type(k) in scalars or type(k) is tuple and len(k) == 3 and k[0] in kind_names and type(k[2]) is list: return
+    if type(k) in scalars: return
+    if is_saved(k) and (k[0] in kind_names and type(k[2]) is list or k[0] == 'known' or k[0] == 'same' and type(k[2]) is str): return
     refuse(f'{path}.keys()', k, 'a key')
 
 # Context in which an object takes a saved value that it checks itself, such as a generator its state

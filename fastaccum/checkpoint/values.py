@@ -24,6 +24,9 @@ from ..core.random import put_state, state_of
 __all__ = []
 
 # %% ../../nbs/api/checkpoint/04_values.ipynb #13caa6d0
+# Kinds of values that are made again equal, so that they may be keys of a dict and elements of a set
+_as_keys = 'tuple','frozenset','bytes','range','path','size','device','dtype','time','span'
+
 # Takes objects apart for a checkpoint: into tensors, numbers, strings, lists and tuples
 class _TakesApart:
     # What `decode` puts back. `own`: the content, even of a known object
@@ -37,9 +40,21 @@ class _TakesApart:
         if id(o) in self.seen: return 'same',None,self.seen[id(o)][0]
         self.seen[id(o)] = path,o         # keeps `o` alive, so that no other object gets its id
         if isinstance(o, Tensor): return self.take_tensor(o)
-        if kind is not None: return kind,type(o).__name__,kinds[kind][0](self, o, path)
-        self.wrong[path] = f'a {type(o).__name__} cannot be saved'
+        key = self.unfit_key(o)
+        if kind is not None and key is None: return kind,type(o).__name__,kinds[kind][0](self, o, path)
+        self.wrong[path] = f'a {type(o).__name__} cannot be saved' if kind is None else f'a {type(key).__name__} in its keys cannot be saved'
         return 'kept',None,None
+
+    # The first of the keys of a dict, or the elements of a set, that could not be made again. None if there is none
+    def unfit_key(self, o):
+        if self.any_key or not isinstance(o, (dict,set,frozenset)): return None
+        return first(k for k in o if not self._is_key(k))
+
+    # A number, a text, a known object, which is there again, or a value of these
+    def _is_key(self, o):
+        if type(o) in scalars or id(o) in self.names or isinstance(o, np.generic): return True
+        kind = kind_of(o)
+        return kind in _as_keys and (kind not in ('tuple','frozenset') or all(map(self._is_key, o)))
 
     # As `encode`, but raises a `TypeError` that names what cannot be saved. Functions cannot, unless `code`
     def strict(self, o, path, code=False):
@@ -55,7 +70,7 @@ class _TakesApart:
     def digest_of(self, o):
         if type(o) in scalars: return digest(o)
         alone = copy(self)
-        alone.seen,alone.wrong = {},{}
+        alone.seen,alone.wrong,alone.any_key = {},{},True
         return digest(alone.encode(o, ''))
 
     # Context in which nothing is `wrong`
@@ -226,6 +241,7 @@ class Values(_TakesApart, _PutsBack):
         # on the way out
         self.kinds = {}                   # type -> is it code, and of which kind?
         self.code = True                  # are functions allowed?
+        self.any_key = False              # is a dict taken apart whatever its keys are?
         self.names = {id(o): n for n,o in known.items()}
         self.storages = {storage_id(o): n for n,o in known.items() if isinstance(o, Tensor) and o.numel()}
         # on the way back
@@ -278,7 +294,14 @@ _made = {c.__name__: c for c in (list, L, set, dict, OrderedDict, Counter, Simpl
 
 def _take_dict(vs, o, path):
     d = vars(o) if isinstance(o, SimpleNamespace) else o
-    return [vs.each(list(d), f'{path}.keys()'), [v if type(v) in scalars else vs.encode(v, f'{path}[{k!r}]') for k,v in d.items()]]
+    keys = vs.each(list(d), f'{path}.keys()')
+    return [keys, [v if type(v) in scalars else vs.encode(v, f'{path}[{_name_of_key(e, k)}]') for e,(k,v) in zip(keys, d.items())]]
+
+# `k`, which was saved as `e`, in a path: the same in each process
+def _name_of_key(e, k):
+    if type(e) in scalars: return repr(k)
+    if e[0] == 'known': return e[1]
+    return f"({', '.join(map(_name_of_key, e[2], k))}{',' if len(k) == 1 else ''})" if e[0] == 'tuple' else repr(k)
 
 def _put_dict(vs, old, name, e, path, exact):
     check_form(e, [list], path)
@@ -288,7 +311,7 @@ def _put_dict(vs, old, name, e, path, exact):
     with taking(f'{path}.keys()'): len({*keys})
     now = vars(old) if isinstance(old, SimpleNamespace) else old if isinstance(old, dict) else {}
     # those of a key that was made again are of no known type
-    values = {k: vs.decode(v, now.get(k), f'{path}[{k!r}]', exact and k in now) for k,v in zip(keys, e[1])}
+    values = {k: vs.decode(v, now.get(k), f'{path}[{_name_of_key(key, k)}]', exact and k in now) for key,k,v in zip(e[0], keys, e[1])}
     return vs.fill(old, name, values, path, dict)
 
 def _put_list(vs, old, name, e, path, exact): return vs.fill(old, name, vs.each_back(e, old, path), path, list)
