@@ -131,7 +131,7 @@ def _of_loader(dl):
 
 # The user's own code that trains `learn` with the callbacks `cbs`: name -> digest or value
 def own_code(learn, cbs):
-    loss = own_loss(learn)
+    loss,cbs = own_loss(learn),[cb for cb in cbs if getattr(type(cb), 'in_checkpoint', True)]
     objects = [loss, getattr(loss, 'func', None), learn.opt_func, *_of_loader(learn.dls.train), *cbs]
     modules = dict(get_model(learn.model).named_modules())
     said = said_by(f for o in (*objects, *modules.values()) for f in _parts(o))

@@ -139,6 +139,7 @@ def train(loss=lambda: F.mse_loss, model=Plain, dl=fastai_dl(), opt=SGD, stop=No
     return learn
 
 @pytest.mark.parametrize('case', quickly(['CountingLoss','Hooked','fastai_dl counting_item'], saved))
+@pytest.mark.filterwarnings('ignore:Since the checkpoint, the code of the run has changed. `stop.')
 def test_saved(case):
     "Stopped in the second epoch, in the third, in the second fit: it ends as the run that nobody stopped"
     case = saved[case]
