@@ -15,7 +15,7 @@ from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import EarlyStoppingCallback
 from .check import WrongEntry, check_form, plain, refuse
 from .digests import StepDigests
-from .own_code import changed_code, own_code
+from .own_code import own_code, tell_of_code
 from .fingerprint import beginning, callback_list, callbacks_wrong, data_wrong, differences, fit_settings
 from .files import beginning_mark
 from .loaders import check_loader, epoch_of
@@ -33,8 +33,8 @@ __all__ = []
 # The outline of what a fit adds to the state of the Learner
 _data = {str: {'sample': [str], 'items': (int,type(None)), str: plain}}
 _schedules = {str: {'most': [(int,float)], 'values': [[(int,float)]]}}
-_form = dict(beginning=str, settings={'data': _data, 'model': {str: str}, 'callbacks': {str: list}, 'schedules?': _schedules, 'code?': {str: plain},
-                                  str: plain})
+_settings = {'data': _data, 'model': {str: str}, 'callbacks': {str: list}, 'schedules?': _schedules, 'code?': {str: plain}, str: plain}
+_form = dict(beginning=str, settings=_settings)
 _form_in_epoch:dict = dict(batch=int, new_workers=bool, data=_data,
                            learner={**{k: int for k in ('epoch','n_epoch','n_iter','train_iter')}, 'pct_train': (int,float), str: object})
 
@@ -55,13 +55,6 @@ class SavedFit:
             warn(f"Since the checkpoint, callbacks have changed: {', '.join(told)}. Training continues with the "
                  "present callbacks.",
                  'troubleshooting.html#a-run-does-not-resume')
-
-        # older checkpoints have none
-        edited = changed_code(self.state['settings'].get('code', {}), settings['code'])
-        if edited and not ranks.rank:
-            warn(f"Since the checkpoint, the code of the run has changed: {', '.join(edited)}. Training continues with the present code; "
-                 "for a new run, use TrainingCheckpoint(resume=False) or another `fname`.",
-                 'tutorials/stop_and_resume.html#what-a-checkpoint-compares')
 
     # Does the fit begin with other words? A Learner that has trained since then always does
     def tell_of_beginning(self, words, ranks):
@@ -92,7 +85,6 @@ class SavedFit:
     def check_settings(self, now):
         saved,now = dict(self.state['settings']),dict(now)
         saved.pop('code', None)
-        now.pop('code', None)
         refused,told = callbacks_wrong(saved.pop('callbacks'), now.pop('callbacks'))
         data = data_wrong(saved.pop('data'), now.pop('data'))
         model = get_model(self.learn.model).state_dict()
@@ -229,7 +221,7 @@ class CheckpointedFit:
         self.settings = dict(fit_settings(learn, cbs), data=cb.fingerprints.of(learn.dls), callbacks=callback_list(cbs))
         if not cb.resume: self.folder.forget(self.folder.n_fits+1)
         self.beginning = [*beginning(learn), digest(repr(self.settings))]
-        self.settings['code'] = own_code(learn, cbs)
+        self.code = own_code(learn, cbs)
         self.number = self.folder.fit_that_began(self.beginning) or self.folder.n_fits+1
 
     # `train` runs the fit; takes more callbacks, and another function to call between the events of the fit
@@ -238,6 +230,7 @@ class CheckpointedFit:
         saved = None if state is None else SavedFit(state, self.learn, self.folder.path, self.number)
         if saved is not None:
             saved.check(self.settings, self.beginning, self.ranks)
+            if not self.ranks.rank: tell_of_code(saved.state['settings'].get('code', {}), self.code)
             if not self.folder.has_trained(self.learn): saved.tell_of_beginning(self.beginning, self.ranks)
             self.beginning = saved.beginning()     # the fit stays the one that began first
         if saved is None or saved.in_epoch: self._train(train, saved)
@@ -311,7 +304,7 @@ class CheckpointedFit:
         now = LearnerState(self.learn, self.cb.given)
         state = self.ranks.join(self.learn, now.take(weights))
         self.cb.tell(now.wrong)
-        state = dict(state, **more, settings=self.settings, beginning=beginning_mark(self.beginning))
+        state = dict(state, **more, settings=dict(self.settings, code=self.code), beginning=beginning_mark(self.beginning))
         self.folder.save(state, self.number, done, self.cb.keep, self.cb.background)
 
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #64e8b0f3

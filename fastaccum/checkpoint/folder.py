@@ -24,6 +24,7 @@ __all__ = []
 # The checkpoints of a run: the fits that this process trains with one folder, numbered from 1
 class CheckpointFolder:
     in_use = {}   # folder -> object
+    trained = weakref.WeakKeyDictionary()   # Learner -> the folder of its last fit here
     # ranks: what several processes do together; default one process
     def __init__(self, path, ranks=None):
         self._begin(path, ranks or OneRank())
@@ -44,7 +45,6 @@ class CheckpointFolder:
         self.unfinished = False
         self.stopped = None         # the signal that ended a fit
         self.cut = None
-        self.learn = None           # a weak reference to the Learner of the last fit
         self.files = []
         self.writer = Writer()
         self.room = Room(path)
@@ -67,9 +67,8 @@ class CheckpointFolder:
 
     def fit_begins(self, learn):
         self.unfinished = True
-        self.learn = weakref.ref(learn)
-    # Did this process train it here?
-    def has_trained(self, learn): return self.learn is not None and self.learn() is learn
+        self.trained[learn] = self.path
+    def has_trained(self, learn): return self.trained.get(learn) == self.path
 
     # A script may have left out the fits before it. `cut`: who ended it before its last epoch, and when
     def fit_ended(self, number, cancelled, cut=None):
@@ -214,8 +213,8 @@ def _at_exit(self:CheckpointFolder):
     if not self.files: return
     last = self.files[-1]
     end = f'{self.path.name}-finished/{last.name}'
-    saved = f'its end is {end}' if _place(last) == (self.n_fits, inf) else f'its end could not be saved; the last checkpoint that could is {end}'
-    print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}; {saved}.")
+    saved = 'its end is' if _place(last) == (self.n_fits, inf) else 'its end could not be saved; the last checkpoint that could is'
+    print(f"TrainingCheckpoint: the run is complete after {self.n_fits} fit{'s'*(self.n_fits > 1)}; {saved} {end}.")
     if self.cut:
         print(f'{self.cut} Did the run end too early? To continue it with its next fit, move {end} back '
               f'to {self.path}.')

@@ -13,41 +13,36 @@ from .fingerprint import own_loss, setting
 from .kinds import is_users
 from .values import digest
 from ..core.functions import closure_of, names_in
+from ..core.warnings import warn
 
 # %% auto #0
 __all__ = []
 
 # %% ../../nbs/api/checkpoint/14_own_code.ipynb #869d565f
-class _WithoutWords(ast.NodeTransformer):
-    def visit_FunctionDef(self, node):
-        self.generic_visit(node)
-        node.returns = None
-        node.decorator_list = [d for d in node.decorator_list if ast.unparse(d) != 'patch']
-        node.body = _without_docstring(node.body) or [ast.Pass()]
-        return node
-    visit_AsyncFunctionDef = visit_FunctionDef
+_no_code = 'annotation','returns','type_comment','type_params','ctx'
 
-    def visit_arg(self, node):
-        node.annotation = None
-        return node
+# What a part of a parsed source says, in lists and texts
+def _said(node):
+    if isinstance(node, list): return [_said(o) for o in node if not _is_word(o)]
+    if not isinstance(node, ast.AST): return repr(node)
+    if isinstance(node, ast.AnnAssign): return ['Assign', [_said(node.target)], _said(node.value)]
+    return [type(node).__name__, *(_said(v) for k,v in ast.iter_fields(node) if k not in _no_code)]
 
-    # `a:int = 1`; `a:int` says nothing
-    def visit_AnnAssign(self, node):
-        self.generic_visit(node)
-        if node.value is None: return ast.Pass()
-        return ast.copy_location(ast.Assign(targets=[node.target], value=node.value), node)
+# Is it a docstring, or a type without a value?
+def _is_word(o):
+    if isinstance(o, ast.AnnAssign): return o.value is None
+    return isinstance(o, ast.Expr) and isinstance(o.value, ast.Constant) and isinstance(o.value.value, str)
 
-def _without_docstring(body):
-    first_is_text = body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str)
-    return body[1:] if first_is_text else body
+# The tree of a function's source; None if there is no source, or if its lines are not a function's
+def _parsed(f):
+    try: return ast.parse(textwrap.dedent(inspect.getsource(f))).body
+    except (OSError,TypeError,SyntaxError): return None
 
 # A digest of what the function says; None if there is no source
 @lru_cache(None)
 def code_of(f):
-    if f.__name__ == '<lambda>': return None
-    try: tree = ast.parse(textwrap.dedent(inspect.getsource(f)))
-    except (OSError,TypeError,SyntaxError): return None       # no source, or lines that are not a function's
-    return digest(ast.unparse(_WithoutWords().visit(tree)))
+    tree = None if f.__name__ == '<lambda>' else _parsed(f)
+    return None if tree is None else digest(_said(tree))
 
 # %% ../../nbs/api/checkpoint/14_own_code.ipynb #03e24607
 _libraries = 'fastai','fastcore','fastaccum','torch'
@@ -104,10 +99,10 @@ def _given(o):
 # The attributes to which `__init__` gives its arguments as they are
 @lru_cache(None)
 def _kept_arguments(init):
-    try: tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
-    except (OSError,TypeError,SyntaxError): return []
+    tree = _parsed(init)
+    if tree is None: return []
     arguments = inspect.signature(init).parameters
-    assigned = [pair for node in ast.walk(tree) if isinstance(node, ast.Assign) for pair in _pairs(node)]
+    assigned = [pair for node in ast.walk(tree[0]) if isinstance(node, ast.Assign) for pair in _pairs(node)]
     return [to.attr for to,value in assigned if isinstance(to, ast.Attribute) and isinstance(value, ast.Name) and value.id in arguments]
 
 # Target and value of an assignment, also of `a,b = 1,2`
@@ -143,3 +138,11 @@ def own_code(learn, cbs):
 def changed_code(saved, now):
     def words(k): return f'`{k}`' if type(now[k]) is str else f'`{k}` ({saved[k]} then, {now[k]} now)'
     return [words(k) for k in saved if k in now and saved[k] != now[k]]
+
+def tell_of_code(saved, now):
+    changed = changed_code(saved, now)
+    if not changed: return
+    warn(f"Since the checkpoint, the code of the run has changed: {', '.join(changed)}. Training continues with the present code; "
+         "for a new run, use TrainingCheckpoint(resume=False) or another `fname`.",
+         'tutorials/stop_and_resume.html#what-a-checkpoint-compares')
+

@@ -42,7 +42,8 @@ class _TakesApart:
         if isinstance(o, Tensor): return self.take_tensor(o)
         key = self.unfit_key(o)
         if kind is not None and key is None: return kind,type(o).__name__,kinds[kind][0](self, o, path)
-        self.wrong[path] = f'a {type(o).__name__} cannot be saved' if kind is None else f'a {type(key).__name__} in its keys cannot be saved'
+        what = type(o).__name__ if kind is None else f'{type(key).__name__} in its keys'
+        self.wrong[path] = f'a {what} cannot be saved'
         return 'kept',None,None
 
     # The first of the keys of a dict, or the elements of a set, that could not be made again. None if there is none

@@ -325,7 +325,8 @@ def test_refused_precision():
     whole = run(bf16)
     for n,cb in enumerate([MixedPrecision('bf16'), MixedPrecision()]):   # a callback that has trained says the same of itself
         learn = make(dict(cbs=lambda: [cb]), TrainingCheckpoint(every_steps=2), *([Interrupt((1, 4))] if n == 0 else []))
-        with pytest.raises((RuntimeError, ValueError), match='interrupted' if n == 0 else 'amp_mode: bf16 in the checkpoint, fp16 now'): learn.fit_one_cycle(4, .05)
+        says = 'interrupted' if n == 0 else 'amp_mode: bf16 in the checkpoint, fp16 now'
+        with pytest.raises((RuntimeError, ValueError), match=says): learn.fit_one_cycle(4, .05)
         new_process()
     test_eq_bits(run(bf16, TrainingCheckpoint(every_steps=2)), whole)
 

@@ -306,7 +306,8 @@ def test_other_data():
 
 def test_other_loss_and_optimizer():
     refused('loss: ', fit, partial(fit, loss_func=nn.L1Loss()))
-    refused('loss.beta: 0.5 in the checkpoint, 0.6 now', partial(fit, loss_func=nn.SmoothL1Loss(beta=.5)), partial(fit, loss_func=nn.SmoothL1Loss(beta=.6)))
+    refused('loss.beta: 0.5 in the checkpoint, 0.6 now', partial(fit, loss_func=nn.SmoothL1Loss(beta=.5)),
+            partial(fit, loss_func=nn.SmoothL1Loss(beta=.6)))
     refused('optimizer: ', fit, partial(fit, opt_func=RMSProp))
     refused('optimizer: ', fit, partial(fit, opt_func=partial(SGD, mom=.5)))
 

@@ -265,7 +265,7 @@ def test_exported_for_where_fastaccum_is_not_installed(tmp_path):
 
 # --- TrainingCheckpoint, given to `fit`
 class Interrupt(Callback):
-    order,run_valid = 2000,False
+    order,run_valid,in_checkpoint = 2000,False,False
     def __init__(self, at): self.at = at
     def after_batch(self):
         if self.learn.train_iter == self.at: raise KeyboardInterrupt
