@@ -23,7 +23,7 @@ from ..core.functions import closure_of, names_of, notes_of, says
 from ..core.losses import of_outputs
 
 # %% auto #0
-__all__ = ['changes']
+__all__ = []
 
 # %% ../../nbs/api/checkpoint/09_fingerprint.ipynb #9d355b8e
 # An argument of a fit, of a callback, a transform, a loss, as a value that can be compared and shown: `v`, or the
