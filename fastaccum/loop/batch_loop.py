@@ -252,6 +252,7 @@ def _attempt(self:BatchLoop):
     else: return
     raise step_too_big(why)   # outside `except`: the traceback would keep the step's tensors alive
 
+# %% ../../nbs/api/loop/01_batch_loop.ipynb #480c760d
 @patch
 def extra_step(self:BatchLoop):
     "A step without a batch of its own, at the end of an epoch; its row is given here. If cancelled, the accumulated batch continues"
