@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/facts.html.md"""
 # %% ../../nbs/api/accumulation/13_facts.ipynb #bb0c11ee
 from __future__ import annotations
 from ..core.lockstep.run import LockstepFacts
-from ..core.losses import LossRule
+from ..core.losses import LossRule, of_outputs
 from ..core.microbatch import Lists
 from ..core.probe import LossProbe
 from ..core.values import LossValues
@@ -22,6 +22,7 @@ class FitFacts:
     def __init__(self, rule=None, rounding=None):
         self.rule = LossRule() if rule is None else rule    # what the loss averages over
         self.values = LossValues()                          # what the loss keeps of its last call
+        self.looked_at = None                               # the loss function that it was seen at
         self.replaced = None                                # the loss that callbacks put in the place of loss_func's
         self.lists = Lists()                                # do lists in batches hold columns, or an object for each item?
         self.views = OutputViews()                          # coupled: how many views the rows of outputs hold
@@ -39,7 +40,10 @@ class FitFacts:
 
     # The loss function may be another one now
     def look_at_loss(self, loss_func):
-        if loss_func != self.values.loss_func: self.values = LossValues(loss_func)
+        if loss_func is self.looked_at: return
+        self.looked_at = loss_func
+        # ChunkedHead puts an object of its own before the same loss
+        if of_outputs(loss_func) != self.values.loss_func: self.values = LossValues(loss_func)
 
     # Callbacks have put the loss `replaced`, a `ReplacedLoss`, in the place of loss_func's
     def found_replaced(self, replaced): self.replaced = replaced
