@@ -11,6 +11,7 @@ import inspect
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from fastcore.basics import patch
 from .accumulator import mean_loss
 from .losses import is_known, loss_weight, mixer_of, of_outputs
 from .probe import _Batch, _own_copy
@@ -40,17 +41,6 @@ class LossValues:
     # How a value is made of those of micro-batches; None: not known
     @property
     def kinds(self): return {k: fits[0] if fits else None for k,fits in self.fits.items()}
-
-    # The tensors with a row for each of a loader batch's `n` items that were put there since the last batch ended:
-    # their names
-    def look(self, n):
-        new = [k for k,v in vars(self.holder).items() if _is_rows(v, n) and not _same(v, self._left.get(k))]
-        self.given = new if n > 1 else []
-        return self.given
-
-    # A loader batch has ended
-    def end(self):
-        self._left = {k: (v, v._version) for k,v in vars(self.holder).items() if _is_rows(v)} if self.holder is not None else {}
 
     # A loader batch begins, after `start` micro-batches of its accumulated batch
     def begin(self, start):
@@ -83,62 +73,83 @@ class LossValues:
             last = next(vals[k] for *_,vals in reversed(parts) if k in vals)
             vars(self.holder)[k] = tree_unflatten(leaves, tree_flatten(last)[1])
 
-    # Compare the values of a micro-batch with those of two parts of it, on a copy of the loss
-    def _measure(self, names, pred, yb, n, rule, shown):
-        seen,k,trace = None,n//2,Untouched(self.loss_func)
-        try:
-            if self.stuck: raise Moved([])
-            with trace, torch.no_grad():
-                batch = _Batch(pred, yb, n, shown)
-                if not self.fits: trace.try_out(partial(self._call, batch.part(0, n)))
-                copy = _own_copy(self.loss_func)
-                cuts = [batch.part(*o) for o in ([(0, n), (0, n), (0, k), (k, n)] if k else [(0, n), (0, n)])]
-                found = []
-                for part in cuts:
-                    with part.seen(): copy(part.pred, *part.yb)
-                    held = vars(holder_of(copy))
-                    found.append({name: [_detached(v) for v in leaves_of(held.get(name))] for name in names})
-                weights,sizes = [loss_weight(rule, o.yb, o.n) for o in cuts[2:]],[o.n for o in cuts[2:]]
-            seen = found
-        except Exception: pass                               # it cannot be called so
-        if trace.moved: self.stuck = str(Moved(trace.moved))
-        for name in names:
-            vals,fits = [o[name] for o in seen or ()],self.fits.get(name, _kinds)
-            # it counts, or goes on from its last value
-            if not seen or not alike(vals[0], vals[1]): fits = []
-            elif not k: fits = ['rows' if all(isinstance(v, Tensor) and v.dim() for v in vals[0]) else 'mean']
-            else: fits = [kind for kind in fits if alike(vals[0], _joined_leaves(kind, vals[2:], weights, sizes))]
-            self.fits[name],self._looks[name] = fits,self._looks.get(name, 4)-1 if len(fits) > 1 else 0
-            if not fits: self._give_up(name)
+    # A loader batch has ended
+    def end(self):
+        self._left = {k: (v, v._version) for k,v in vars(self.holder).items() if _is_rows(v)} if self.holder is not None else {}
 
-    def _call(self, batch):
-        with batch.seen(): return [o for o in tree_leaves(_own_copy(self.loss_func)(batch.pred, *batch.yb)) if isinstance(o, Tensor)]
+# %% ../../nbs/api/core/14_values.ipynb #d2c246f1
+# The tensors with a row for each of a loader batch's `n` items that were put there since the last batch ended:
+# their names
+@patch
+def look(self:LossValues, n):
+    new = [k for k,v in vars(self.holder).items() if _is_rows(v, n) and not _same(v, self._left.get(k))]
+    self.given = new if n > 1 else []
+    return self.given
 
-    # Others have found out why the loss cannot be called again, and said so
-    def leave(self, why): self.stuck,self.told = why,True
+# %% ../../nbs/api/core/14_values.ipynb #1b6d626f
+# Compare the values of a micro-batch with those of two parts of it, on a copy of the loss
+@patch
+def _measure(self:LossValues, names, pred, yb, n, rule, shown):
+    seen,k,trace = None,n//2,Untouched(self.loss_func)
+    try:
+        if self.stuck: raise Moved([])
+        with trace, torch.no_grad():
+            batch = _Batch(pred, yb, n, shown)
+            if not self.fits: trace.try_out(partial(self._call, batch.part(0, n)))
+            copy = _own_copy(self.loss_func)
+            cuts = [batch.part(*o) for o in ([(0, n), (0, n), (0, k), (k, n)] if k else [(0, n), (0, n)])]
+            found = []
+            for part in cuts:
+                with part.seen(): copy(part.pred, *part.yb)
+                held = vars(holder_of(copy))
+                found.append({name: [_detached(v) for v in leaves_of(held.get(name))] for name in names})
+            weights,sizes = [loss_weight(rule, o.yb, o.n) for o in cuts[2:]],[o.n for o in cuts[2:]]
+        seen = found
+    except Exception: pass                               # it cannot be called so
+    if trace.moved: self.stuck = str(Moved(trace.moved))
+    for name in names:
+        vals,fits = [o[name] for o in seen or ()],self.fits.get(name, _kinds)
+        # it counts, or goes on from its last value
+        if not seen or not alike(vals[0], vals[1]): fits = []
+        elif not k: fits = ['rows' if all(isinstance(v, Tensor) and v.dim() for v in vals[0]) else 'mean']
+        else: fits = [kind for kind in fits if alike(vals[0], _joined_leaves(kind, vals[2:], weights, sizes))]
+        self.fits[name],self._looks[name] = fits,self._looks.get(name, 4)-1 if len(fits) > 1 else 0
+        if not fits: self._give_up(name)
 
-    # A warning, or None: once
-    def message(self):
-        if self.stuck is None or self.told: return None
-        self.told = True
-        return calls_change.format(name=name_of(self.loss_func), why=self.stuck)
+@patch
+def _call(self:LossValues, batch):
+    with batch.seen(): return [o for o in tree_leaves(_own_copy(self.loss_func)(batch.pred, *batch.yb)) if isinstance(o, Tensor)]
 
-    def _give_up(self, name):
-        self.fits[name] = []
-        self.news.append(name)
-
-    # The names of values that were found to be neither means nor sums since the last call
-    def take_news(self):
-        news,self.news = self.news,[]
-        return news
+@patch
+def _give_up(self:LossValues, name):
+    self.fits[name] = []
+    self.news.append(name)
 
 _kinds = 'mean','items','sum','rows'
+
+# %% ../../nbs/api/core/14_values.ipynb #7c019ee4
+# The names of values that were found to be neither means nor sums since the last call
+@patch
+def take_news(self:LossValues):
+    news,self.news = self.news,[]
+    return news
+
+# Others have found out why the loss cannot be called again, and said so
+@patch
+def leave(self:LossValues, why): self.stuck,self.told = why,True
+
+# A warning, or None: once
+@patch
+def message(self:LossValues):
+    if self.stuck is None or self.told: return None
+    self.told = True
+    return calls_change.format(name=name_of(self.loss_func), why=self.stuck)
 
 calls_change = ("{name} was called again to find out how its values of micro-batches add up, and {why}: this was changed more often "
                 "than by training, and what the loss keeps after a step is that of the last micro-batch. Change it in a callback's "
                 "`after_step` instead.")
 
-# %% ../../nbs/api/core/14_values.ipynb #c0a3d009
+# %% ../../nbs/api/core/14_values.ipynb #4e6911de
 # The object that a loss may write to, or None
 def holder_of(loss_func):
     f = loss_func
@@ -156,6 +167,7 @@ def _detached(v): return v.detach() if isinstance(v, Tensor) else v
 def _is_rows(v, n=None): return isinstance(v, Tensor) and v.dim() > 0 and n in (None, len(v)) and not v.is_inference()
 def _same(v, left): return left is not None and left[0] is v and left[1] == v._version
 
+# %% ../../nbs/api/core/14_values.ipynb #c0a3d009
 # One value of those of micro-batches; `order`: which of their items comes first, second, ..., if not in this order
 def joined(kind, vals, weights, sizes, normalize=True, order=()):
     if kind == 'rows': return torch.cat(vals) if [*order] == sorted(order) else in_order(torch.cat(vals), order)
