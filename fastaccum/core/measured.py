@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from fastcore.basics import patch
 from .memory import is_out_of_memory
 from .probe import _own_copy
 from .untouched import Moved, Untouched
@@ -108,160 +109,8 @@ class LossMeasure:
         self.audit.keep(counted, items)
         return counted
 
-    def _refuse(self, error):
-        verdict = self.verdict
-        if self.n_steps: verdict.when = f' (seen in {self.where})'
-        verdict.refuse(error)
-        verdict.was_known = verdict.stuck is not None and self.table.confirmed > 0
-        self.audit.due = self.audit.due or verdict.waits
-
-    # If it is no mean, the end of the step tells how far its gradients are off. One that cannot be called any more keeps its table
-    def _unmeasured(self, items, counts, loss):
-        verdict = self.verdict
-        if verdict.waits: self.audit.keep(None, items)
-        w = self.table.predict(counts) if verdict.was_known and counts is not None and self.reference is not None else None
-        return None if w is None else self._supposed(torch.tensor(w, dtype=torch.float64), loss)
-
     # In a fifth to three fifths of the micro-batches so far: at random, the same in each run
     def _pause(self): return 1 + round(self.n*random.Random(self.n).uniform(.2, .6))
-
-    # If memory runs out, its groups are made smaller
-    def _looked_at(self, items, loss, own):
-        one = items.numel//items.n
-        with self.look(self.loss_func) as look:
-            while True:
-                try: return self._in_groups(look, items, loss, own)
-                except Exception as e:
-                    if not is_out_of_memory(e): raise
-                if self.most <= one: raise NotMeasured('OutOfMemoryError: memory runs out beside a single item')
-                self.most = max(min(self.most, items.numel)//4, one)
-
-    def _in_groups(self, look, items, loss, own):
-        counted = self._at_a_glance(look.loss, items, loss)
-        if counted is None: counted = self._in_full(look, items, own)
-        counted.adds = counted.adds.clamp(min=0)
-        self.references.keep(counted, items)
-        return counted
-
-    # Another reference: its floor is not known, and if nothing leads to it from the one before, it is the unit
-    def _begin_unit(self):
-        self.floor = Floor()
-        if self.references.is_first: self.table,self.least = Table(),math.inf
-
-    # How far is a second call from the first, of the same copy of the loss?
-    def _check_calls(self, f, items):
-        some = items.first_of(self.most)
-        first,second = loss_and_grads(f, some)[1],loss_and_grads(f, some)[1]
-        moves = math.sqrt(float(square([a-b for a,b in zip(first, second)])/square(first)))
-        if moves < math.inf: self.verdict.moves = moves        # otherwise no item has a gradient
-        if moves > 1e-4: raise NotMeasured('it changes itself at each call')
-
-    # -- a micro-batch
-    def _in_full(self, look, items, own):
-        f = look.loss
-        try:
-            if self.n == 0:
-                look.try_out(items)
-                self._check_calls(f, items)
-            self._find(f, items)
-            return self._nothing(f, items) if self.reference is None else self._closely(items, own)
-        finally: self.verdict.draws = self.verdict.draws or look.drawn
-
-    # In one call of the loss and one reading from the device, once larger and smaller micro-batches were looked at closely
-    def _at_a_glance(self, f, items, loss):
-        if loss is None or not 8 <= self.n < self.next_close: return None
-        self._find(f, items, closely=False)
-        ref = self.reference
-        if ref is None or ref.blocks.by is not None: return None
-        return self._adds_only(items, loss) if ref.adds else self._adds_nothing(items, loss)
-
-    def _find(self, f, items, closely=True):
-        if self.references.find(f, items, self.most, closely, self.audit.due): self._begin_unit()
-
-    def _closely(self, items, own):
-        found = [self.reference.measure(g, own if g is items else None) for g in items.groups(self.most)]
-        self.next_close = self.n + self._pause()
-        self.looks += [look for _,look in found]
-        limit = (10*self.reference.tol)**2
-        if not all(look[0] <= limit for _,look in found): raise NotAMean('beside others its items have other gradients')
-        counted = [c for c,_ in found]
-        if len(counted) > 1: return Counted(sum(c.adds for c in counted), divisor(counted, self.extra), sum(c.numerator for c in counted))
-        return counted[0] if self.reference.blocks.by is None else self._by_blocks(counted[0], items)
-
-    # Only what it adds: its own loss divided by that, too, if one that added less did
-    def _adds_only(self, items, loss):
-        found = [self.reference.adds_of(g) for g in items.groups(self.most)]
-        adds = sum(w for w,_ in found)
-        if not self.least*(1-1e-6) <= float(torch.where(loss.isfinite().all(), adds, math.nan)) < math.inf: return None
-        self.looks += [look for _,look in found]
-        return self._supposed(adds, loss)
-
-    # Of a sum: its items do not even shrink the reference beside copies of theirs. (Copies, as a floor hides what adds less)
-    def _adds_nothing(self, items, loss):
-        ref = self.reference
-        found = [ref.adds_of(g.copies(2)) for g in items.groups(self.most//2)]
-        most = torch.stack([w.abs() for w,_ in found]).max()
-        if not float(torch.where(loss.isfinite().all(), most, math.nan)) <= 10*ref.tol*ref.scale: return None
-        self.looks += [look for _,look in found]
-        self.supposed += 1
-        unit = torch.full_like(found[0][0], ref.scale)
-        return Counted(unit*0, unit, unit*loss.detach().sum())
-
-    def _supposed(self, adds, loss):
-        self.supposed += 1
-        d = adds + self.extra
-        return Counted(adds, d, d*(math.nan if loss is None else loss.detach().sum()))
-
-    # Without a reference none of its items has a gradient: it waits for one. If not even its value is finite, its outputs get none so far
-    def _nothing(self, f, items):
-        own,grads = loss_and_grads(f, items)
-        if 0 < float(square(grads)) < math.inf: raise NotAMean('beside copies of themselves its items have no gradients')
-        n = torch.full((), float(items.n), dtype=torch.float64, device=own.device)
-        counted = Counted(n, n, n*own)
-        if not bool(own.isfinite()):
-            finite = all(bool(t.isfinite().all()) for t in float_tensors(items.pred))
-            counted = Counted(n*0, n*0, n*0, [torch.zeros_like(g) for g in grads] if finite else None)
-        counted.waits = True
-        return counted
-
-    # Gradients of all columns in units of one of them, of one that counts. Only if all targets of the step are known,
-    # they are divided as the big batch does
-    def _by_blocks(self, counted, items):
-        ref = self.reference
-        if self.plan and self.is_whole and self.planned is None:
-            standing_in = Choice(ref.f, items, self.plan, self.most).beside_targets
-            self.planned = divisor([ref.measure(standing_in(o))[0] for o in self.plan], self.extra)
-        D = counted.divided_by if self.planned is None else self.planned
-        if not self.counted: self.block = int(D.argmax())
-        counted.seed_of_blocks = counted.seed
-        counted.seed = [g*c for g,c in zip(counted.seed, ref.blocks.spread((D[self.block]/D).nan_to_num(0., 0., 0.), counted.seed))]
-        return counted
-
-    # Several ranks measure beside the same items: those of one of them
-    def adopt(self, items):
-        with self.look(self.loss_func) as look: self.references.replace(look.loss, Reference(look.loss, items))
-
-    @property
-    def reference(self): return self.references.now
-
-    # -- what targets tell
-    def _predicted(self, counts, loss):
-        if self.n < 16 or self.n >= self.next or not self.table.sure or self.reference is None: return None
-        w = self.table.predict(counts)
-        if w is None or w < self.least*(1-1e-9): return None
-        self.predicted += 1
-        return self._supposed(loss.new_full((), w, dtype=torch.float64), loss)
-
-    def _learn(self, counted, w, d):
-        if not self.reference.adds or self.reference.blocks.by is not None or not hasattr(counted, 'counts'): return
-        off = None if counted.counts is None else self.table.learn(counted.counts, w)
-        if off is not None and self.predicted: self.verdict.changed = max(off, self.verdict.changed or 0.)
-        if w > 0 and abs(d-w-float(self.extra)) <= 10*self.reference.tol*(1+w): self.least = min(self.least, w)
-
-    # -- a step
-    # What each call adds once to the divisor: it counts once in a step
-    @property
-    def extra(self): return torch.zeros((), dtype=torch.float64) if self.reference is None else self.reference.extra
 
     # Do gradients and divisors add up?
     def end_step(self):
@@ -275,97 +124,17 @@ class LossMeasure:
         self.audit.end_step(self.n_steps)
         self.begin_step()
 
-    def _say_how_far(self):
-        self.verdict.waits = False
-        with self.look(self.loss_func) as look:
-            try: self.verdict.off = self.audit.off_by_items(look.loss)
-            except NotMeasured: pass
-
-    def _check_step(self):
-        ref,extra = self.reference,self.extra.cpu()
-        adds,divided_by = (torch.stack([getattr(c, k) for c in self.counted]).cpu() for k in ('adds','divided_by'))
-        total = divisor(self.counted, self.extra).cpu()
-        by_gradients,by_divisors = self._residual(),self.floor.off(adds, divided_by, extra, total, ref.tol)
-        offs = [by_gradients, by_divisors]
-        if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
-        for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, _one(w), _one(d))
-        most = float(total.nan_to_num(0.).max())
-        if self.audit.due or ref.copies_of(most): offs += self._calls(most)
-        if not bool(total.isfinite().all()): offs.append(math.nan)
-        self.verdict.saw(by_gradients > 10*ref.tol, by_divisors > 10*ref.tol)
-        self.note(offs)
-        self.verdict.lost = self.verdict.lost or self.references.lost
-
-    # What needs calls of the loss
-    def _calls(self, total):
-        ref = self.reference
-        with self.look(self.loss_func) as look:
-            ref.f = look.loss
-            try: return [ref.test(total), self.audit.off(ref, self.extra)]
-            except Stuck: raise
-            except NotMeasured: return []                      # more items than it takes at once
-            except Exception as e:
-                if not is_out_of_memory(e): raise
-        self.audit.room //= 4
-        return []
-
-    # What is left of the gradients
-    def _residual(self):
-        if not self.looks: return 0.
-        rest,left,size,once = torch.stack(self.looks).T.tolist()
-        if max(once) > 100*self.reference.tol and not self.reference.adds: self.verdict.once = max(once)
-        return math.sqrt(max(*rest, sum(left)/(sum(size) or 1)))
-
-    # The largest of these figures, if it is more than rounding: it is no mean, or no longer the same. NaN is not less than a limit
-    def note(self, offs):
-        off = max(o if o == o else math.inf for o in offs)
-        if off <= 10*self.reference.tol or self.references.lost: return
-        if self.n_steps > 1 and self.verdict.message is None: self.verdict.when = f' (seen in {self.where})'
-        if self.supposed: self._suppose_nothing(off)
-        else: self.verdict.off = max(off, self.verdict.off or 0.)
-
-    def _suppose_nothing(self, off):
-        self.verdict.changed = max(off, self.verdict.changed or 0.)
-        self.table.alive,self.least,self.next_close = False,math.inf,self.n
-        self.audit.renew(self.n_steps)
-
-    # -- checkpoints
-    # With these a fit goes on to the bit: plain values and tensors. None, if the items hold something else
-    def state_dict(self):
-        if not self.references.is_plain: return None
-        own = {k: getattr(self, k) for k in _own_state}
-        return dict(own, verdict=dict(vars(self.verdict)), table=dict(vars(self.table)), floor=self.floor.value, audit=self.audit.next,
-                    references=self.references.state_dict())
-
-    def load_state_dict(self, state):
-        for k in _own_state: setattr(self, k, state[k])
-        for part in ('verdict','table'): vars(getattr(self, part)).update(state[part])
-        self.floor.value,self.audit.next = state['floor'],state['audit']
-        self.references.load_state_dict(state['references'])
-
-    def _restore(self, items):
-        with self.look(self.loss_func) as look: self.references.restore(look.loss, items)
-
-    # It is measured in another way
-    def leave(self): self.verdict.refuse(Elsewhere('its outputs are not there'))
-
-    # Is it known only now what micro-batches of this step counted?
-    def take_settled(self):
-        settled,self.references.settled = self.references.settled,False
-        return settled
-
-    # Why it cannot be called again
     @property
-    def stuck(self): return self.verdict.stuck
+    def reference(self): return self.references.now
+
+    # What each call adds once to the divisor: it counts once in a step
+    @property
+    def extra(self): return torch.zeros((), dtype=torch.float64) if self.reference is None else self.reference.extra
 
     @property
     def is_sum(self):
         ref = self.reference
         return self.n_steps > 0 and self.n >= 4 and self.verdict.why is None and ref is not None and not ref.adds
-
-    # The warning for a sum that does not say so, with `n` loader batches in a step
-    def sum_message(self, n):
-        if n > 1 and self.is_sum and self.verdict.once is None: return undeclared_sum.format(name=self.verdict.name, n=n)
 
     @property
     def message(self): return self.verdict.message
@@ -373,18 +142,287 @@ class LossMeasure:
         if self.is_sum: return 'nothing: it is a sum (measured)'
         return str(self.verdict) if self.n or self.verdict.why else 'not looked at: each step was one micro-batch, which needs no weight'
 
-    # The fit ends
-    def end(self): self.verdict.waits = False
+# %% ../../nbs/api/core/20_measured.ipynb #ea5ed39a
+# If memory runs out, its groups are made smaller
+@patch
+def _looked_at(self:LossMeasure, items, loss, own):
+    one = items.numel//items.n
+    with self.look(self.loss_func) as look:
+        while True:
+            try: return self._in_groups(look, items, loss, own)
+            except Exception as e:
+                if not is_out_of_memory(e): raise
+            if self.most <= one: raise NotMeasured('OutOfMemoryError: memory runs out beside a single item')
+            self.most = max(min(self.most, items.numel)//4, one)
 
-    # What parts of a micro-batch divide by, in any unit; None for a sum
-    def weigh(self, parts):
-        if self.reference is None or self.verdict.why is not None: return [float(o.n) for o in parts]
-        if not self.reference.adds and self.is_sum: return None
-        with self.look(self.loss_func) as look:
-            self.reference.renew(look.loss)
-            return [_one(self.reference.measure(o)[0].adds) for o in parts]
+@patch
+def _in_groups(self:LossMeasure, look, items, loss, own):
+    counted = self._at_a_glance(look.loss, items, loss)
+    if counted is None: counted = self._in_full(look, items, own)
+    counted.adds = counted.adds.clamp(min=0)
+    self.references.keep(counted, items)
+    return counted
+
+@patch
+def _find(self:LossMeasure, f, items, closely=True):
+    if self.references.find(f, items, self.most, closely, self.audit.due): self._begin_unit()
+
+# Another reference: its floor is not known, and if nothing leads to it from the one before, it is the unit
+@patch
+def _begin_unit(self:LossMeasure):
+    self.floor = Floor()
+    if self.references.is_first: self.table,self.least = Table(),math.inf
+
+# How far is a second call from the first, of the same copy of the loss?
+@patch
+def _check_calls(self:LossMeasure, f, items):
+    some = items.first_of(self.most)
+    first,second = loss_and_grads(f, some)[1],loss_and_grads(f, some)[1]
+    moves = math.sqrt(float(square([a-b for a,b in zip(first, second)])/square(first)))
+    if moves < math.inf: self.verdict.moves = moves        # otherwise no item has a gradient
+    if moves > 1e-4: raise NotMeasured('it changes itself at each call')
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5efd00
+@patch
+def _in_full(self:LossMeasure, look, items, own):
+    f = look.loss
+    try:
+        if self.n == 0:
+            look.try_out(items)
+            self._check_calls(f, items)
+        self._find(f, items)
+        return self._nothing(f, items) if self.reference is None else self._closely(items, own)
+    finally: self.verdict.draws = self.verdict.draws or look.drawn
+
+@patch
+def _closely(self:LossMeasure, items, own):
+    found = [self.reference.measure(g, own if g is items else None) for g in items.groups(self.most)]
+    self.next_close = self.n + self._pause()
+    self.looks += [look for _,look in found]
+    limit = (10*self.reference.tol)**2
+    if not all(look[0] <= limit for _,look in found): raise NotAMean('beside others its items have other gradients')
+    counted = [c for c,_ in found]
+    if len(counted) > 1: return Counted(sum(c.adds for c in counted), divisor(counted, self.extra), sum(c.numerator for c in counted))
+    return counted[0] if self.reference.blocks.by is None else self._by_blocks(counted[0], items)
+
+# Without a reference none of its items has a gradient: it waits for one. If not even its value is finite, its outputs get none so far
+@patch
+def _nothing(self:LossMeasure, f, items):
+    own,grads = loss_and_grads(f, items)
+    if 0 < float(square(grads)) < math.inf: raise NotAMean('beside copies of themselves its items have no gradients')
+    n = torch.full((), float(items.n), dtype=torch.float64, device=own.device)
+    counted = Counted(n, n, n*own)
+    if not bool(own.isfinite()):
+        finite = all(bool(t.isfinite().all()) for t in float_tensors(items.pred))
+        counted = Counted(n*0, n*0, n*0, [torch.zeros_like(g) for g in grads] if finite else None)
+    counted.waits = True
+    return counted
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5ee12b
+# In one call of the loss and one reading from the device, once larger and smaller micro-batches were looked at closely
+@patch
+def _at_a_glance(self:LossMeasure, f, items, loss):
+    if loss is None or not 8 <= self.n < self.next_close: return None
+    self._find(f, items, closely=False)
+    ref = self.reference
+    if ref is None or ref.blocks.by is not None: return None
+    return self._adds_only(items, loss) if ref.adds else self._adds_nothing(items, loss)
+
+# Only what it adds: its own loss divided by that, too, if one that added less did
+@patch
+def _adds_only(self:LossMeasure, items, loss):
+    found = [self.reference.adds_of(g) for g in items.groups(self.most)]
+    adds = sum(w for w,_ in found)
+    if not self.least*(1-1e-6) <= float(torch.where(loss.isfinite().all(), adds, math.nan)) < math.inf: return None
+    self.looks += [look for _,look in found]
+    return self._supposed(adds, loss)
+
+# Of a sum: its items do not even shrink the reference beside copies of theirs. (Copies, as a floor hides what adds less)
+@patch
+def _adds_nothing(self:LossMeasure, items, loss):
+    ref = self.reference
+    found = [ref.adds_of(g.copies(2)) for g in items.groups(self.most//2)]
+    most = torch.stack([w.abs() for w,_ in found]).max()
+    if not float(torch.where(loss.isfinite().all(), most, math.nan)) <= 10*ref.tol*ref.scale: return None
+    self.looks += [look for _,look in found]
+    self.supposed += 1
+    unit = torch.full_like(found[0][0], ref.scale)
+    return Counted(unit*0, unit, unit*loss.detach().sum())
+
+@patch
+def _supposed(self:LossMeasure, adds, loss):
+    self.supposed += 1
+    d = adds + self.extra
+    return Counted(adds, d, d*(math.nan if loss is None else loss.detach().sum()))
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5eb01a
+@patch
+def _predicted(self:LossMeasure, counts, loss):
+    if self.n < 16 or self.n >= self.next or not self.table.sure or self.reference is None: return None
+    w = self.table.predict(counts)
+    if w is None or w < self.least*(1-1e-9): return None
+    self.predicted += 1
+    return self._supposed(loss.new_full((), w, dtype=torch.float64), loss)
+
+@patch
+def _learn(self:LossMeasure, counted, w, d):
+    if not self.reference.adds or self.reference.blocks.by is not None or not hasattr(counted, 'counts'): return
+    off = None if counted.counts is None else self.table.learn(counted.counts, w)
+    if off is not None and self.predicted: self.verdict.changed = max(off, self.verdict.changed or 0.)
+    if w > 0 and abs(d-w-float(self.extra)) <= 10*self.reference.tol*(1+w): self.least = min(self.least, w)
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5ebb6b
+@patch
+def _check_step(self:LossMeasure):
+    ref,extra = self.reference,self.extra.cpu()
+    adds,divided_by = (torch.stack([getattr(c, k) for c in self.counted]).cpu() for k in ('adds','divided_by'))
+    total = divisor(self.counted, self.extra).cpu()
+    by_gradients,by_divisors = self._residual(),self.floor.off(adds, divided_by, extra, total, ref.tol)
+    offs = [by_gradients, by_divisors]
+    if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
+    for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, _one(w), _one(d))
+    most = float(total.nan_to_num(0.).max())
+    if self.audit.due or ref.copies_of(most): offs += self._calls(most)
+    if not bool(total.isfinite().all()): offs.append(math.nan)
+    self.verdict.saw(by_gradients > 10*ref.tol, by_divisors > 10*ref.tol)
+    self.note(offs)
+    self.verdict.lost = self.verdict.lost or self.references.lost
+
+# What needs calls of the loss
+@patch
+def _calls(self:LossMeasure, total):
+    ref = self.reference
+    with self.look(self.loss_func) as look:
+        ref.f = look.loss
+        try: return [ref.test(total), self.audit.off(ref, self.extra)]
+        except Stuck: raise
+        except NotMeasured: return []                      # more items than it takes at once
+        except Exception as e:
+            if not is_out_of_memory(e): raise
+    self.audit.room //= 4
+    return []
+
+# What is left of the gradients
+@patch
+def _residual(self:LossMeasure):
+    if not self.looks: return 0.
+    rest,left,size,once = torch.stack(self.looks).T.tolist()
+    if max(once) > 100*self.reference.tol and not self.reference.adds: self.verdict.once = max(once)
+    return math.sqrt(max(*rest, sum(left)/(sum(size) or 1)))
+
+# The largest of these figures, if it is more than rounding: it is no mean, or no longer the same. NaN is not less than a limit
+@patch
+def note(self:LossMeasure, offs):
+    off = max(o if o == o else math.inf for o in offs)
+    if off <= 10*self.reference.tol or self.references.lost: return
+    if self.n_steps > 1 and self.verdict.message is None: self.verdict.when = f' (seen in {self.where})'
+    if self.supposed: self._suppose_nothing(off)
+    else: self.verdict.off = max(off, self.verdict.off or 0.)
+
+@patch
+def _suppose_nothing(self:LossMeasure, off):
+    self.verdict.changed = max(off, self.verdict.changed or 0.)
+    self.table.alive,self.least,self.next_close = False,math.inf,self.n
+    self.audit.renew(self.n_steps)
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5e8d0e
+@patch
+def _refuse(self:LossMeasure, error):
+    verdict = self.verdict
+    if self.n_steps: verdict.when = f' (seen in {self.where})'
+    verdict.refuse(error)
+    verdict.was_known = verdict.stuck is not None and self.table.confirmed > 0
+    self.audit.due = self.audit.due or verdict.waits
+
+# If it is no mean, the end of the step tells how far its gradients are off. One that cannot be called any more keeps its table
+@patch
+def _unmeasured(self:LossMeasure, items, counts, loss):
+    verdict = self.verdict
+    if verdict.waits: self.audit.keep(None, items)
+    w = self.table.predict(counts) if verdict.was_known and counts is not None and self.reference is not None else None
+    return None if w is None else self._supposed(torch.tensor(w, dtype=torch.float64), loss)
+
+@patch
+def _say_how_far(self:LossMeasure):
+    self.verdict.waits = False
+    with self.look(self.loss_func) as look:
+        try: self.verdict.off = self.audit.off_by_items(look.loss)
+        except NotMeasured: pass
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5ec40a
+# Gradients of all columns in units of one of them, of one that counts. Only if all targets of the step are known,
+# they are divided as the big batch does
+@patch
+def _by_blocks(self:LossMeasure, counted, items):
+    ref = self.reference
+    if self.plan and self.is_whole and self.planned is None:
+        standing_in = Choice(ref.f, items, self.plan, self.most).beside_targets
+        self.planned = divisor([ref.measure(standing_in(o))[0] for o in self.plan], self.extra)
+    D = counted.divided_by if self.planned is None else self.planned
+    if not self.counted: self.block = int(D.argmax())
+    counted.seed_of_blocks = counted.seed
+    counted.seed = [g*c for g,c in zip(counted.seed, ref.blocks.spread((D[self.block]/D).nan_to_num(0., 0., 0.), counted.seed))]
+    return counted
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5e6d0a
+# With these a fit goes on to the bit: plain values and tensors. None, if the items hold something else
+@patch
+def state_dict(self:LossMeasure):
+    if not self.references.is_plain: return None
+    own = {k: getattr(self, k) for k in _own_state}
+    return dict(own, verdict=dict(vars(self.verdict)), table=dict(vars(self.table)), floor=self.floor.value, audit=self.audit.next,
+                references=self.references.state_dict())
+
+@patch
+def load_state_dict(self:LossMeasure, state):
+    for k in _own_state: setattr(self, k, state[k])
+    for part in ('verdict','table'): vars(getattr(self, part)).update(state[part])
+    self.floor.value,self.audit.next = state['floor'],state['audit']
+    self.references.load_state_dict(state['references'])
+
+@patch
+def _restore(self:LossMeasure, items):
+    with self.look(self.loss_func) as look: self.references.restore(look.loss, items)
 
 _own_state = 'n','n_steps','predicted','next','next_close','least','most'
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5e8822
+# Several ranks measure beside the same items: those of one of them
+@patch
+def adopt(self:LossMeasure, items):
+    with self.look(self.loss_func) as look: self.references.replace(look.loss, Reference(look.loss, items))
+
+# It is measured in another way
+@patch
+def leave(self:LossMeasure): self.verdict.refuse(Elsewhere('its outputs are not there'))
+
+# Is it known only now what micro-batches of this step counted?
+@patch
+def take_settled(self:LossMeasure):
+    settled,self.references.settled = self.references.settled,False
+    return settled
+
+# Why it cannot be called again
+@patch(as_prop=True)
+def stuck(self:LossMeasure): return self.verdict.stuck
+
+# The warning for a sum that does not say so, with `n` loader batches in a step
+@patch
+def sum_message(self:LossMeasure, n):
+    if n > 1 and self.is_sum and self.verdict.once is None: return undeclared_sum.format(name=self.verdict.name, n=n)
+
+# The fit ends
+@patch
+def end(self:LossMeasure): self.verdict.waits = False
+
+# What parts of a micro-batch divide by, in any unit; None for a sum
+@patch
+def weigh(self:LossMeasure, parts):
+    if self.reference is None or self.verdict.why is not None: return [float(o.n) for o in parts]
+    if not self.reference.adds and self.is_sum: return None
+    with self.look(self.loss_func) as look:
+        self.reference.renew(look.loss)
+        return [_one(self.reference.measure(o)[0].adds) for o in parts]
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e48ee
 # In a look the loss leaves no trace: `loss` is one that may be called, `drawn` tells whether it has drawn random numbers
@@ -636,90 +674,100 @@ class Reference:
         if not left <= (10*self.tol)**2*square(now): raise NotAMean(f'beside {m-1} copies of themselves its items have other gradients')
         return 1/a
 
-    # How many copies divide by as much as a step does; 0 if as many were tested
-    def copies_of(self, total, most=2**20):
-        m = min(math.ceil(total/self.scale)+1, most//self.items.numel) if total < math.inf else 0
-        return m if m > self.tested else 0
+# %% ../../nbs/api/core/20_measured.ipynb #ea5e6a9e
+# What the items count; and for the check of the step: what is left of the gradients of the reference and of the items, the size of
+# these, and how much of a sum comes once. `own`: value and gradients of the loss that is really differentiated
+@patch
+def measure(self:Reference, part, own=None):
+    wide = self.meet(self._with_numbers(part))
+    value,both = loss_and_grads(self.f, self.items.join(wide))
+    own,mine = loss_and_grads(self.f, part) if own is None else own
+    ours,theirs = zip(*((g[:len(o)],g[len(o):]) for g,o in zip(both, self.alone)))
+    a,rest = self.blocks.shrink(ours, self.alone)
+    rest = rest/square(ours)
+    usable = (a > 1e-9) | ~value.isfinite()                # what chooses may leave out all reference items
+    a = torch.where(usable, a, self.items.n/(self.items.n + part.n))
+    rest = torch.where(usable.all(), rest, 1.)
+    size = square(theirs)
+    theirs = [_narrowed(t, part.n, (len(g)//part.n, *g.shape[1:])) for t,g in zip(theirs, mine)]
+    b,left = self.blocks.shrink(theirs, mine)
+    left = left + size - square(theirs)                    # what its padding counts
 
-    # How far from the line is its divisor there? What depends on the size of the batch shows here
-    def test(self, total):
-        m = self.copies_of(total)
-        if not m: return 0.
-        self.tested = 2*m
-        try: return float((self.copies(m)/(1+(m-1)*self.slope)-1).nan_to_num(0.).abs().max())
-        except NotAMean: return 1.
+    beside = self.blocks.dot(theirs, theirs)               # how much its items count there
+    adds = 1/a-1
+    seen = own.isfinite() & (b.isfinite() | (beside == 0) & (self.blocks.by is not None))      # does its own loss have gradients?
+    silent = ~seen & value.isfinite() & (beside > 0)       # its items count, but not in its own loss
+    divided = torch.where(seen, (b/a).nan_to_num(0., 0., 0.), adds + self.once)
+    numerator = torch.where(_first(seen), _first(divided)*own, value*(1+_first(adds)) - self.value)
+    once = torch.where(seen.all(), (value*(1+_first(adds)) - self.value - numerator).abs()/numerator.abs(), 0.)
+    left = torch.where(seen.all(), left, 0.)
+    seed = None
+    if self.blocks.by is not None or bool(silent.any() | ~own.isfinite() & value.isfinite()):
+        seed = [g*self.scale/c for g,c in zip(theirs, self.blocks.spread(a, theirs))]
+    counted = Counted(adds*self.scale, torch.where(silent, 0., divided)*self.scale, numerator*self.scale, seed)
+    return counted,torch.stack([rest, left, size, once])
 
-    # The items, padded to the width of the reference; it becomes as wide as they are
-    def meet(self, part):
-        if part.shapes == self.items.shapes: return part
-        if len(part.shapes) != len(self.items.shapes) or any(len(a) != len(b) for a,b in zip(part.shapes, self.items.shapes)):
-            raise NotMeasured('its outputs or targets have other dimensions than those before')
-        shapes = [tuple(map(max, a, b)) for a,b in zip(part.shapes, self.items.shapes)]
-        if self.padding is None: self.padding = self._silent(part)
-        if shapes != self.items.shapes:
-            self.base = self.base.widen(shapes, self.padding)
-            self.items = self.items.widen(shapes, self.padding)
-            self.value,self.alone = loss_and_grads(self.f, self.items)
-        return part.widen(shapes, self.padding)
+# What the items add, from the gradients of the reference alone: less than half of the work. What their own loss divided by is not seen
+@patch
+def adds_of(self:Reference, part):
+    wide = self.meet(self._with_numbers(part))
+    _,now = loss_and_grads(self.f, self.items, wide)
+    a,rest = self.blocks.shrink(now, self.alone)
+    zero = torch.zeros_like(rest)
+    return (1/a-1)*self.scale,torch.stack([rest/square(now), zero, zero, zero])
 
-    # The value of padding: a target that counts nothing where it stands, and changes nothing elsewhere
-    def _silent(self, part):
-        shapes = [tuple(max(p, q) + (p != q) for p,q in zip(a, b)) for a,b in zip(self.items.shapes, part.shapes)]
-        for value in dict.fromkeys((getattr(self.f, 'ignore_index', -100), -100, 0, 1, -1)):
-            try: _,now = loss_and_grads(self.f, self.items.widen(shapes, value))
-            except NotMeasured: continue                       # it is no target of this loss
-            left = [n - _widened(g, self.items.n, (len(n)//self.items.n, *n.shape[1:]), 0.) for g,n in zip(self.alone, now)]
-            if bool(square(left) <= (10*self.tol)**2*square(now)): return value
-        raise NotMeasured('its items have other shapes from one micro-batch to the next, and padding counts in it')
+# The items, padded to the width of the reference; it becomes as wide as they are
+@patch
+def meet(self:Reference, part):
+    if part.shapes == self.items.shapes: return part
+    if len(part.shapes) != len(self.items.shapes) or any(len(a) != len(b) for a,b in zip(part.shapes, self.items.shapes)):
+        raise NotMeasured('its outputs or targets have other dimensions than those before')
+    shapes = [tuple(map(max, a, b)) for a,b in zip(part.shapes, self.items.shapes)]
+    if self.padding is None: self.padding = self._silent(part)
+    if shapes != self.items.shapes:
+        self.base = self.base.widen(shapes, self.padding)
+        self.items = self.items.widen(shapes, self.padding)
+        self.value,self.alone = loss_and_grads(self.f, self.items)
+    return part.widen(shapes, self.padding)
 
-    # What the items count; and for the check of the step: what is left of the gradients of the reference and of the items, the size of
-    # these, and how much of a sum comes once. `own`: value and gradients of the loss that is really differentiated
-    def measure(self, part, own=None):
-        wide = self.meet(self._with_numbers(part))
-        value,both = loss_and_grads(self.f, self.items.join(wide))
-        own,mine = loss_and_grads(self.f, part) if own is None else own
-        ours,theirs = zip(*((g[:len(o)],g[len(o):]) for g,o in zip(both, self.alone)))
-        a,rest = self.blocks.shrink(ours, self.alone)
-        rest = rest/square(ours)
-        usable = (a > 1e-9) | ~value.isfinite()                # what chooses may leave out all reference items
-        a = torch.where(usable, a, self.items.n/(self.items.n + part.n))
-        rest = torch.where(usable.all(), rest, 1.)
-        size = square(theirs)
-        theirs = [_narrowed(t, part.n, (len(g)//part.n, *g.shape[1:])) for t,g in zip(theirs, mine)]
-        b,left = self.blocks.shrink(theirs, mine)
-        left = left + size - square(theirs)                    # what its padding counts
-
-        beside = self.blocks.dot(theirs, theirs)               # how much its items count there
-        adds = 1/a-1
-        seen = own.isfinite() & (b.isfinite() | (beside == 0) & (self.blocks.by is not None))      # does its own loss have gradients?
-        silent = ~seen & value.isfinite() & (beside > 0)       # its items count, but not in its own loss
-        divided = torch.where(seen, (b/a).nan_to_num(0., 0., 0.), adds + self.once)
-        numerator = torch.where(_first(seen), _first(divided)*own, value*(1+_first(adds)) - self.value)
-        once = torch.where(seen.all(), (value*(1+_first(adds)) - self.value - numerator).abs()/numerator.abs(), 0.)
-        left = torch.where(seen.all(), left, 0.)
-        seed = None
-        if self.blocks.by is not None or bool(silent.any() | ~own.isfinite() & value.isfinite()):
-            seed = [g*self.scale/c for g,c in zip(theirs, self.blocks.spread(a, theirs))]
-        counted = Counted(adds*self.scale, torch.where(silent, 0., divided)*self.scale, numerator*self.scale, seed)
-        return counted,torch.stack([rest, left, size, once])
-
-    # What the items add, from the gradients of the reference alone: less than half of the work. What their own loss divided by is not seen
-    def adds_of(self, part):
-        wide = self.meet(self._with_numbers(part))
-        _,now = loss_and_grads(self.f, self.items, wide)
-        a,rest = self.blocks.shrink(now, self.alone)
-        zero = torch.zeros_like(rest)
-        return (1/a-1)*self.scale,torch.stack([rest/square(now), zero, zero, zero])
-
-    # Numbers among outputs belong to all items: the reference sees those of today
-    def _with_numbers(self, part):
-        if part.has_numbers:
-            self.items = self.items.with_numbers(part)
-            self.value,self.alone = loss_and_grads(self.f, self.items)
-        return part
+# Numbers among outputs belong to all items: the reference sees those of today
+@patch
+def _with_numbers(self:Reference, part):
+    if part.has_numbers:
+        self.items = self.items.with_numbers(part)
+        self.value,self.alone = loss_and_grads(self.f, self.items)
+    return part
 
 def _first(v): return v.reshape(-1)[0]
 def _one(v): return float(_first(v))
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5e8cef
+# The value of padding: a target that counts nothing where it stands, and changes nothing elsewhere
+@patch
+def _silent(self:Reference, part):
+    shapes = [tuple(max(p, q) + (p != q) for p,q in zip(a, b)) for a,b in zip(self.items.shapes, part.shapes)]
+    for value in dict.fromkeys((getattr(self.f, 'ignore_index', -100), -100, 0, 1, -1)):
+        try: _,now = loss_and_grads(self.f, self.items.widen(shapes, value))
+        except NotMeasured: continue                       # it is no target of this loss
+        left = [n - _widened(g, self.items.n, (len(n)//self.items.n, *n.shape[1:]), 0.) for g,n in zip(self.alone, now)]
+        if bool(square(left) <= (10*self.tol)**2*square(now)): return value
+    raise NotMeasured('its items have other shapes from one micro-batch to the next, and padding counts in it')
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5ef509
+# How many copies divide by as much as a step does; 0 if as many were tested
+@patch
+def copies_of(self:Reference, total, most=2**20):
+    m = min(math.ceil(total/self.scale)+1, most//self.items.numel) if total < math.inf else 0
+    return m if m > self.tested else 0
+
+# How far from the line is its divisor there? What depends on the size of the batch shows here
+@patch
+def test(self:Reference, total):
+    m = self.copies_of(total)
+    if not m: return 0.
+    self.tested = 2*m
+    try: return float((self.copies(m)/(1+(m-1)*self.slope)-1).nan_to_num(0.).abs().max())
+    except NotAMean: return 1.
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e69c8
 # The reference of a fit: chosen from the first micro-batch that has one, measured anew in each step, replaced by one that shows more.
@@ -740,7 +788,33 @@ class References:
         self.fresh = False                                     # was the reference measured with the present loss?
         self.lost = False                                      # are items left out, since their own loss has no gradients?
 
-    # -- checkpoints
+    @property
+    def why_none(self): return 'a few of its items have no gradients of their own' if self.lives else 'its gradients are zero'
+
+    # That of a sum adds nothing to the divisor, nor do items that count nothing beside a floor: `closely`, others are looked for.
+    # Returns whether there is another one. `anew`: see `Reference.renew`
+    def find(self, f, items, most, closely=True, anew=True):
+        before = self.now
+        if not self.fresh and before is not None: self._renew(f, items, anew)
+        ref = self.now
+        if ref is None and not closely: return False
+        if ref is not None and (ref.adds or not closely or not grows(f, items, ref.blocks)): return ref is not before
+        choice = Choice(f, items, self.plan, most)
+        new = choice.reference() if ref is None else choice.reference([ref.blocks.by])
+        self.lives = self.lives or choice.lives
+        if new is None or ref is not None and not new.adds: return False
+        self.replace(f, new)
+        self._settle()
+        return True
+
+    # By another one, in units of the first one of the fit
+    def replace(self, f, new):
+        old,self.now,self.fresh = self.now,new,True
+        self.is_first = old is None                            # is it the unit?
+        if old is None: return
+        new.padding = old.padding
+        new.scale = old.scale/_one(new.measure(old.items)[0].divided_by)
+
     @property
     def is_plain(self): return all(o is None or _is_plain((o.pred, o.yb, list(o.xb))) for o in (self.now and self.now.base, self.spare))
 
@@ -762,72 +836,52 @@ class References:
         self.now = Reference(f, again(state['base']), Blocks(state['by']), state['scale'])
         self.now.padding = state['padding']
 
-    @property
-    def why_none(self): return 'a few of its items have no gradients of their own' if self.lives else 'its gradients are zero'
+# %% ../../nbs/api/core/20_measured.ipynb #ea5ed6ea
+# What was counted without a reference that adds waits for one; a few items may be wanted to let it grow
+@patch
+def keep(self:References, counted, items):
+    ref = self.now
+    if (ref is None or not ref.adds) and sum(o.numel for _,o in self.waiting) < self.room: self.waiting.append((counted, items))
+    if items.n <= Choice.few and ref is not None and ref.base.n < Choice.few: self.spare = items.alone()
 
-    # That of a sum adds nothing to the divisor, nor do items that count nothing beside a floor: `closely`, others are looked for.
-    # Returns whether there is another one. `anew`: see `Reference.renew`
-    def find(self, f, items, most, closely=True, anew=True):
-        before = self.now
-        if not self.fresh and before is not None: self._renew(f, items, anew)
-        ref = self.now
-        if ref is None and not closely: return False
-        if ref is not None and (ref.adds or not closely or not grows(f, items, ref.blocks)): return ref is not before
-        choice = Choice(f, items, self.plan, most)
-        new = choice.reference() if ref is None else choice.reference([ref.blocks.by])
-        self.lives = self.lives or choice.lives
-        if new is None or ref is not None and not new.adds: return False
-        self.replace(f, new)
-        self._settle()
-        return True
+@patch
+def _settle(self:References):
+    self.settled = True
+    for c,items in self.waiting:
+        now,_ = self.now.measure(items)
+        c.adds = now.adds
+        if c.waits: self._settle_all(c, now)
+    if self.now.adds: self.waiting = []
 
-    # Once a step: the loss may be another one now, or in another mode, for which these items are none; or nothing may have counted in some
-    # columns so far
-    def _renew(self, f, items, anew):
-        ref,self.fresh = self.now,True
-        try:
-            ref.renew(f, anew)
-            ref.meet(items)
-        except (Stuck, NotAMean): raise
-        except NotMeasured: self.now = self.spare = None
-        else:
-            if self.plan and bool(ref.dead.any()): self.now = None
-            elif ref.base.n < Choice.few and self.spare is not None: self._grow(f)
+@patch
+def _settle_all(self:References, c, now):
+    c.divided_by,c.numerator,c.waits = now.divided_by,now.numerator,False
+    if now.seed is None: return
+    if self.can_wait: c.seed = now.seed
+    elif bool(square(now.seed) > 0): self.lost = True
 
-    # A single item beside another one does not show what is done to items of different kinds
-    def _grow(self, f):
-        old,spare,self.spare = self.now,self.spare,None
-        try: new = Reference(f, old.base.join(old.meet(spare)), old.blocks)
-        except NoReference: return
-        if new.adds: self.replace(f, new)
+# %% ../../nbs/api/core/20_measured.ipynb #ea5e9d94
+# Once a step: the loss may be another one now, or in another mode, for which these items are none; or nothing may have counted in some
+# columns so far
+@patch
+def _renew(self:References, f, items, anew):
+    ref,self.fresh = self.now,True
+    try:
+        ref.renew(f, anew)
+        ref.meet(items)
+    except (Stuck, NotAMean): raise
+    except NotMeasured: self.now = self.spare = None
+    else:
+        if self.plan and bool(ref.dead.any()): self.now = None
+        elif ref.base.n < Choice.few and self.spare is not None: self._grow(f)
 
-    # By another one, in units of the first one of the fit
-    def replace(self, f, new):
-        old,self.now,self.fresh = self.now,new,True
-        self.is_first = old is None                            # is it the unit?
-        if old is None: return
-        new.padding = old.padding
-        new.scale = old.scale/_one(new.measure(old.items)[0].divided_by)
-
-    # What was counted without a reference that adds waits for one; a few items may be wanted to let it grow
-    def keep(self, counted, items):
-        ref = self.now
-        if (ref is None or not ref.adds) and sum(o.numel for _,o in self.waiting) < self.room: self.waiting.append((counted, items))
-        if items.n <= Choice.few and ref is not None and ref.base.n < Choice.few: self.spare = items.alone()
-
-    def _settle(self):
-        self.settled = True
-        for c,items in self.waiting:
-            now,_ = self.now.measure(items)
-            c.adds = now.adds
-            if c.waits: self._settle_all(c, now)
-        if self.now.adds: self.waiting = []
-
-    def _settle_all(self, c, now):
-        c.divided_by,c.numerator,c.waits = now.divided_by,now.numerator,False
-        if now.seed is None: return
-        if self.can_wait: c.seed = now.seed
-        elif bool(square(now.seed) > 0): self.lost = True
+# A single item beside another one does not show what is done to items of different kinds
+@patch
+def _grow(self:References, f):
+    old,spare,self.spare = self.now,self.spare,None
+    try: new = Reference(f, old.base.join(old.meet(spare)), old.blocks)
+    except NoReference: return
+    if new.adds: self.replace(f, new)
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ea7b1
 # Does what the loss divides by grow with copies of these items?
