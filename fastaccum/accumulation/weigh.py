@@ -36,19 +36,6 @@ class Weights:
         self.known = None                # weights and shares of the loader batch's micro-batches, if they are known before the first one
         self.stacked = None              # the same weights in one tensor, if the device has computed them
 
-    # -- before a loader batch
-    # The loss may be another one now. It stays a mean, or a sum, for an accumulated batch
-    def look_up(self, batch):
-        cb,rule,facts = self.cb,self.rule,self.facts
-        is_one_loss = batch.way.is_coupled and (batch.opens and batch.closes or cb.ranks.world > 1)
-        before = rule.info
-        loss_func = self.learn.loss_func if facts.replaced is None else facts.replaced
-        rule.look_up(loss_func, self.is_measured and (not is_one_loss or rule.probe is not None))
-        if rule.info is not before: cb.witnesses.call('new_rule')
-        if not batch.opens: return
-        is_mean = cb.normalize and (cb.weight is not None or not rule.is_sum)
-        if is_mean != self.acc.normalize: self.acc.open(normalize=is_mean)
-
     # The loader batch is cut: are the weights of its micro-batches known before the first prediction?
     def begin(self, batch):
         self.batch = batch
@@ -72,61 +59,9 @@ class Weights:
         self.known = list(zip(map(Weight, weights, [None]*len(sizes) if divided_by is None else divided_by), shares))
         self.may_be_empty = self.rule.may_be_nan if isinstance(weights[0], Tensor) else not all(weights)
 
-    # Nothing accumulates: the step's only micro-batch counts its items, whatever the loss averages over
-    def _weigh_alone(self):
-        if self.cb.weight is not None or not self.acc.normalize: return
-        micro, = self.batch.micros
-        share, = self.acc.shares([micro.n], micro.counts, complete=True)
-        self.known = [(Weight(micro.n), share)]
-        self.stacked = None
-        self.may_be_empty = False
-
     # They are no longer known: the rule or the targets have changed
     def forget(self): self.known = self.stacked = None
 
-    # -- after a prediction
-    # Measure what the loss averages over, if that is not known or has to be checked
-    def after_loss(self, micro):
-        rule,is_replaced = self.rule,self.batch.loop.now.changed == 'replaced'
-        if self.batch.is_alone:
-            if rule.probed: rule.pass_over(self.learn.yb, micro.n)
-            if is_replaced: self._weigh_alone()
-            return
-        if is_replaced and self.facts.replaced is None: self._replace()
-        if rule.probed and rule.due(): self._measure(micro)
-
-    # A callback has put another loss in the place of loss_func's: that is measured from here on
-    def _replace(self):
-        loop = self.batch.loop
-        if not self.is_measured or self.batch.way.is_coupled or loop.now.losses is not None: return
-        self.facts.found_replaced(ReplacedLoss(loop))
-        self.rule.look_up(self.facts.replaced)
-        self.cb.witnesses.call('new_rule')
-        self.forget()
-
-    # If the rule changes, the weights of the micro-batches before this one are corrected
-    def _measure(self, micro):
-        learn,rule,acc,facts,batch = self.learn,self.rule,self.acc,self.facts,self.batch
-        before,old = len(acc.losses),rule.info
-        if facts.replaced is not None: facts.replaced.renew()
-        epoch,i = batch.place
-        late = rule.measure(learn.pred, learn.yb, micro.n, before, learn.loss_grad, batch.loop.now.losses,
-                            partial(batch.shown.items, micro.n), f'epoch {epoch}, batch {i}')
-        if rule.probe.stuck: facts.values.leave(rule.probe.stuck)
-        if before == 0: acc.open(normalize=self.cb.normalize and not rule.is_sum)
-        elif late is not None: self._correct(late)
-        if rule.info is not old:
-            self.forget()                                  # of the micro-batches that follow, too
-            self.cb.witnesses.call('new_rule')
-        self.cb.warn_of_loss()
-
-    def _correct(self, weights):
-        rule = self.rule
-        off = self.acc.correct(weights, None if weights[0] is None else rule.divided_by(weights))
-        self.cb.witnesses.call('void')
-        if off > 1e-5: rule.news.append(rule.probe.late_message(off))
-
-    # -- before a backward pass
     # What the micro-batch counts, and the factor for its loss
     def of(self, micro):
         learn,acc = self.learn,self.acc
@@ -145,34 +80,112 @@ class Weights:
         if may_be_empty: ignore_empty(learn.pred, acc.counted(learn.loss_grad, weight.adds, weight.divided_by))
         return weight,share
 
-    def _of_sum(self):
-        if not self.batch.way.is_shared: return Weight(1),1
-        raise ValueError("coupled with several ranks: the loss must be a mean, as each computes it over all items.")
+# %% ../../nbs/api/accumulation/11_weigh.ipynb #67486a4f
+# The loss may be another one now. It stays a mean, or a sum, for an accumulated batch
+@patch
+def look_up(self:Weights, batch):
+    cb,rule,facts = self.cb,self.rule,self.facts
+    is_one_loss = batch.way.is_coupled and (batch.opens and batch.closes or cb.ranks.world > 1)
+    before = rule.info
+    loss_func = self.learn.loss_func if facts.replaced is None else facts.replaced
+    rule.look_up(loss_func, self.is_measured and (not is_one_loss or rule.probe is not None))
+    if rule.info is not before: cb.witnesses.call('new_rule')
+    if not batch.opens: return
+    is_mean = cb.normalize and (cb.weight is not None or not rule.is_sum)
+    if is_mean != self.acc.normalize: self.acc.open(normalize=is_mean)
 
-    def _after_prediction(self, micro):
-        acc,batch = self.acc,self.batch
-        n = batch.n_items if batch.way.is_shared else micro.n
-        weight = self._found(n)
-        share, = acc.shares([weight.adds], n if batch.counted is None else micro.counts,
-                            divided_by=None if weight.divided_by is None else [weight.divided_by])
-        return weight,share
+# %% ../../nbs/api/accumulation/11_weigh.ipynb #340b3f7c
+# Nothing accumulates: the step's only micro-batch counts its items, whatever the loss averages over
+@patch
+def _weigh_alone(self:Weights):
+    if self.cb.weight is not None or not self.acc.normalize: return
+    micro, = self.batch.micros
+    share, = self.acc.shares([micro.n], micro.counts, complete=True)
+    self.known = [(Weight(micro.n), share)]
+    self.stacked = None
+    self.may_be_empty = False
 
-    # What `weight=` returns, or the rule says
-    def _found(self, n):
-        learn,cb,rule = self.learn,self.cb,self.rule
-        if cb.weight is None: adds,floor = ifnone(rule.weight(learn.yb, n, self.acc.dtype), n),rule.info.floor
-        else:
-            res = cb.weight(learn)
-            adds,floor = res if type(res) is tuple else (res, None)
-        adds = as_weight(adds, learn.loss_grad.device)
-        weight = Weight(adds, None if floor is None else at_least(floor, adds))
-        return self._part_of_rank(weight) if self.batch.way.is_shared else weight
+# %% ../../nbs/api/accumulation/11_weigh.ipynb #26c6693a
+@patch
+def _after_prediction(self:Weights, micro):
+    acc,batch = self.acc,self.batch
+    n = batch.n_items if batch.way.is_shared else micro.n
+    weight = self._found(n)
+    share, = acc.shares([weight.adds], n if batch.counted is None else micro.counts,
+                        divided_by=None if weight.divided_by is None else [weight.divided_by])
+    return weight,share
 
-    # Of a loss that several ranks share, each counts its part
-    def _part_of_rank(self, weight):
-        k = self.cb.ranks.n_active
-        def part(v):
-            if v is None: return None
-            if self.acc.dtype is torch.float64 and isinstance(v, Tensor): v = v.double()       # divided by an int it would be float32
-            return v/k
-        return Weight(part(weight.adds), part(weight.divided_by), k)
+# What `weight=` returns, or the rule says
+@patch
+def _found(self:Weights, n):
+    learn,cb,rule = self.learn,self.cb,self.rule
+    if cb.weight is None: adds,floor = ifnone(rule.weight(learn.yb, n, self.acc.dtype), n),rule.info.floor
+    else:
+        res = cb.weight(learn)
+        adds,floor = res if type(res) is tuple else (res, None)
+    adds = as_weight(adds, learn.loss_grad.device)
+    weight = Weight(adds, None if floor is None else at_least(floor, adds))
+    return self._part_of_rank(weight) if self.batch.way.is_shared else weight
+
+@patch
+def _of_sum(self:Weights):
+    if not self.batch.way.is_shared: return Weight(1),1
+    raise ValueError("coupled with several ranks: the loss must be a mean, as each computes it over all items.")
+
+# %% ../../nbs/api/accumulation/11_weigh.ipynb #4b622d0b
+# Of a loss that several ranks share, each counts its part
+@patch
+def _part_of_rank(self:Weights, weight):
+    k = self.cb.ranks.n_active
+    def part(v):
+        if v is None: return None
+        if self.acc.dtype is torch.float64 and isinstance(v, Tensor): v = v.double()       # divided by an int it would be float32
+        return v/k
+    return Weight(part(weight.adds), part(weight.divided_by), k)
+
+# %% ../../nbs/api/accumulation/11_weigh.ipynb #11f556db
+# Measure what the loss averages over, if that is not known or has to be checked
+@patch
+def after_loss(self:Weights, micro):
+    rule,is_replaced = self.rule,self.batch.loop.now.changed == 'replaced'
+    if self.batch.is_alone:
+        if rule.probed: rule.pass_over(self.learn.yb, micro.n)
+        if is_replaced: self._weigh_alone()
+        return
+    if is_replaced and self.facts.replaced is None: self._replace()
+    if rule.probed and rule.due(): self._measure(micro)
+
+# If the rule changes, the weights of the micro-batches before this one are corrected
+@patch
+def _measure(self:Weights, micro):
+    learn,rule,acc,facts,batch = self.learn,self.rule,self.acc,self.facts,self.batch
+    before,old = len(acc.losses),rule.info
+    if facts.replaced is not None: facts.replaced.renew()
+    epoch,i = batch.place
+    late = rule.measure(learn.pred, learn.yb, micro.n, before, learn.loss_grad, batch.loop.now.losses,
+                        partial(batch.shown.items, micro.n), f'epoch {epoch}, batch {i}')
+    if rule.probe.stuck: facts.values.leave(rule.probe.stuck)
+    if before == 0: acc.open(normalize=self.cb.normalize and not rule.is_sum)
+    elif late is not None: self._correct(late)
+    if rule.info is not old:
+        self.forget()                                  # of the micro-batches that follow, too
+        self.cb.witnesses.call('new_rule')
+    self.cb.warn_of_loss()
+
+@patch
+def _correct(self:Weights, weights):
+    rule = self.rule
+    off = self.acc.correct(weights, None if weights[0] is None else rule.divided_by(weights))
+    self.cb.witnesses.call('void')
+    if off > 1e-5: rule.news.append(rule.probe.late_message(off))
+
+# %% ../../nbs/api/accumulation/11_weigh.ipynb #55c22ce1
+# A callback has put another loss in the place of loss_func's: that is measured from here on
+@patch
+def _replace(self:Weights):
+    loop = self.batch.loop
+    if not self.is_measured or self.batch.way.is_coupled or loop.now.losses is not None: return
+    self.facts.found_replaced(ReplacedLoss(loop))
+    self.rule.look_up(self.facts.replaced)
+    self.cb.witnesses.call('new_rule')
+    self.forget()
