@@ -14,6 +14,7 @@ import inspect, math, operator
 import torch, torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from fastcore.basics import patch
 from .losses import LossInfo, _item_weights, _targets, _tests, _valid, at_least, is_known, n_items
 from .untouched import Moved, Untouched
 
@@ -47,11 +48,6 @@ class LossProbe:
     def rule(self):
         return self.fits[0] if self.fits else self.rules.closest[1] if self.rules.seen else self.info
 
-    # Another process has measured a rule: assume it
-    def assume(self, rule):
-        self.info,self.told = self.info.measure(**rule),True
-        return self.rule
-
     # Drop the rules that do not fit this micro-batch of `n` items. Raises no error, and has no side effects but those that it says. Joins a
     # single item with the next one. If code outside the loss takes the mean: `loss` is this mean, and `losses` those before it. `shown`,
     # `where`: see `LossRule`
@@ -61,67 +57,6 @@ class LossProbe:
         trace = Untouched(self.info.loss_func)
         self._look(trace, pred, yb, n, loss, losses, shown)
         if trace.moved: self._stop(trace.moved)
-
-    # It would change for good what `moved` names
-    def _stop(self, moved):
-        self.stuck,self.open,self.kept,self.last = str(Moved(moved)),False,None,None
-        if self.rules.seen: self._news = _is_stuck(self)
-        else: self.why = self.stuck
-
-    # What was found out only after it had been measured, once
-    def take_news(self):
-        news,self._news = self._news,None
-        return news
-
-    def _look(self, trace, pred, yb, n, loss, losses, shown):
-        try:
-            with trace:
-                batch = _Batch(pred, yb, n, shown)
-                if losses is not None: self._narrow(_Reduced(self.info, batch, loss, losses))
-                else:
-                    self._try(batch, trace)
-                    self._measure(batch, trace)
-        except Moved as e: trace.moved = e.names
-        except FloatingPointError as e:      # such a step will be skipped, or ends the fit
-            self.kept = None
-            if self.left_out is False: self.left_out = bool(self.fits) and self.rule.floor == 0 and not batch.sum(self.rule)
-            return
-        except Exception as e:               # what the user's loss raises for parts of a batch: a warning says it
-            self.kept = None
-            if self.open:
-                self.no_gradient = isinstance(e, NoGradient)
-                self.why = str(e) if self.no_gradient else f'{type(e).__name__}: {e}'
-        if not self.open and self.rules.settled: return
-        if self.kept is None: self.tries += 1
-        self.open = not self.rules.settled and self.tries < self.most*(4 if self.rules.count_positive else 1)
-        if self.open: return
-        self.last = None
-        self.rules.end()
-
-    # Two calls, on two items, before all others: does it change what cannot be put back?
-    def _try(self, batch, trace):
-        if self.tried: return
-        self.tried = True
-        def call():
-            value,grads = _gradients(_own_copy(self.info.loss_func), batch.part(0, min(2, batch.n)).computed())
-            return [torch.tensor(value), *grads]
-        trace.try_out(call)
-
-    def _measure(self, batch, trace):
-        if self.kept is not None: batch,self.kept = self.kept.join(batch),None
-        if batch.n == 1: self.kept = batch.part(0, 1); return
-
-        if not self.open:                        # does its rule still hold?
-            seen = self._compare_groups(batch, partial(self._compare, rules=self.fits[:1]))
-            if best_of(seen)[0] < seen[0].tol: return self._check_sum(seen)
-        seen = self._compare_groups(batch, partial(self._compare_closely, trace=trace))
-        if trace.drawn and not self.rules.fitting(*seen): raise ValueError('it draws random numbers')
-        self._narrow(*seen)
-        if self.fits: self._check_sum(seen)
-        if len(self.fits) > 1: self._compare_across(batch)
-        if self.open: self._compare_with_last(batch.few())
-        if self.rules.ask_elements: self.rules.narrow_by_columns(partial(self._compare, batch.few(), columns=True))
-        batch.forget()
 
     # What `compare` sees of all items, a group at a time, as the gradients of large predictions take much memory
     def _compare_groups(self, batch, compare):
@@ -134,111 +69,12 @@ class LossProbe:
         if not seen: raise empty
         return seen
 
-    def _compare_closely(self, batch, trace):
-        seen = self._compare(batch, twice=self.moves is None)
-        if self.moves is None: self.moves = seen.moves if seen.moves > seen.tol and not trace.drawn else 0.
-        if .05 > best_of([seen])[0] > seen.tol:  # the gradients of confident predictions are mostly rounding errors
-            try: return self._compare(batch, dtype=torch.float64)
-            except Exception: pass               # the loss works in float32 only
-        return seen
-
-    # By gradients; by values if the model itself computes the loss, so that it does not depend on predictions
-    def _compare(self, batch, **kwargs):
-        if not self.by_value:
-            try: return _Parts(self.info, batch, **kwargs)
-            except NoGradient:
-                if not hasattr(self.info.loss_func, 'values'): raise
-                self.by_value = True
-        return _Values(self.info, batch, **kwargs)
-
-    # Several rules may fit each group of items, and weigh the items of one group differently from those of another: the items for which two
-    # rules differ most tell which is right
-    def _compare_across(self, batch):
-        for _ in range(4):
-            some = next((o for r in self.fits[1:] if (o := batch.between(self.fits[0], r)) is not None), None)
-            if some is None: return
-            seen = self._compare(some)
-            some.forget()
-            self._narrow(seen, before=self.rules.last)
-
-    # Several rules may fit each of two batches, and give them different shares: then only both together tell which is right
-    def _compare_with_last(self, batch):
-        last,self.last = self.last,batch.part(0, batch.n) if len(self.fits) > 1 else None
-        if last is None or self.last is None: return
-        with suppress(Exception):                # they may have different shapes
-            both = last.join(batch)
-            shares = torch.tensor([[b.total(r)/both.total(r) for b in (last, batch)] for r in self.fits])
-            if (shares-shares[0]).abs().max() < 1e-5: return
-            seen = self._compare(both)
-            if self.rules.fitting(seen): self._narrow(seen)
-
-    # Keep the rules that fit this, too. If none does, the loss has changed: then those count that fit what it is now. `before`: what was
-    # seen of the same batch
-    def _narrow(self, *seen, before=()):
-        old = self.fits
-        self.rules.narrow(*seen)
-        self.rules.last = [*before, *seen]
-        if self.fits or not old or self.changes == 2: return
-        now = _Rules()
-        now.narrow(*self.rules.last)
-        if now.fits: self.rules,self._change,self.changes,self.tries = now,off_in(now.last, old[0]),self.changes+1,0
-
-    # A sum's value is the sum of its parts' values, too, unless a term comes once for each call
-    def _check_sum(self, seen):
-        if self.rule.reduction == 'sum' and (once := max(s.once for s in seen)) > 10*seen[0].tol: self.once = once
-
-    def sum_message(self, n_batches, n_micro):
-        if self.open: return None
-        if n_micro > 1 and self.once: return self.once_message()
-        if self.info.reduction != 'sum' and n_batches > 1: return _undeclared_sum(self, n_batches)
-
-    def once_message(self):
-        if self.once and self.rule.reduction == 'sum': return _once_per_batch(self)
-
-    # Why nothing could be measured, if it could have been
-    @property
-    def failed(self):
-        if not (self.known or self.rules.seen or self.no_gradient): return self.why
-
-    # How far the old rule was off when the loss was found to have changed, once
-    def take_change(self):
-        change,self._change = self._change,None
-        return change
-
-    # Class weights may be put in the place of others: then what was measured is forgotten
-    def notice_change(self):
-        if self.known: return
-        held,before = _held(self.info.loss_func),self._held
-        if len(held) == len(before) and all(map(operator.is_, held, before)): return
-        self._held,self.info,self.told = held,LossInfo(self.info.loss_func),False
-        self._begin()
-
     # A warning about a loss without a rule; None while the probe is `open`
     @property
     def message(self):
         if self.open or self.known or self.fits or self.moves or self.told and not self.rules.seen: return None
         if not self.tries and self.kept is None: return None     # it has seen nothing, or only losses that are not finite
         return _no_rule(self)
-
-    def moves_message(self):
-        if self.moves: return _changes_itself(self)
-
-    def late_message(self, off):
-        return (f"What {_name(self)} averages over showed only after the first micro-batches of a step: this step's weights are {off:.2%} "
-                f"off, and from here on its micro-batches are weighted by {self.rule}. To be exact from the first step, pass weight=.")
-
-    # Once
-    def left_out_message(self, n):
-        self.left_out = None
-        return (f"{_name(self)} divides by the number of positive targets, which is 0 in this micro-batch ({self.where}): its value is not "
-                f"finite, so 100% of its {n} items are left out, also those that count beside the positive targets of others. Divide by "
-                "the number or 1, `.clamp(min=1)`, which is exact.")
-
-    def changed_message(self, old, error, since, where):
-        off = off_in(self.rules.last, old) if error is None else error
-        return (f"{_name(self)} does not average over {old} ({where}): weighted by that, the gradients of this micro-batch would be "
-                f"{off:.2%} off, and from here on its micro-batches are weighted by {self.rule}; steps since the last look ({since}) "
-                f"may be off as far. To be exact from the first step, {self.cure}")
 
     def __str__(self):
         if self.known: how = "known: PyTorch's or fastai's own"
@@ -248,6 +84,203 @@ class LossProbe:
         else: how = f'assumed: {self.why}' if self.why else 'assumed: not measured yet'
         return f'{self.rule} ({how})'
     __repr__ = __str__
+
+# %% ../../nbs/api/core/03_probe.ipynb #c362e0f6
+@patch
+def _look(self:LossProbe, trace, pred, yb, n, loss, losses, shown):
+    try:
+        with trace:
+            batch = _Batch(pred, yb, n, shown)
+            if losses is not None: self._narrow(_Reduced(self.info, batch, loss, losses))
+            else:
+                self._try(batch, trace)
+                self._measure(batch, trace)
+    except Moved as e: trace.moved = e.names
+    except FloatingPointError as e:      # such a step will be skipped, or ends the fit
+        self.kept = None
+        if self.left_out is False: self.left_out = bool(self.fits) and self.rule.floor == 0 and not batch.sum(self.rule)
+        return
+    except Exception as e:               # what the user's loss raises for parts of a batch: a warning says it
+        self.kept = None
+        if self.open:
+            self.no_gradient = isinstance(e, NoGradient)
+            self.why = str(e) if self.no_gradient else f'{type(e).__name__}: {e}'
+    if not self.open and self.rules.settled: return
+    if self.kept is None: self.tries += 1
+    self.open = not self.rules.settled and self.tries < self.most*(4 if self.rules.count_positive else 1)
+    if self.open: return
+    self.last = None
+    self.rules.end()
+
+# Two calls, on two items, before all others: does it change what cannot be put back?
+@patch
+def _try(self:LossProbe, batch, trace):
+    if self.tried: return
+    self.tried = True
+    def call():
+        value,grads = _gradients(_own_copy(self.info.loss_func), batch.part(0, min(2, batch.n)).computed())
+        return [torch.tensor(value), *grads]
+    trace.try_out(call)
+
+# It would change for good what `moved` names
+@patch
+def _stop(self:LossProbe, moved):
+    self.stuck,self.open,self.kept,self.last = str(Moved(moved)),False,None,None
+    if self.rules.seen: self._news = _is_stuck(self)
+    else: self.why = self.stuck
+
+# What was found out only after it had been measured, once
+@patch
+def take_news(self:LossProbe):
+    news,self._news = self._news,None
+    return news
+
+# %% ../../nbs/api/core/03_probe.ipynb #c3f3f29b
+@patch
+def _measure(self:LossProbe, batch, trace):
+    if self.kept is not None: batch,self.kept = self.kept.join(batch),None
+    if batch.n == 1: self.kept = batch.part(0, 1); return
+
+    if not self.open:                        # does its rule still hold?
+        seen = self._compare_groups(batch, partial(self._compare, rules=self.fits[:1]))
+        if best_of(seen)[0] < seen[0].tol: return self._check_sum(seen)
+    seen = self._compare_groups(batch, partial(self._compare_closely, trace=trace))
+    if trace.drawn and not self.rules.fitting(*seen): raise ValueError('it draws random numbers')
+    self._narrow(*seen)
+    if self.fits: self._check_sum(seen)
+    if len(self.fits) > 1: self._compare_across(batch)
+    if self.open: self._compare_with_last(batch.few())
+    if self.rules.ask_elements: self.rules.narrow_by_columns(partial(self._compare, batch.few(), columns=True))
+    batch.forget()
+
+@patch
+def _compare_closely(self:LossProbe, batch, trace):
+    seen = self._compare(batch, twice=self.moves is None)
+    if self.moves is None: self.moves = seen.moves if seen.moves > seen.tol and not trace.drawn else 0.
+    if .05 > best_of([seen])[0] > seen.tol:  # the gradients of confident predictions are mostly rounding errors
+        try: return self._compare(batch, dtype=torch.float64)
+        except Exception: pass               # the loss works in float32 only
+    return seen
+
+# By gradients; by values if the model itself computes the loss, so that it does not depend on predictions
+@patch
+def _compare(self:LossProbe, batch, **kwargs):
+    if not self.by_value:
+        try: return _Parts(self.info, batch, **kwargs)
+        except NoGradient:
+            if not hasattr(self.info.loss_func, 'values'): raise
+            self.by_value = True
+    return _Values(self.info, batch, **kwargs)
+
+# %% ../../nbs/api/core/03_probe.ipynb #c360fb9f
+# Keep the rules that fit this, too. If none does, the loss has changed: then those count that fit what it is now. `before`: what was
+# seen of the same batch
+@patch
+def _narrow(self:LossProbe, *seen, before=()):
+    old = self.fits
+    self.rules.narrow(*seen)
+    self.rules.last = [*before, *seen]
+    if self.fits or not old or self.changes == 2: return
+    now = _Rules()
+    now.narrow(*self.rules.last)
+    if now.fits: self.rules,self._change,self.changes,self.tries = now,off_in(now.last, old[0]),self.changes+1,0
+
+# Several rules may fit each group of items, and weigh the items of one group differently from those of another: the items for which two
+# rules differ most tell which is right
+@patch
+def _compare_across(self:LossProbe, batch):
+    for _ in range(4):
+        some = next((o for r in self.fits[1:] if (o := batch.between(self.fits[0], r)) is not None), None)
+        if some is None: return
+        seen = self._compare(some)
+        some.forget()
+        self._narrow(seen, before=self.rules.last)
+
+# Several rules may fit each of two batches, and give them different shares: then only both together tell which is right
+@patch
+def _compare_with_last(self:LossProbe, batch):
+    last,self.last = self.last,batch.part(0, batch.n) if len(self.fits) > 1 else None
+    if last is None or self.last is None: return
+    with suppress(Exception):                # they may have different shapes
+        both = last.join(batch)
+        shares = torch.tensor([[b.total(r)/both.total(r) for b in (last, batch)] for r in self.fits])
+        if (shares-shares[0]).abs().max() < 1e-5: return
+        seen = self._compare(both)
+        if self.rules.fitting(seen): self._narrow(seen)
+
+# %% ../../nbs/api/core/03_probe.ipynb #c388f83c
+# A sum's value is the sum of its parts' values, too, unless a term comes once for each call
+@patch
+def _check_sum(self:LossProbe, seen):
+    if self.rule.reduction == 'sum' and (once := max(s.once for s in seen)) > 10*seen[0].tol: self.once = once
+
+@patch
+def sum_message(self:LossProbe, n_batches, n_micro):
+    if self.open: return None
+    if n_micro > 1 and self.once: return self.once_message()
+    if self.info.reduction != 'sum' and n_batches > 1: return _undeclared_sum(self, n_batches)
+
+@patch
+def once_message(self:LossProbe):
+    if self.once and self.rule.reduction == 'sum': return _once_per_batch(self)
+
+# %% ../../nbs/api/core/03_probe.ipynb #c3ff9424
+# How far the old rule was off when the loss was found to have changed, once
+@patch
+def take_change(self:LossProbe):
+    change,self._change = self._change,None
+    return change
+
+# Class weights may be put in the place of others: then what was measured is forgotten
+@patch
+def notice_change(self:LossProbe):
+    if self.known: return
+    held,before = _held(self.info.loss_func),self._held
+    if len(held) == len(before) and all(map(operator.is_, held, before)): return
+    self._held,self.info,self.told = held,LossInfo(self.info.loss_func),False
+    self._begin()
+
+@patch
+def changed_message(self:LossProbe, old, error, since, where):
+    off = off_in(self.rules.last, old) if error is None else error
+    return (f"{_name(self)} does not average over {old} ({where}): weighted by that, the gradients of this micro-batch would be "
+            f"{off:.2%} off, and from here on its micro-batches are weighted by {self.rule}; steps since the last look ({since}) "
+            f"may be off as far. To be exact from the first step, {self.cure}")
+
+@patch
+def late_message(self:LossProbe, off):
+    return (f"What {_name(self)} averages over showed only after the first micro-batches of a step: this step's weights are {off:.2%} "
+            f"off, and from here on its micro-batches are weighted by {self.rule}. To be exact from the first step, pass weight=.")
+
+# Tensors that a loss may take for class weights
+def _held(loss_func):
+    objects = [loss_func, getattr(loss_func, 'func', None)]
+    values = [v for o in objects for d in (getattr(o, '__dict__', {}), getattr(o, '_buffers', {})) for v in d.values()]
+    return [v for v in values if isinstance(v, Tensor) and v.dim() == 1 and not v.requires_grad]
+
+# %% ../../nbs/api/core/03_probe.ipynb #c31b398e
+# Another process has measured a rule: assume it
+@patch
+def assume(self:LossProbe, rule):
+    self.info,self.told = self.info.measure(**rule),True
+    return self.rule
+
+# Why nothing could be measured, if it could have been
+@patch(as_prop=True)
+def failed(self:LossProbe):
+    if not (self.known or self.rules.seen or self.no_gradient): return self.why
+
+@patch
+def moves_message(self:LossProbe):
+    if self.moves: return _changes_itself(self)
+
+# Once
+@patch
+def left_out_message(self:LossProbe, n):
+    self.left_out = None
+    return (f"{_name(self)} divides by the number of positive targets, which is 0 in this micro-batch ({self.where}): its value is not "
+            f"finite, so 100% of its {n} items are left out, also those that count beside the positive targets of others. Divide by "
+            "the number or 1, `.clamp(min=1)`, which is exact.")
 
 # %% ../../nbs/api/core/03_probe.ipynb #85ad5e92
 class _Rules:
@@ -300,6 +333,7 @@ class _Rules:
         self.fits = [r for r in self.fits if r.over not in no and r not in elements[1:]]
         if not self.has_columns: self.fits.sort(key=lambda r: r.over != 'items')
 
+# %% ../../nbs/api/core/03_probe.ipynb #c3d9ff5e
 def _no_rule(probe):
     "The warning for a loss without a rule"
     name = _name(probe)
@@ -341,12 +375,6 @@ def _changes_itself(probe):
     return (f"{_name(probe)} changes itself at each call, and its gradients with it, by {probe.moves:.2%}, and "
             "accumulation calls it once for each micro-batch. Change its state once a step, in a callback's "
             "`after_step`, or load the whole batch, and pass micro_batch_size= with coupled=True, which calls it once.")
-
-# Tensors that a loss may take for class weights
-def _held(loss_func):
-    objects = [loss_func, getattr(loss_func, 'func', None)]
-    values = [v for o in objects for d in (getattr(o, '__dict__', {}), getattr(o, '_buffers', {})) for v in d.values()]
-    return [v for v in values if isinstance(v, Tensor) and v.dim() == 1 and not v.requires_grad]
 
 # %% ../../nbs/api/core/03_probe.ipynb #ec2c280d
 class _Batch:
@@ -404,53 +432,59 @@ class _Batch:
         if hasattr(o, '__len__') and len(o) == self.n: return o[a:z]
         raise TypeError(f'a {type(o).__name__} cannot be cut into {self.n} items')
 
-    # Is the prediction still to be computed?
-    @property
-    def later(self): return hasattr(type(self.pred), 'outputs')
-
-    # How many items at a time, so that their gradients do not take much memory. Of a prediction that is still to be computed: as many as a
-    # chunk has. A single item is not enough, and where a chunk has several, some losses need two in each of two parts
-    @property
-    def most(self):
-        if self._most is None:
-            size = max(1, sum(t.numel() for t in _targets(self.part(0, 1).computed().pred if self.later else self.pred)))
-            chunk = -(-self.n//self.pred.n_chunks) if self.later else 4
-            self._most = min(self.n, max(chunk, min(4, 2*chunk), 2**18//size if self.later else 2**22//(-(-size//self.n))))
-        return self._most
-
-    # All items, at most so many at a time, with predictions that are computed
-    def groups(self):
-        if self.most == self.n: yield self.computed() if self.later else self
-        else: yield from (self.part(a := min(start, self.n-self.most), a+self.most).computed() for start in range(0, self.n, self.most))
-
-    # All items if they are one group, otherwise half a group of them
-    def few(self): return next(self.groups()) if self.most == self.n else self.part(0, self.most//2 or 1).computed()
-
-    # In place
-    def computed(self):
-        if self.later:
-            with torch.no_grad(): self.pred = self.pred.outputs()
-        return self
-
-    # The items for which the rules `a` and `b` differ most from each other, as many on both sides; None if they weigh all items alike
-    def between(self, a, b):
-        wa,wb = (_weights_of_items(r, self) for r in (a, b))
-        by = (wa > 0) | (wb > 0)
-        if not (0 < wa.sum() < math.inf and 0 < wb.sum() < math.inf): return None
-        ratio = (wa/wa.sum())/(wa/wa.sum() + wb/wb.sum())
-        order = ratio[by].argsort()
-        items = by.nonzero()[order,0].tolist()
-        k = max(1, min(self.most, 4, len(items))//2)
-        if len(items) < 2 or float(ratio[by].max()-ratio[by].min()) < 1e-5: return None
-        parts = [self.part(i, i+1).computed() for i in (*items[:k], *items[-k:])]
-        return reduce(_Batch.join, parts)
-
     def join(self, other):
         def cat(a, b):
             if isinstance(a, (list,tuple)): return a + b
             return torch.cat([a, b]) if isinstance(a, Tensor) and a.dim() else a
         both = lambda b: tree_map(cat, *b, is_leaf=self._is_column)
         return _Batch(both((self.pred, other.pred)), tuple(map(both, zip(self.yb, other.yb))), self.n + other.n)
+
+# %% ../../nbs/api/core/03_probe.ipynb #c3e8af91
+# Is the prediction still to be computed?
+@patch(as_prop=True)
+def later(self:_Batch): return hasattr(type(self.pred), 'outputs')
+
+# How many items at a time, so that their gradients do not take much memory. Of a prediction that is still to be computed: as many as a
+# chunk has. A single item is not enough, and where a chunk has several, some losses need two in each of two parts
+@patch(as_prop=True)
+def most(self:_Batch):
+    if self._most is None:
+        size = max(1, sum(t.numel() for t in _targets(self.part(0, 1).computed().pred if self.later else self.pred)))
+        chunk = -(-self.n//self.pred.n_chunks) if self.later else 4
+        self._most = min(self.n, max(chunk, min(4, 2*chunk), 2**18//size if self.later else 2**22//(-(-size//self.n))))
+    return self._most
+
+# All items, at most so many at a time, with predictions that are computed
+@patch
+def groups(self:_Batch):
+    if self.most == self.n: yield self.computed() if self.later else self
+    else: yield from (self.part(a := min(start, self.n-self.most), a+self.most).computed() for start in range(0, self.n, self.most))
+
+# All items if they are one group, otherwise half a group of them
+@patch
+def few(self:_Batch): return next(self.groups()) if self.most == self.n else self.part(0, self.most//2 or 1).computed()
+
+# In place
+@patch
+def computed(self:_Batch):
+    if self.later:
+        with torch.no_grad(): self.pred = self.pred.outputs()
+    return self
+
+# %% ../../nbs/api/core/03_probe.ipynb #c387ad01
+# The items for which the rules `a` and `b` differ most from each other, as many on both sides; None if they weigh all items alike
+@patch
+def between(self:_Batch, a, b):
+    wa,wb = (_weights_of_items(r, self) for r in (a, b))
+    by = (wa > 0) | (wb > 0)
+    if not (0 < wa.sum() < math.inf and 0 < wb.sum() < math.inf): return None
+    ratio = (wa/wa.sum())/(wa/wa.sum() + wb/wb.sum())
+    order = ratio[by].argsort()
+    items = by.nonzero()[order,0].tolist()
+    k = max(1, min(self.most, 4, len(items))//2)
+    if len(items) < 2 or float(ratio[by].max()-ratio[by].min()) < 1e-5: return None
+    parts = [self.part(i, i+1).computed() for i in (*items[:k], *items[-k:])]
+    return reduce(_Batch.join, parts)
 
 # %% ../../nbs/api/core/03_probe.ipynb #6cb748e9
 def _walk(o, depth=6, seen=None):
@@ -566,52 +600,6 @@ def _positive(y, shape, ignored):
     return res + [('in 0 to', int(top)-1)]*(int(top) in shape)
 
 # %% ../../nbs/api/core/03_probe.ipynb #962d7715
-def _weights_of_items(rule, batch):
-    "The weight of each item, on the host"
-    if rule.class_weight is not None: rule = rule.measure('classes', class_weight=rule.class_weight.detach().cpu())
-    w = _item_weights(rule, batch.targets)
-    if not isinstance(w, Tensor): return torch.full((batch.n,), float(w), dtype=torch.float64)
-    return w.double().view(batch.n, -1).sum(1)
-
-def _tell_apart(rules, batch):
-    "Where to cut the items of `batch` so that `rules` differ most"
-    n,rules = batch.n,[r for r in rules if r.floor is not None or 0 < batch.sum(r) < math.inf]
-    share = torch.stack([at_least(r.floor, _weights_of_items(r, batch).cumsum(0)) for r in rules])
-    share,empty = share/share[:,-1:],torch.tensor([r.floor is not None for r in rules])[:,None]
-    least = 2 if n >= 4 else 1                  # some losses squeeze the dimension of a single item away
-    share = share[:,least-1:n-least]
-    differ = (share[None]-share[:,None]).abs().sum((0, 1)) + 1e-6
-    return least + int((differ*((share > 0) & (share < 1) | empty).all(0)).argmax())
-
-_background = {'>': 0, '>=': -1, '==': 0}
-
-def _floor(rule, batch, gradients):
-    "What a loss divides by without positive targets: the gradients of other items are compared with those beside one that has some"
-    leaves,spec = tree_flatten(batch.yb)
-    at = [j for j,t in enumerate(leaves) if isinstance(t, Tensor) and t.dim()][rule.target]
-    y,(name,value) = leaves[at].detach(),rule.test
-    def column(t): return t[...,rule.channel] if isinstance(rule.channel, int) else t
-    positive = _tests[name](column(y), value)
-    none = y.clone()
-    column(none)[positive] = _background.get(name, value+1)
-    weights,rows = _weights_of_items(rule, batch),len(y)//batch.n
-    i = int(weights.argmax())
-    one = none.clone()
-    one[i*rows:(i+1)*rows] = y[i*rows:(i+1)*rows]
-    a,z = (i+1, batch.n) if i+1 < batch.n else (0, i)
-    def others(t):
-        yb = tree_unflatten([*leaves[:at], t, *leaves[at+1:]], spec)
-        return batch.cut(gradients(_Batch(batch.pred, yb, batch.n, batch.shown, batch.start)), a, z)
-    zeros,ones = others(none),others(one)
-    n2 = _dot(zeros, zeros)
-    if not n2 < math.inf and 0 < _dot(ones, ones) < math.inf: return 0
-    if not 0 < n2 < math.inf: raise ValueError('without positive targets there is no gradient')
-    ratio = _dot(ones, zeros)/n2
-    rest = [o-g*ratio for o,g in zip(ones, zeros)]
-    if not _dot(rest, rest) < 1e-6*_dot(ones, ones): raise ValueError('the items are not independent')
-    floor = ratio*float(weights[i])
-    return 1 if abs(floor-1) < 1e-3 else float(f'{floor:.3g}')
-
 class _Parts:
     "Compares the gradients of a batch, of a part of it, and of the rest"
     absolute = False
@@ -677,6 +665,7 @@ class _Parts:
         off,of_values = sum(r for _,r in self.values),sum(r*v for v,r in self.values)
         return max(abs(off), abs(of_values)/max(abs(v) for v,_ in self.values)) < self.tol
 
+# %% ../../nbs/api/core/03_probe.ipynb #c3d0770f
 # How far a rule is off in what was `seen` of a batch
 def off_in(seen, rule): return max(s.error(rule) for s in seen)
 
@@ -696,6 +685,54 @@ def _check_size(size):
 def _dot(xs, ys):
     dtype = torch.float32 if xs[0].device.type == 'mps' else torch.float64
     return float(sum((x*y).sum(dtype=dtype) for x,y in zip(xs, ys)))
+
+# %% ../../nbs/api/core/03_probe.ipynb #c3d3d8f3
+def _weights_of_items(rule, batch):
+    "The weight of each item, on the host"
+    if rule.class_weight is not None: rule = rule.measure('classes', class_weight=rule.class_weight.detach().cpu())
+    w = _item_weights(rule, batch.targets)
+    if not isinstance(w, Tensor): return torch.full((batch.n,), float(w), dtype=torch.float64)
+    return w.double().view(batch.n, -1).sum(1)
+
+def _tell_apart(rules, batch):
+    "Where to cut the items of `batch` so that `rules` differ most"
+    n,rules = batch.n,[r for r in rules if r.floor is not None or 0 < batch.sum(r) < math.inf]
+    share = torch.stack([at_least(r.floor, _weights_of_items(r, batch).cumsum(0)) for r in rules])
+    share,empty = share/share[:,-1:],torch.tensor([r.floor is not None for r in rules])[:,None]
+    least = 2 if n >= 4 else 1                  # some losses squeeze the dimension of a single item away
+    share = share[:,least-1:n-least]
+    differ = (share[None]-share[:,None]).abs().sum((0, 1)) + 1e-6
+    return least + int((differ*((share > 0) & (share < 1) | empty).all(0)).argmax())
+
+# %% ../../nbs/api/core/03_probe.ipynb #c3f9e0a8
+_background = {'>': 0, '>=': -1, '==': 0}
+
+def _floor(rule, batch, gradients):
+    "What a loss divides by without positive targets: the gradients of other items are compared with those beside one that has some"
+    leaves,spec = tree_flatten(batch.yb)
+    at = [j for j,t in enumerate(leaves) if isinstance(t, Tensor) and t.dim()][rule.target]
+    y,(name,value) = leaves[at].detach(),rule.test
+    def column(t): return t[...,rule.channel] if isinstance(rule.channel, int) else t
+    positive = _tests[name](column(y), value)
+    none = y.clone()
+    column(none)[positive] = _background.get(name, value+1)
+    weights,rows = _weights_of_items(rule, batch),len(y)//batch.n
+    i = int(weights.argmax())
+    one = none.clone()
+    one[i*rows:(i+1)*rows] = y[i*rows:(i+1)*rows]
+    a,z = (i+1, batch.n) if i+1 < batch.n else (0, i)
+    def others(t):
+        yb = tree_unflatten([*leaves[:at], t, *leaves[at+1:]], spec)
+        return batch.cut(gradients(_Batch(batch.pred, yb, batch.n, batch.shown, batch.start)), a, z)
+    zeros,ones = others(none),others(one)
+    n2 = _dot(zeros, zeros)
+    if not n2 < math.inf and 0 < _dot(ones, ones) < math.inf: return 0
+    if not 0 < n2 < math.inf: raise ValueError('without positive targets there is no gradient')
+    ratio = _dot(ones, zeros)/n2
+    rest = [o-g*ratio for o,g in zip(ones, zeros)]
+    if not _dot(rest, rest) < 1e-6*_dot(ones, ones): raise ValueError('the items are not independent')
+    floor = ratio*float(weights[i])
+    return 1 if abs(floor-1) < 1e-3 else float(f'{floor:.3g}')
 
 # %% ../../nbs/api/core/03_probe.ipynb #b4d52dcb
 class _Values:
@@ -717,6 +754,7 @@ class _Values:
         err = abs(sum(s and s*v for s,v in shares) - self.value)/max(abs(self.value), 1e-30)
         return err if err == err else math.inf
 
+# %% ../../nbs/api/core/03_probe.ipynb #c3d6b1b3
 class _Reduced:
     "The factor that a mean outside the loss gave to each of the `losses`"
     parallel,absolute = False,True  # values, not only ratios: they distinguish elements from items
