@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/own_code.html.md"""
 
 # %% ../../nbs/api/checkpoint/14_own_code.ipynb #fc05ee05
 from __future__ import annotations
-import ast, inspect, textwrap, types
+import ast, inspect, sys, textwrap, types
 from functools import lru_cache
 from fastai.basics import *
 from .fingerprint import own_loss, setting
@@ -45,7 +45,7 @@ def code_of(f):
     return None if tree is None else digest(_said(tree))
 
 # %% ../../nbs/api/checkpoint/14_own_code.ipynb #03e24607
-_libraries = 'fastai','fastcore','fastaccum','torch'
+_libraries = 'fastai','fastcore','fastaccum','torch',*sys.builtin_module_names
 _plain = bool,int,float,str
 
 # Is a function or a class of the script or of a project of the user's?
