@@ -14,6 +14,7 @@ import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
+from fastcore.basics import patch
 
 # %% auto #0
 __all__ = ['LossRule', 'loss_weight', 'n_items']
@@ -52,43 +53,6 @@ class LossRule:
         self.probed = self.probe is not None and not self.probe.known
         self.measuring = self.probed and self.probe.open
 
-    @property
-    def is_sum(self) -> bool:
-        "Is the loss a sum, so that the losses of micro-batches simply add up?"
-        return self.info.reduction == 'sum'
-
-    @property
-    def may_be_nan(self) -> bool:
-        "Are gradients NaN, and not 0, if no target of a micro-batch counts?"
-        return self.info.nan_if_empty
-
-    @property
-    def key(self) -> str:
-        "What several ranks must agree about"
-        return '' if self.info is None else f'{self.info.over} {self.info.reduction}'
-
-    @property
-    def sure(self) -> bool:
-        "Is it known, believed or measured, and not merely assumed?"
-        return self.probe is None or self.probe.known or bool(self.probe.rules.seen)
-
-    # -- measuring, and checking from time to time
-
-    def due(self) -> bool:
-        "Is this micro-batch to be looked at? The first ones are, later ones ever more rarely, at random places"
-        return self.times.due(self.measuring or self.always)
-
-    def pass_over(self,
-        yb,   # Targets of a micro-batch that is all of a step
-        n:int # Its items
-    ) -> None:
-        "Do not look at it: alone it needs no weight. It is remembered, as its step may be cancelled, and go on with others"
-        self._earlier = [(yb, n)]
-
-    def begin_epoch(self) -> None:
-        "Look at least once in this epoch"
-        self.times.begin_epoch()
-
     def measure(self,
         pred,                   # Prediction of a micro-batch, before `backward`
         yb,                     # Its targets
@@ -117,42 +81,10 @@ class LossRule:
             self.news.append(probe.changed_message(old, changed, since, where))
         return [loss_weight(self.info, *o) for o in earlier] if known and before else None
 
-    def adopt(self,
-        rule:dict # `as_dict` of the `info` of another process, which has measured it
-    ) -> list: # The weights by it of the micro-batches of this step that were looked at
-        "Assume the rule that another process has measured, until this one measures it too"
-        self.info = self.probe.assume(rule)
-        return [loss_weight(self.info, *o) for o in self._earlier]
-
-    def sum_message(self,
-        n_batches:int, # Loader batches of a step
-        n_micro:int    # Its micro-batches so far
-    ) -> str|None:
-        "A warning about a loss that is measured to be a sum: it is not declared as one, or a part of it is none"
-        return self.probe.sum_message(n_batches, n_micro) if self.probed and self.is_sum else None
-
-    def take_news(self) -> list:
-        "Warnings since the last call"
-        news,self.news = self.news,[]
-        return news
-
-    def end(self) -> None:
-        "Measure no more: the fit ends"
-        if self.probe is not None: self.probe.open = self.measuring = False
-
     @property
     def message(self) -> str|None: # `None` as long as it is measured
         "A warning, if no rule fits the loss"
         return self.probe and self.probe.message
-
-    # -- weights
-    def divided_by(self,
-        weights # Weights: a list of numbers or tensors, or one tensor
-    ): # `None` if each loss divides by its weight
-        "What losses with these weights divide by"
-        floor = self.info.floor
-        if floor is None: return None
-        return at_least(floor, weights) if isinstance(weights, Tensor) else [at_least(floor, w) for w in weights]
 
     def weight(self,
         yb,    # Targets of a micro-batch
@@ -170,16 +102,12 @@ class LossRule:
         """What the losses of all micro-batches average over, by as many operations as for one.
 
         The host reads what is in its own memory, instead of computing with it. (`numpy` cannot wait for a device: it refuses)"""
-        info,n = self.info,sizes[0]
+        info = self.info
         w = _item_weights(info, yb, dtype)
         if not isinstance(w, Tensor):
             if len(sizes) > 1 or info.over == 'items': return [w*n for n in sizes],None
             return [w*n_items(yb if info.target is None else _targets(yb)[info.target])],None     # a target may have other rows than items
-        large = n*next((i for i,k in enumerate(sizes) if k != n), len(sizes))    # the first micro-batches may have one item more
-        if len(sizes) == 1: res = w.sum(0, keepdim=True)
-        elif {*sizes[large//n:]} - {sizes[-1]}: res = torch.stack([part.sum() for part in w.split(sizes)])      # rows by their length
-        elif large == w.shape[0]: res = w.view(-1, n).sum(1)
-        else: res = torch.cat((w[:large].view(-1, n).sum(1), w[large:].view(-1, sizes[-1]).sum(1)))
+        res = _sums(w, sizes)
         on_host = type(res) is Tensor and res.device.type == 'cpu'      # not a fake tensor
         return res.detach().numpy().tolist() if on_host else res,(yb[0] if info.target is None else _targets(yb)[info.target]).numel()
 
@@ -218,6 +146,84 @@ def n_items(
     if t is None:
         raise TypeError(f"Cannot count the items of a {type(b).__name__} without tensors: pass the number of items, or a `weight`.")
     return t.shape[0]
+
+# %% ../../nbs/api/core/02_losses.ipynb #80def1f6
+@patch(as_prop=True)
+def is_sum(self:LossRule) -> bool:
+    "Is the loss a sum, so that the losses of micro-batches simply add up?"
+    return self.info.reduction == 'sum'
+
+@patch(as_prop=True)
+def may_be_nan(self:LossRule) -> bool:
+    "Are gradients NaN, and not 0, if no target of a micro-batch counts?"
+    return self.info.nan_if_empty
+
+@patch(as_prop=True)
+def key(self:LossRule) -> str:
+    "What several ranks must agree about"
+    return '' if self.info is None else f'{self.info.over} {self.info.reduction}'
+
+@patch(as_prop=True)
+def sure(self:LossRule) -> bool:
+    "Is it known, believed or measured, and not merely assumed?"
+    return self.probe is None or self.probe.known or bool(self.probe.rules.seen)
+
+# %% ../../nbs/api/core/02_losses.ipynb #80309ec4
+@patch
+def due(self:LossRule) -> bool:
+    "Is this micro-batch to be looked at? The first ones are, later ones ever more rarely, at random places"
+    return self.times.due(self.measuring or self.always)
+
+@patch
+def pass_over(self:LossRule,
+    yb,   # Targets of a micro-batch that is all of a step
+    n:int # Its items
+) -> None:
+    "Do not look at it: alone it needs no weight. It is remembered, as its step may be cancelled, and go on with others"
+    self._earlier = [(yb, n)]
+
+@patch
+def begin_epoch(self:LossRule) -> None:
+    "Look at least once in this epoch"
+    self.times.begin_epoch()
+
+@patch
+def end(self:LossRule) -> None:
+    "Measure no more: the fit ends"
+    if self.probe is not None: self.probe.open = self.measuring = False
+
+# %% ../../nbs/api/core/02_losses.ipynb #80de6ead
+@patch
+def adopt(self:LossRule,
+    rule:dict # `as_dict` of the `info` of another process, which has measured it
+) -> list: # The weights by it of the micro-batches of this step that were looked at
+    "Assume the rule that another process has measured, until this one measures it too"
+    self.info = self.probe.assume(rule)
+    return [loss_weight(self.info, *o) for o in self._earlier]
+
+@patch
+def sum_message(self:LossRule,
+    n_batches:int, # Loader batches of a step
+    n_micro:int    # Its micro-batches so far
+) -> str|None:
+    "A warning about a loss that is measured to be a sum: it is not declared as one, or a part of it is none"
+    return self.probe.sum_message(n_batches, n_micro) if self.probed and self.is_sum else None
+
+@patch
+def take_news(self:LossRule) -> list:
+    "Warnings since the last call"
+    news,self.news = self.news,[]
+    return news
+
+# %% ../../nbs/api/core/02_losses.ipynb #80ededb5
+@patch
+def divided_by(self:LossRule,
+    weights # Weights: a list of numbers or tensors, or one tensor
+): # `None` if each loss divides by its weight
+    "What losses with these weights divide by"
+    floor = self.info.floor
+    if floor is None: return None
+    return at_least(floor, weights) if isinstance(weights, Tensor) else [at_least(floor, w) for w in weights]
 
 # %% ../../nbs/api/core/02_losses.ipynb #5e5e98b2
 _class_losses = nn.CrossEntropyLoss, nn.NLLLoss
@@ -376,6 +382,16 @@ def _item_weights(info, yb, dtype=None):
         if info.over == 'classes' and cw is not None: w = (cw.float() if cw.itemsize < 4 else cw)[y.long().where(w, 0)]*w
     if dtype is torch.float64 and w.is_floating_point(): w = w.to(dtype)
     return w.flatten(1).sum(1) if w.dim() > 1 else w
+
+# %% ../../nbs/api/core/02_losses.ipynb #80871799
+# The sums over micro-batches of these sizes
+def _sums(w, sizes):
+    n = sizes[0]
+    large = n*next((i for i,k in enumerate(sizes) if k != n), len(sizes))    # the first micro-batches may have one item more
+    if len(sizes) == 1: return w.sum(0, keepdim=True)
+    if {*sizes[large//n:]} - {sizes[-1]}: return torch.stack([part.sum() for part in w.split(sizes)])      # rows by their length
+    if large == w.shape[0]: return w.view(-1, n).sum(1)
+    return torch.cat((w[:large].view(-1, n).sum(1), w[large:].view(-1, sizes[-1]).sum(1)))
 
 # %% ../../nbs/api/core/02_losses.ipynb #7b8fa319
 # What a loss divides by that divides by `floor` at least

@@ -18,7 +18,7 @@ one_concept = {'core/01_accumulator': 'public: type checkers see only what stand
                'precision/01_callback': 'one fit, in the order of its events'}
 
 debts = dict(promise=set(), long_lines=set(),
-             long_cells={*one_concept, *'core/02_losses'.split()},
+             long_cells=set(one_concept),
              in_a_row=set(), public_first=set(), not_shown=set(), mocked=set())
 
 def is_exported(cell): return bool(re.match(r'#\| *exporti?\b', cell.source))
