@@ -64,7 +64,7 @@ def of_ranks(): return {name: of_rank(**kwargs) for name,kwargs in cases.items()
 @pytest.mark.slow
 def test_ranks(tmp_path):
     "In a process of their own, which has not gone backward"
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).resolve().parents[2])}
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(map(str, Path(__file__).resolve().parents[1:3]))}
     run = subprocess.run([sys.executable, __file__, tmp_path/'out.pt'], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
     for seen,unseen in zip(*torch.load(tmp_path/'out.pt', weights_only=False)):
