@@ -279,8 +279,9 @@ class exec_show_docs(processors.Processor):
 
     def source(self, call):
         sym = eval(ast.unparse(call.args[0]), self.names)
-        code = fitted(textwrap.dedent(inspect.getsource(sym)).strip())
-        return f'```python\n{code}\n```\n\n[source]({source(sym)}){{ .src data-search-exclude }}'
+        # a method that is patched in is shown as one that stands in its class
+        code = re.sub(r'^@patch\n(def \w+\(self):\w+', r'\1', textwrap.dedent(inspect.getsource(sym)).strip())
+        return f'```python\n{fitted(code)}\n```\n\n[source]({source(sym)}){{ .src data-search-exclude }}'
 
 def defined(cell): return [t.name for t in cell.parsed_() or [] if isinstance(t, (ast.FunctionDef,ast.ClassDef))]
 
