@@ -24,7 +24,8 @@ from ..core.random import put_state, state_of
 __all__ = []
 
 # %% ../../nbs/api/checkpoint/04_values.ipynb #13caa6d0
-# Kinds of values that are made again equal, so that they may be keys of a dict and elements of a set
+_usual_keys = {*scalars}
+# Kinds of values that are made again equal, so that they may be keys of a dict and elements of a set, too
 _as_keys = 'tuple','frozenset','bytes','range','path','size','device','dtype','time','span'
 
 # Takes objects apart for a checkpoint: into tensors, numbers, strings, lists and tuples
@@ -40,7 +41,8 @@ class _TakesApart:
         if id(o) in self.seen: return 'same',None,self.seen[id(o)][0]
         self.seen[id(o)] = path,o         # keeps `o` alive, so that no other object gets its id
         if isinstance(o, Tensor): return self.take_tensor(o)
-        key = self.unfit_key(o)
+        odd = isinstance(o, (dict,set,frozenset)) and not _usual_keys.issuperset(map(type, o))
+        key = self.unfit_key(o) if odd else None
         if kind is not None and key is None: return kind,type(o).__name__,kinds[kind][0](self, o, path)
         what = type(o).__name__ if kind is None else f'{type(key).__name__} in its keys'
         self.wrong[path] = f'a {what} cannot be saved'
@@ -48,7 +50,7 @@ class _TakesApart:
 
     # The first of the keys of a dict, or the elements of a set, that could not be made again. None if there is none
     def unfit_key(self, o):
-        if self.any_key or not isinstance(o, (dict,set,frozenset)): return None
+        if self.any_key: return None
         return first(k for k in o if not self._is_key(k))
 
     # A number, a text, a known object, which is there again, or a value of these
