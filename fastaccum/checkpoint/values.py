@@ -302,8 +302,8 @@ def _take_dict(vs, o, path):
 
 # `k`, which was saved as `e`, in a path: the same in each process
 def _name_of_key(e, k):
-    if type(e) in scalars: return repr(k)
-    if e[0] == 'known': return e[1]
+    if type(e) in scalars: return repr(e)
+    if e[0] in ('known','same'): return e[1] or e[2]
     return f"({', '.join(map(_name_of_key, e[2], k))}{',' if len(k) == 1 else ''})" if e[0] == 'tuple' else repr(k)
 
 def _put_dict(vs, old, name, e, path, exact):

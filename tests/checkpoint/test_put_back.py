@@ -65,6 +65,18 @@ def test_keys_that_cannot_come_back_are_told(keys, what):
         vs.encode([o], 'v')
         assert [*vs.wrong] == ['v[0]'] and re.search(f'a {what}.* in its keys cannot be saved', vs.wrong['v[0]'])
 
+def test_names_of_keys_hold_no_values():
+    "One tuple is the key of two dicts, and one list is in both; a number of numpy's comes back as Python's"
+    before,after = known(),known()
+    def made(here):
+        key,held = (next(iter(here.values())),),[1]
+        return [{key: [0]}, {key: held, np.int64(3): held}]
+    vs = Values(before)
+    back = Values(after).decode(through_file(vs.encode(made(before), 'v')), None, 'v')
+    assert not vs.wrong and all('Parameter' not in str(path) for path,_ in vs.seen.values())
+    p, = next(iter(back[0]))
+    assert p is next(iter(after.values())) and back[1][(p,)] is back[1][3] and back[1][3] == [1]
+
 class EMA(Callback):
     "Keyed by parameters, by modules, and by both"
     def __init__(self): self.mean,self.calls,self.both,self.order_of = {},{},{},{}
