@@ -6,13 +6,12 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/own_code.html.md"""
 
 # %% ../../nbs/api/checkpoint/14_own_code.ipynb #fc05ee05
 from __future__ import annotations
-import ast, inspect, sys, textwrap, types
-from functools import lru_cache
+import ast, inspect, sys, types
 from fastai.basics import *
 from .fingerprint import own_loss, setting
 from .kinds import is_users
 from .values import digest
-from ..core.functions import closure_of, names_in
+from ..core.functions import closure_of, names_in, parsed
 from ..core.warnings import warn
 
 # %% auto #0
@@ -33,15 +32,9 @@ def _is_word(o):
     if isinstance(o, ast.AnnAssign): return o.value is None
     return isinstance(o, ast.Expr) and isinstance(o.value, ast.Constant) and isinstance(o.value.value, str)
 
-# The tree of a function's source; None if there is no source, or if its lines are not a function's
-def _parsed(f):
-    try: return ast.parse(textwrap.dedent(inspect.getsource(f))).body
-    except (OSError,TypeError,SyntaxError): return None
-
 # A digest of what the function says; None if there is no source
-@lru_cache(None)
 def code_of(f):
-    tree = None if f.__name__ == '<lambda>' else _parsed(f)
+    tree = None if f.__name__ == '<lambda>' else parsed(f)
     return None if tree is None else digest(_said(tree))
 
 # %% ../../nbs/api/checkpoint/14_own_code.ipynb #03e24607
@@ -92,14 +85,13 @@ def said_by(roots):
 # %% ../../nbs/api/checkpoint/14_own_code.ipynb #8793065b
 # Attribute -> value of what the constructor of an object of the user's own got, and keeps
 def _given(o):
-    init = type(o).__init__
+    init = inspect.unwrap(type(o).__init__)
     if not (isinstance(init, types.FunctionType) and _is_own(type(o))): return {}
     return {k: setting(vars(o)[k]) for k in _kept_arguments(init) if k in vars(o)}
 
 # The attributes to which `__init__` gives its arguments as they are
-@lru_cache(None)
 def _kept_arguments(init):
-    tree = _parsed(init)
+    tree = parsed(init)
     if tree is None: return []
     arguments = inspect.signature(init).parameters
     assigned = [pair for node in ast.walk(tree[0]) if isinstance(node, ast.Assign) for pair in _pairs(node)]

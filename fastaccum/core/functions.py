@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/functions.html.md"""
 
 # %% ../../nbs/api/core/09_functions.ipynb #179606d8
 from __future__ import annotations
-import dis, inspect, reprlib, types
+import ast, dis, inspect, reprlib, textwrap, types
 from enum import Enum
 from functools import lru_cache, partial
 from numbers import Number
@@ -54,6 +54,15 @@ def names_in(f): return [*dict.fromkeys([*names_of(f), *(n for c in inner_codes(
 def _in_order(c):
     if isinstance(c, tuple): return tuple(map(_in_order, c))
     return sorted(map(_in_order, c), key=repr) if isinstance(c, frozenset) and len(c) > 1 else c
+
+# The statements of the source of `f`, parsed; None if there is none, or if its lines are not a function's
+def parsed(f): return _parsed(f.__code__)
+
+# Kept by the code, as a function would keep alive what it closes over
+@lru_cache(None)
+def _parsed(code):
+    try: return ast.parse(textwrap.dedent(inspect.getsource(code))).body
+    except (OSError,TypeError,SyntaxError): return None
 
 # What a function says: its code, names, constants, and the values of the globals that are numbers or texts; None if it
 # has no code

@@ -7,7 +7,7 @@ from fastai.callback.tracker import EarlyStoppingCallback
 from reference import *
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 from fastaccum.checkpoint.folder import CheckpointFolder
-from fastaccum.checkpoint.own_code import _kept_arguments, code_of
+from fastaccum.core.functions import _parsed
 from fastaccum.logs.steps import StepLogger
 from quick import quickly
 
@@ -282,7 +282,7 @@ def test_edited_script(case, monkeypatch, tmp_path):
     assert project.count(a) == 1
     def run(text, **kwargs):
         CheckpointFolder.in_use.clear()
-        for cache in (code_of, _kept_arguments): cache.cache_clear()
+        _parsed.cache_clear()
         sys.modules.pop('project_of_mine', None)
         linecache.clearcache()
         Path('project_of_mine.py').write_text(text)
