@@ -38,6 +38,7 @@ _form = dict(beginning=str, settings=_settings)
 _form_in_epoch:dict = dict(batch=int, new_workers=bool, data=_data,
                            learner={**{k: int for k in ('epoch','n_epoch','n_iter','train_iter')}, 'pct_train': (int,float), str: object})
 
+# %% ../../nbs/api/checkpoint/02_fit.ipynb #8bd5d847
 # The `state` of a checkpoint of a fit in the folder `path`, compared with the fit of `learn` that should continue from
 # it
 class SavedFit:
@@ -291,21 +292,24 @@ class CheckpointedFit:
         if any(isinstance(cb, (LRFinder,EarlyStoppingCallback)) for cb in learn.cbs): return
         self.cut = f'A callback ended fit {self.number} in epoch {learn.epoch} of {learn.n_epoch}.'
 
-    # -- save
-    def _data(self): return self.cb.fingerprints.of(self.learn.dls)
+# %% ../../nbs/api/checkpoint/02_fit.ipynb #fafc0a66
+@patch
+def _data(self:CheckpointedFit): return self.cb.fingerprints.of(self.learn.dls)
 
-    # After a batch of an epoch
-    def save_batch(self):
-        learn,done = self.learn,self.learn.iter+1
-        order = self.epoch.state(done)
-        self._save(learn.epoch*learn.n_iter + done, **order, batch=done, new_workers=self.epoch.new_workers, data=self._data())
+# After a batch of an epoch
+@patch
+def save_batch(self:CheckpointedFit):
+    learn,done = self.learn,self.learn.iter+1
+    order = self.epoch.state(done)
+    self._save(learn.epoch*learn.n_iter + done, **order, batch=done, new_workers=self.epoch.new_workers, data=self._data())
 
-    def _save(self, done, weights=True, **more):
-        now = LearnerState(self.learn, self.cb.given)
-        state = self.ranks.join(self.learn, now.take(weights))
-        self.cb.tell(now.wrong)
-        state = dict(state, **more, settings=dict(self.settings, code=self.code), beginning=beginning_mark(self.beginning))
-        self.folder.save(state, self.number, done, self.cb.keep, self.cb.background)
+@patch
+def _save(self:CheckpointedFit, done, weights=True, **more):
+    now = LearnerState(self.learn, self.cb.given)
+    state = self.ranks.join(self.learn, now.take(weights))
+    self.cb.tell(now.wrong)
+    state = dict(state, **more, settings=dict(self.settings, code=self.code), beginning=beginning_mark(self.beginning))
+    self.folder.save(state, self.number, done, self.cb.keep, self.cb.background)
 
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #64e8b0f3
 # Print `text` once for all ranks
