@@ -7,6 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/batch.html.md"""
 # %% ../../nbs/api/accumulation/02_batch.ipynb #39dc0bd8
 from __future__ import annotations
 from contextlib import contextmanager
+from operator import getitem
 from fastai.basics import *
 from ..core.microbatch import map_tensors
 from ..loop.events import cancels
@@ -175,7 +176,7 @@ class Shown:
         self.learn = learn
         self.xb,self.yb = learn.xb,learn.yb
         self.places = places                                    # (dict, key) of what callbacks keep beside the batch
-        self.beside = [d[k] for d,k in places]
+        self.beside = [*starmap(getitem, places)]
         self.may_change = bool(learn.one_batch.events.table['between'])      # by who hears of a micro-batch
 
     # What is kept beside the batch under this key

@@ -485,13 +485,6 @@ def close(self:GradientAccumulation):
 @patch
 def reopen(self:GradientAccumulation): self.acc.reopen()
 
-@patch
-def after_batch(self:GradientAccumulation):
-    learn = self.learn
-    loop = learn.one_batch
-    finder = loop.events.table['LRFinder']
-    if finder is not None and finder.run: learn.train_iter = len(learn.recorder.losses) + loop.now.closed   # LRFinder counts steps
-
 # %% ../../nbs/api/accumulation/01_callback.ipynb #e2bd6724
 @patch
 def before_train(self:GradientAccumulation):

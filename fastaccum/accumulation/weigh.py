@@ -23,6 +23,8 @@ class Weight(NamedTuple):
     n_sharing:int=1      # how many ranks share the loss: these numbers are the part of one
 
 # %% ../../nbs/api/accumulation/11_weigh.ipynb #d7da8aad
+items_of = attrgetter('n')                         # in C, as it is asked of each micro-batch
+
 # The weights of the micro-batches of a fit
 class Weights:
     def __init__(self, cb):
@@ -47,11 +49,11 @@ class Weights:
     # By the rule, all micro-batches at once
     def _weigh_all(self):
         batch = self.batch
-        sizes = [micro.n for micro in batch.micros]
+        sizes = [*map(items_of, batch.micros)]
         counts = batch.n if batch.counted is None else sum(micro.counts for micro in batch.micros)
         weights,nominal = self.rule.weights(batch.way.in_order(self.learn.yb), sizes, self.acc.dtype)
         complete = batch.opens and batch.closes and not self.cb.ranks.one_target
-        divided_by = self.rule.divided_by(weights)
+        divided_by = None if self.rule.info.floor is None else self.rule.divided_by(weights)
         shares = self.acc.shares(weights, counts, nominal, complete, divided_by)
         if isinstance(weights, Tensor):
             self.stacked = weights

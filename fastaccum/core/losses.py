@@ -386,9 +386,9 @@ def _item_weights(info, yb, dtype=None):
 # %% ../../nbs/api/core/02_losses.ipynb #80871799
 # The sums over micro-batches of these sizes
 def _sums(w, sizes):
+    if len(sizes) == 1: return w.sum(0, keepdim=True)
     n = sizes[0]
     large = n*next((i for i,k in enumerate(sizes) if k != n), len(sizes))    # the first micro-batches may have one item more
-    if len(sizes) == 1: return w.sum(0, keepdim=True)
     if {*sizes[large//n:]} - {sizes[-1]}: return torch.stack([part.sum() for part in w.split(sizes)])      # rows by their length
     if large == w.shape[0]: return w.view(-1, n).sum(1)
     return torch.cat((w[:large].view(-1, n).sum(1), w[large:].view(-1, sizes[-1]).sum(1)))
