@@ -31,11 +31,11 @@ __all__ = []
 
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #c96e2a84
 # The outline of what a fit adds to the state of the Learner
-_data = {str: {'sample': [str], 'items': (int,type(None)), str: plain}}
+_data_form = {str: {'sample': [str], 'items': (int,type(None)), str: plain}}
 _schedules = {str: {'most': [(int,float)], 'values': [[(int,float)]]}}
-_settings = {'data': _data, 'model': {str: str}, 'callbacks': {str: list}, 'schedules?': _schedules, 'code?': {str: plain}, str: plain}
+_settings = {'data': _data_form, 'model': {str: str}, 'callbacks': {str: list}, 'schedules?': _schedules, 'code?': {str: plain}, str: plain}
 _form = dict(beginning=str, settings=_settings)
-_form_in_epoch:dict = dict(batch=int, new_workers=bool, data=_data,
+_form_in_epoch:dict = dict(batch=int, new_workers=bool, data=_data_form,
                            learner={**{k: int for k in ('epoch','n_epoch','n_iter','train_iter')}, 'pct_train': (int,float), str: object})
 
 # %% ../../nbs/api/checkpoint/02_fit.ipynb #8bd5d847
