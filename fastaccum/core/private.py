@@ -136,7 +136,7 @@ def check_parts(feature):
     lacks = [part for part,there in parts if not _shows(there)]
     if not lacks: return
     raise RuntimeError(f"{name} needs {' and '.join(lacks)}, which PyTorch {torch.__version__} lacks or has changed: "
-                       "install an older PyTorch (2.11 is the oldest that works), or a newer fastaccum, or leave out "
+                       "install an older PyTorch (2.10 is the oldest that works), or a newer fastaccum, or leave out "
                        f"{what}.")
 
 def _shows(there):

@@ -178,6 +178,8 @@ class Small(nn.Module):
 @pytest.mark.parametrize('p', [0., .3])
 def test_auto(where, p, capsys):
     "As micro-batches of that size from the start: the same dropout, to the last bit"
+    if where == 'backward' and devices.now.name == 'sim' and torch.__version__ < '2.11':
+        pytest.skip('PyTorch 2.10 loses what a hook raises in `torch.autograd.backward` on a device that is written in Python')
     net = Encoders(p=p)
     learn = trained('auto', model=Small(net, 8, where))
     size = learn.gradient_accumulation.micro_bs

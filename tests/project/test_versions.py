@@ -12,7 +12,7 @@ def runs(monkeypatch):
     monkeypatch.setattr(versions, 'python_of', lambda v: None if v in ('3.11', '3.12') else f'python{v}')
     monkeypatch.setattr(versions, 'environment', environment)
     monkeypatch.setattr(versions, 'tested', lambda name: ('1 failed in 2s', False) if name == 'newest' else ('2 passed in 2s', True))
-    monkeypatch.setattr(versions, 'versions_in', lambda name: ['3.10.1', '2.11.0', '2.8.7', '1.8.0'])
+    monkeypatch.setattr(versions, 'versions_in', lambda name: ['3.10.1', '2.10.0', '2.8.7', '1.8.0'])
     def run(*names):
         made.clear()
         with pytest.raises(SystemExit) as e: versions.main(names)
@@ -30,7 +30,7 @@ def test_pythons_that_are_not_here(runs, capsys):
     assert '-c' in made['lowest'] and made['lowest'][1] == str(root/'tests/lowest.txt')
     lines = capsys.readouterr().out.splitlines()[-4:]
     assert lines[0].split() == ['Python', 'torch', 'fastai', 'fastcore', 'quick', 'tests']
-    assert lines[1].split() == ['lowest', '3.10.1', '2.11.0', '2.8.7', '1.8.0', '2', 'passed', 'in', '2s']
+    assert lines[1].split() == ['lowest', '3.10.1', '2.10.0', '2.8.7', '1.8.0', '2', 'passed', 'in', '2s']
     assert 'torch between  3.12' in lines[2] and lines[2].endswith('skipped: this Python is not here')
 
 def test_one_end(runs):
