@@ -53,12 +53,17 @@ class Process:
     def send_signal(self, sig): os.kill(self.pid, sig)
     def kill(self): self.send_signal(signal.SIGKILL)
 
-    def wait(self, timeout=None):
+    # It leads a group of its own. Whoever of it lives on holds the ends of the pipes
+    def kill_all(self):
+        try: os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError: pass               # it has just ended
+
+    def wait(self):
         if self.returncode is None: self.returncode = int(self.said.readline())
         return self.returncode
 
     def communicate(self, timeout=None):
-        late = threading.Timer(timeout or 600, self.kill)
+        late = threading.Timer(timeout or 600, self.kill_all)
         late.start()
         self.stdin.close()
         errors = []
@@ -117,6 +122,7 @@ def watch(line, request, fds):
 
 def become(request, std):
     "A Python that was started with these arguments"
+    os.setsid()
     for i,fd in enumerate(std): os.dup2(fd, i)
     for fd in {*std}: os.close(fd)
     os.environ.clear()
