@@ -3,7 +3,7 @@ ranks, `python tests/parallel/ranks.py FOLDER` in one process
 
 Each function is one. What it returns is saved, with the name of the function and the rank, for the test of the same
 name."""
-import io, os, shutil, signal, sys, time, warnings
+import io, os, shutil, signal, socket, sys, time, warnings
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 import torch, torch.distributed as dist, torch.nn.functional as F
@@ -389,8 +389,10 @@ def fork(f, r, port, timeout):
 def without_agent(f, stops=(), timeout=60):
     """Exit code and error of two ranks, neither of which is ended when the other fails. This process has their store,
     as torchrun's agent does"""
-    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    ranks = [fork(f, r, store.port, timeout) for r in range(2)]
+    with socket.create_server(('127.0.0.1', 0)) as listens:
+        port = listens.getsockname()[1]
+        ranks = [fork(f, r, port, timeout) for r in range(2)]      # before the store, whose thread a fork would not take along
+        store = dist.TCPStore('127.0.0.1', port, is_master=True, wait_for_workers=False, master_listen_fd=listens.detach())
     res = []
     for r,(pid,errors) in enumerate(ranks):        # those that stop come last
         if r in stops: os.kill(pid, signal.SIGKILL)
