@@ -166,7 +166,6 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         return self._size
 
     def after_batch(self):
-        super().after_batch()
         noise = self.learn.gradient_noise_scale
         if not self.loop.closed or len(noise.rows) == self._judged: return
         self._judged,est = len(noise.rows),noise.estimate()   # reads the device, right after the Recorder has read it

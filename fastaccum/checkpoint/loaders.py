@@ -214,5 +214,5 @@ def texts_in_order(loaders):
     try: yield
     finally:
         for dl,idxs in orders:
-            dl.items.idxs[:] = idxs
+            for i,idx in enumerate(idxs): dl.items.idxs[i] = idx       # fastcore 1.8's `L` takes no slices
             dl.make_chunks()

@@ -1,7 +1,7 @@
 """Runs of a small script that is killed before, in and after every file operation of a save, one after the other; `test_kill.py` starts it
 
 For each folder in the input, with the number of the operation: a new process that trains there, and kills itself at that operation"""
-import os, signal, sys
+import os, pathlib, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
@@ -12,6 +12,7 @@ from fastaccum.accumulation.callback import GradientAccumulation
 from fastaccum.checkpoint.callback import TrainingCheckpoint
 
 default_device(False)
+of_paths = getattr(pathlib, '_NormalAccessor', None)     # Python 3.10's paths keep functions of `os`
 operations = dict(os=('mkdir', 'rmdir', 'replace', 'rename', 'unlink', 'fsync'), torch=('save',), Path=('write_text',))
 
 def watch(at):
@@ -39,7 +40,10 @@ def watch(at):
     inside = [True]
     for module,names in operations.items():
         module = dict(os=os, torch=torch, Path=Path)[module]
-        for name in names: setattr(module, name, watched(name, getattr(module, name), module))
+        for name in names:
+            f = watched(name, getattr(module, name), module)
+            setattr(module, name, f)
+            if module is os and hasattr(of_paths, name): setattr(of_paths, name, staticmethod(f))
     return seen
 
 def train(cbs):

@@ -44,7 +44,7 @@ def run(n_steps, folder, *cbs, n_fits=10):
         learn.training_checkpoint.finish()
     return meter,learn,Counter(f'{w.category.__name__}: {w.message}' for w in caught)
 
-def per_step(meter, name, first=2):
+def per_step(meter, name, first=5):
     "How much more of it each step leaves, from the end of the `first` fit to the last"
     v = getattr(meter, name)
     return (v[-1]-v[first-1])/(meter.steps[-1]-meter.steps[first-1])

@@ -3,7 +3,7 @@ import pytest
 pytest.importorskip('resource', reason='Windows does not say how much memory a process takes')
 from soak import *
 
-STEPS,MAX_BLOCKS = 500,.7   # some blocks are left of each fit, such as the names of its files
+STEPS,MAX_BLOCKS = 500,.7   # some blocks are left of each fit, the fewer the later it is
 pytestmark = pytest.mark.slow
 
 class Leak(Callback):
@@ -26,9 +26,9 @@ class Calls(Callback):
 
 def test_soak():
     "Over 500 steps and several fits: no more objects and tensors, no warning twice"
-    res = summary(*run(STEPS, Path.cwd(), n_fits=5))
+    res = summary(*run(STEPS, Path.cwd()))
     assert res['steps'] >= STEPS and res['last_loss'] < res['first_loss']
-    assert res['tensors_per_step']==0 and res['blocks_per_step'] < 1.2*MAX_BLOCKS   # .705 is seen
+    assert res['tensors_per_step']==0 and res['blocks_per_step'] < MAX_BLOCKS
     assert res['mib'][-1] < res['mib'][1] + 20
     assert all(n==1 for n in res['warnings'].values()), res['warnings']
 
@@ -37,7 +37,7 @@ def test_soak():
                          ids=['bytes','tensors'])
 def test_would_notice(make, name, least):
     "100 bytes a step: `test_soak` would fail"
-    meter,*_ = run(STEPS, Path.cwd(), Leak(make), n_fits=5)
+    meter,*_ = run(STEPS, Path.cwd(), Leak(make))
     assert per_step(meter, name) >= least
 
 class Slow(Leak):
