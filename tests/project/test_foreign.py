@@ -44,6 +44,7 @@ def notebook(path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform!='linux', reason='the tool copies its process')
 def test_notebook(tmp_path, capsys):
+    pytest.importorskip('execnb', reason='nbdev brings it, which runs the notebooks')
     nb = notebook(tmp_path/'99_made_up.ipynb')
     cells,ours = (foreign.result(nb, kind, tmp_path) for kind in ('fits', 'ours'))
     found = [[[res for res,_ in fit.values()] for fit in fits] for *_,fits in cells.values()]
