@@ -94,7 +94,8 @@ class LossMeasure:
     # own: (value, gradients) of the loss that is really differentiated
     def measure(self, items, loss=None, own=None):
         if self.references.saved is not None: self._restore(items)
-        counts = self.table.counts(items.yb, items.n)
+        table = self.table
+        counts = table.counts(items.yb, items.n)
         if self.verdict.why is not None: return self._unmeasured(items, counts, loss)
         counted = None if counts is None or loss is None else self._predicted(counts, loss)
         if counted is None:
@@ -102,7 +103,8 @@ class LossMeasure:
             except NotMeasured as e:
                 self._refuse(e)
                 return self._unmeasured(items, counts, loss)
-            counted.counts = counts
+            # the first reference begins another table
+            counted.counts = counts if self.table is table else self.table.counts(items.yb, items.n)
             self.next = self.n + self._pause()
         self.n += 1
         self.counted.append(counted)

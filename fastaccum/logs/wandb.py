@@ -16,7 +16,7 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.tabular.data import TabularDataLoaders
 try: import wandb
 except ImportError as e:
-    raise ImportError("fastaccum.logs.wandb needs the SDK of Weights & Biases: pip install 'fastaccum[wandb]'") from e
+    raise ImportError("fastaccum.logs.wandb needs the SDK of Weights & Biases, the extra 'wandb': pip install wandb") from e
 from fastai.callback import wandb as fastai_wandb
 from fastai.callback.wandb import log_model
 from ..loop.batch_loop import LoopCallback

@@ -41,6 +41,13 @@ def test_lower_bounds():
     pins = re.findall(r'(?m)^([\w-]+)==(.+)$', (root/'tests/lowest.txt').read_text(encoding='utf-8'))
     assert sorted(pins)==sorted(re.findall(r'(?:^| )([\w-]+)>=([\w.]+)', reqs)) and len(pins)==len(reqs.split())
 
+def test_install_lines():
+    "fastaccum is on no index yet, so nothing that is printed or shown installs it from there"
+    found = (root.glob(f'{folder}/**/*.{ext}') for folder in ('fastaccum','nbs','examples') for ext in ('py','ipynb'))
+    files = [root/'README.md', root/'CHANGELOG.md', *(f for fs in found for f in fs)]
+    lines = [line for f in files for line in f.read_text(encoding='utf-8').splitlines() if 'pip install' in line]
+    assert len(lines) > 9 and [o for o in lines if 'fastaccum' in o.split('pip install')[1] and 'git+' not in o] == []
+
 def test_makefile():
     "Every target that `make help`, the README or a workflow speaks of exists"
     makefile = (root/'Makefile').read_text(encoding='utf-8')

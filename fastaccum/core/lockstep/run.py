@@ -202,7 +202,7 @@ def check_places(parts, at, names):
 def import_greenlet():
     try: import greenlet
     except ImportError as e:
-        raise ImportError("coupled='batchnorm' needs the package greenlet: pip install 'fastaccum[batchnorm]'") from e
+        raise ImportError("coupled='batchnorm' needs the package greenlet, the extra 'batchnorm': pip install greenlet") from e
     return greenlet
 
 # %% ../../../nbs/api/core/lockstep/01_run.ipynb #5b140034
