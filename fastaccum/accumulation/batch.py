@@ -163,12 +163,11 @@ def _is_alone(self:BatchPass):
 @patch(as_prop=True)
 def is_whole_step(self:BatchPass): return self.is_alone and not self.way.is_joined
 
-# Is `learn.pred` of the whole loader batch wanted, by a metric of the training or by a callback?
 @patch
-def _keeps_pred(self:BatchPass):
-    if not self.shown.is_cut: return False
-    recorder = getattr(self.learn, 'recorder', None)
-    return self.loop.events.table['reads_pred'] or getattr(recorder, 'train_metrics', False)
+def _keeps_pred(self:BatchPass): return self.shown.is_cut and wants_pred(self.learn, self.loop.events.table)
+
+# Is `learn.pred` of the whole loader batch wanted, by a metric of the training or by a callback? table: an `EventTable`'s
+def wants_pred(learn, table): return table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False)
 
 # %% ../../nbs/api/accumulation/02_batch.ipynb #e4db024f
 class Shown:

@@ -17,6 +17,7 @@ from fastai.basics import *
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from ..accumulation.batch import wants_pred
 from ..accumulation.ways import Whole, cut_at_head, predict_in_parts, way_of
 from ..accumulation.callback import GradientAccumulation
 from ..checkpoint.loaders import texts_in_order
@@ -31,7 +32,7 @@ from ..core.microbatch import _holds_items, map_tensors, part_sizes, tensors_in
 from ..core.probe import LossProbe
 from ..core.random import RandomState, Snapshot
 from ..core.watch import OutputViews, Passes, batchnorms, hooks_of_others
-from ..loop.events import keeps_state
+from ..loop.events import EventTable, keeps_state
 from ..loop.sizes import n_inputs
 from ..precision.callback import MixedPrecision, _in_fp32
 
@@ -298,6 +299,7 @@ class Forecast:
         self.now = present_plan(learn, self.bs)
         self.params = sum(p.nbytes for p in learn.model.parameters())
         self.measures = first(cb for cb in learn.cbs if hasattr(type(cb), 'norms_of'))    # gradients of micro-batches
+        self.keeps_pred = wants_pred(learn, EventTable(learn).renew())
         copies = Copies(learn)
         self.device = copies.device
         self.optimizer = OptimizerCost(copies, self.now.acc)
@@ -344,29 +346,37 @@ class Forecast:
         k,accum_bs = part_sizes(t.n, plan.size)[0],t.n if acc is None or acc.per_loader_batch else acc.size_at(0, len(learn.dls.train), 1)
         keeps,n = opt.keeps or accum_bs > plan.size,t.n if plan.way.is_coupled else k
         train = last = self.passes.passed(plan, True, n, k, keeps)
+        # of a split batch, `learn.pred` is put together if somebody wants it, and else forgotten
+        split = n < t.n
+        left = train.pred*t.n/n*(self.keeps_pred or not split)
+        parts = max(0, left-train.pred)           # those of the micro-batches before
         if v is not None:
             splits = plan.size < t.n or acc is not None and acc.splits
             whole = not splits or not self.can_split or hooks_of_others(learn.model)
             last = self.passes.passed(plan, False, v.n, v.n if whole else min(plan.size, v.n), False)
         # enumerate, in fastai's `all_batches`, holds on to the first batch, the third, ... Only among these a coupled
-        # batch is checked
+        # batch is checked. While the third is made the Learner still has the second
         held = t.nbytes*t.several
-        peaks = {'training': max(0, held-train.checked) + keeps*opt.grads + train.peak(max(t.several*train.pred, last.pred)),
-                 "the optimizer's step": held + train.pred + opt.step}
+        first = train.peak(left if v is None else last.pred)
+        later = max(train.peak(max(t.several*left, split*train.pred)), train.peak(0) + parts, split*2*left)
+        peaks = {'training': keeps*opt.grads + max(first, max(0, held-train.checked) + later, held + t.third + left),
+                 "the optimizer's step": held + left + opt.step}
         peaks = {when: t.nbytes + peak for when,peak in peaks.items()}
         if v is not None:
-            peaks['validation'] = v.nbytes*(1+v.several) + opt.keeps*opt.grads + last.peak(max(v.several*last.pred, train.pred))
+            passed = last.peak(max(v.several*last.pred, left))
+            peaks['validation'] = v.nbytes*(1+v.several) + opt.keeps*opt.grads + max(passed, v.third + last.pred)
         when = max(peaks, key=peaks.get)
         return Cost(int(opt.state + getattr(self.measures, 'kept_bytes', 0) + peaks[when]), train.flops/n, when)
 
 # %% ../../nbs/api/memory/02_advice.ipynb #846b3c2d
-# A batch, and whether its loader has others
+# A batch, and whether its loader has one or two more
 class Example(NamedTuple):
     xb:tuple
     yb:tuple
     n:int       # Items
     nbytes:int
     several:bool
+    third:int   # Bytes of a third batch
 
 # The first batch of an epoch of `dl`, without an effect on random numbers; None if it has none
 def example(dls, dl) -> Example|None:
@@ -380,7 +390,8 @@ def example(dls, dl) -> Example|None:
         if own is not None: dl.rng = own; own.setstate(state)
     i = n_inputs(dls, b)
     xb,yb = b[:i],b[i:]
-    return Example(xb, yb, count_items(xb, yb)[0], sum(t.nbytes for t in tree_leaves(b) if isinstance(t, Tensor)), len(dl) > 1)
+    nbytes = sum(t.nbytes for t in tree_leaves(b) if isinstance(t, Tensor))
+    return Example(xb, yb, count_items(xb, yb)[0], nbytes, len(dl) > 1, nbytes*(len(dl) > 2))
 
 # `k` of the first `among` items of a batch of `n`, evenly chosen, since some loaders sort them; `among` may be more
 # than `n`

@@ -94,6 +94,7 @@ def test_what_to_try_when_not_one_item_fits():
 
 # -- Foretold within 1% --------------------------------------------------------------------------------------------
 def mlp(d=128, out=16): return nn.Sequential(nn.Linear(32, d), nn.ReLU(), nn.Linear(d, d), nn.ReLU(), nn.Linear(d, out))
+def conv(): return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
 def headed(): return nn.Sequential(mlp(64, 128), nn.Sequential(nn.BatchNorm1d(128), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 8)))
 
 class LSTM(nn.Module):
@@ -115,6 +116,9 @@ def trainable(net, *cbs, n=64, bs=16, val_bs=16, opt=SGD, loss=None, dtype=torch
 split = partial(GradientAccumulation, micro_batch_size=8)
 def torchs(opt): return partial(OptimWrapper, opt=opt)
 def in_bf16(opt): return trainable(mlp(), GradientAccumulation(32, grad_dtype=torch.float32), dtype=torch.bfloat16, opt=opt)
+def measured(learn):
+    learn.recorder.train_metrics = True
+    return learn
 class Words:
     def __call__(self, items): return (t.split() for t in items)
 
@@ -136,6 +140,10 @@ foretold = {
     'joined validation': lambda: trainable(mlp(32), split(64), n=512, val_bs=256),
     'large outputs': lambda: trainable(mlp(16, 256), split(64), n=256, val_bs=128),
     'large val_bs': lambda: trainable(mlp(32), n=512, val_bs=512),
+    'one large val_bs': lambda: trainable(mlp(32), GradientAccumulation(64, micro_batch_size=32), n=128, bs=64, val_bs=128),
+    'pictures, joined validation': lambda: trainable(conv(), split(64, micro_batch_size=4), n=256, val_bs=64, shape=(3,12,12)),
+    'many classes, split': lambda: trainable(mlp(128, 1000), split(64, micro_batch_size=32), n=128, bs=64, opt=Adam),
+    'many classes, training metrics': lambda: measured(trainable(mlp(16, 2000), split(64), n=256, bs=64)),
     'LSTM': lambda: trainable(LSTM(), shape=(10,32), bs=32, n=128),
     'LSTM, split': lambda: trainable(LSTM(), split(32), shape=(10,32)),
     'Adagrad': lambda: trainable(mlp(), opt=torchs(torch.optim.Adagrad)),
@@ -147,7 +155,8 @@ foretold = {
     'classifier, split': lambda: texts(text_classifier_learner, split(16), seq_len=16),
     'language model': lambda: texts(language_model_learner)}
 
-few = 'joined validation', 'LSTM', 'Adagrad', 'fp32 sums, Adam', 'noise scale'
+few = ('joined validation', 'one large val_bs', 'pictures, joined validation', 'many classes, split', 'many classes, training metrics',
+       'LSTM', 'Adagrad', 'fp32 sums, Adam', 'noise scale')
 @pytest.mark.filterwarnings("ignore:fastai's SentenceEncoder leaves out")        # it is what is measured
 @pytest.mark.parametrize('case', [pytest.param(c, marks=() if c in few else pytest.mark.slow) for c in foretold])
 def test_within_a_percent(case):
@@ -229,7 +238,7 @@ def test_validation_that_does_not_fit():
     exec(small.call)
     assert learn.memory_advice(gib=small.gib).call is None
     with PeakMemory() as real, learn.no_bar(), learn.no_logging(): learn.fit(1)
-    assert small.params + real.peak <= .9*small.gib*2**30
+    assert small.params + real.peak <= 1.01*.9*small.gib*2**30            # the forecast is good to 1%
 
 def test_told_what_lockstep_holds():
     "No recomputation is advised, which it refuses"
