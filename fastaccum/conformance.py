@@ -1,4 +1,4 @@
-"""How exact is your trainer? Sixteen training runs, each compared with the same run in big batches
+"""How exact is your trainer? Eighteen training runs, each compared with the same run in big batches
 
 Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 
@@ -51,7 +51,8 @@ class Job:
     n_acc:int=4                # Micro-batches of an accumulated batch
     accum_bs:int|None=None     # Items of an accumulated batch, default those of `n_acc` micro-batches
     epochs:int=1               # Each epoch ends with a step on the items that are left
-    lr:float=1.                # Learning rate of plain SGD
+    lr:float=1.                # Learning rate of SGD
+    momentum:float=0.          # Of SGD
     clip:float|None=None       # Largest norm of a step's gradient
     lr_at:Callable|None=None   # Factor of the learning rate at a position in training, from 0 to 1
     precision:str='fp32'       # 'fp32', or autocast in 'bf16' or 'fp16'; 'fp16' with a loss scale
@@ -81,7 +82,7 @@ class Job:
         **kwargs # Of `torch.optim.SGD`
     ) -> torch.optim.Optimizer:
         "The optimizer to use; it counts the steps"
-        opt = torch.optim.SGD(params, lr=self.lr, **kwargs)
+        opt = torch.optim.SGD(params, **dict(lr=self.lr, momentum=self.momentum) | kwargs)
         opt.register_step_post_hook(lambda *_: self.on_step())
         return opt
 
@@ -275,10 +276,16 @@ CASES = {
         'Clip before the optimizer steps, after unscaling, and never after a single micro-batch.'),
     'schedules': Case('Does the learning rate move once a step?', lambda: Job(net(), micro_batches(*[8]*16), lr_at=lambda pos: 1-.9*pos),
         'Call the schedule where you call the optimizer, and give it the number of steps, not of micro-batches.'),
+    'momentum': Case('Does the optimizer step only if there is a gradient, and keep its momentum in the next epoch?',
+        lambda: Job(net(), micro_batches(*[8]*8), epochs=2, momentum=.9),
+        'Make one optimizer for all epochs, and take no step at the end of an epoch if no micro-batch is left.'),
     'precision skip': Case('If fp16 overflows, is the whole step skipped, and no other?',
         lambda: Job(net(), overflowing(), n_acc=2, precision='fp16'),
         'Check for infinity and update the loss scale once a step; zero the gradients after a '
         'skipped step too.', tol=2e-3),
+    'fp16 clipping': Case('With a loss scale, is the gradient itself clipped, and not the scaled one?',
+        lambda: Job(net(), micro_batches(*[8]*8), clip=.2, precision='fp16'),
+        'Clip between `scaler.unscale_(opt)` and `scaler.step(opt)`.', tol=2e-3),
     'several fits': Case('Does a fit begin clean if the one before failed half-way?', lambda: Job(net(), micro_batches(*[8]*8)),
         'Zero the gradients before the first step of a fit.', fits=after_failure),
     'own loss': Case('Is a loss that the trainer does not know averaged over what it averages over?',
@@ -296,9 +303,9 @@ CASES = {
         'Zero the gradients, and the counter of micro-batches, before the first step of a fit.', fits=lambda job: [job, job]),
     'resume': Case('Is what is left of an epoch, after a stop in the middle of it, what the stopped run would have '
                    'trained on?',
-        lambda: Job(net(), micro_batches(*[4]*11), n_acc=2, epochs=2, shuffle=True, lr_at=lambda pos: 1-.9*pos),
-        "Save the generator of the loader's order as it was when the epoch began, and "
-        "skip what was trained on.", fits=after_kill),
+        lambda: Job(net(), micro_batches(*[4]*11), n_acc=2, epochs=2, momentum=.9, shuffle=True, lr_at=lambda pos: 1-.9*pos),
+        "Save the optimizer, the schedule, and the generator of the loader's order as it was when the epoch began; "
+        "then skip what was trained on.", fits=after_kill),
     'BatchNorm': Case('Does BatchNorm see all items of a step?', lambda: Job(norm_net(), micro_batches(8, 8, 8, 8), lr=.1),
         "No weights of micro-batches can do that: their forward passes have to wait for each other, as with "
         "fastaccum's `coupled='batchnorm'`. Or use a normalization within each item.", tol=1e-5)}
@@ -358,7 +365,7 @@ def check_case(train, name, device='cpu') -> Result:
         return Result(name, None, 0, expected, f'{type(e).__name__}: {e}', traceback.format_exc())
     if steps and found.equal(before):
         raise ProtocolError(f"{name}: the optimizer took {steps} steps, but job.model did not change. Train job.model "
-                            "itself, not a copy of it.")
+                            "itself, not a copy of it, and zero the gradients after the step, not before it.")
     if not steps and not found.equal(before):
         raise ProtocolError(f"{name}: job.model has changed, but no step was counted. Make the optimizer with "
                             "job.optimizer(job.model.parameters()).")

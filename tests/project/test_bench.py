@@ -104,7 +104,8 @@ def test_syncs():
 def test_exact():
     "The hand-written loop in the cases that it gets wrong, and fastai in those in which it takes no step"
     hand = {r.case: r for r in check(PEERS['hand'].run)}
-    assert [k for k,r in hand.items() if r.exact]==['any size', 'clipping', 'schedules', 'precision skip', 'validation']
+    assert [k for k,r in hand.items() if r.exact]==[
+        'any size', 'clipping', 'schedules', 'momentum', 'precision skip', 'fp16 clipping', 'validation']
     assert all(.1 < r.off < 2 for r in hand.values() if not r.exact)
     theirs = check(PEERS['fastai'].run, ['remainder', 'two epochs', 'precision skip'])
     assert [(str(r), r.steps, r.expected) for r in theirs]==[('no step', 0, 1), ('33%', 3, 4), ('no fp16', 0, 2)]

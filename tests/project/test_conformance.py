@@ -40,7 +40,7 @@ def loop(*, divide=lambda job, i: job.n_acc, micro=lambda job: None, step=lambda
     return train
 
 # -- What is noticed
-def test_sixteen_cases(): assert len(CASES)==16
+def test_eighteen_cases(): assert len(CASES)==18
 
 without_resume = [k for k in CASES if k != 'resume']
 
@@ -127,10 +127,10 @@ def test_needs_no_fastai():
 def test_loops_of_the_page(tmp_path, capsys):
     fails,passes = page_loops()
     res = run(tmp_path, fails)
-    assert res.returncode==1 and '4 of 14 are exact.' in res.stdout and not res.stderr
+    assert res.returncode==1 and '6 of 16 are exact.' in res.stdout and not res.stderr
     assert 'tokens: Does each token count alike' in res.stdout and 'clipping:' not in res.stdout
     code,out = command(tmp_path, capsys, passes)
-    assert code==1 and '12 of 14 are exact.' in out.out and not out.err
+    assert code==1 and '14 of 16 are exact.' in out.out and not out.err
 
 def command(tmp_path, capsys, code, *args):
     "The same in this process, which is faster: exit code, and what was printed"
@@ -150,6 +150,11 @@ def test_left_out_and_failed(tmp_path, capsys):
     assert code==1 and 'failed' in out.out and "AttributeError: 'Job' object has no attribute 'nothing_like_it'" in out.out
     assert 'my_loop.py", line 1, in train' in out.err
 
+ZEROES_FIRST = '''def train(job):
+    opt = job.optimizer(job.model.parameters())
+    for x,y in job.loader():
+        job.loss_func(job.model(x), y).backward()
+        opt.zero_grad(); opt.step()'''
 @pytest.mark.parametrize('code,says', [
     ('x = 1', 'has no function `train`'),
     ('train = 3', 'has no function `train`'),
@@ -158,6 +163,7 @@ def test_left_out_and_failed(tmp_path, capsys):
     ('def train(job) pass', 'cannot be imported: SyntaxError'),
     ('import no_such_module_at_all', "No module named 'no_such_module_at_all'"),
     ('def train(job): big(job.fresh())\nfrom fastaccum.conformance import big_batch as big', 'Train job.model itself, not a copy of it'),
+    (ZEROES_FIRST, 'zero the gradients after the step, not before it'),
     ('import torch\ndef train(job):\n    for p in job.model.parameters(): p.data += 1', 'Make the optimizer with job.optimizer')])
 def test_script_that_cannot_be_measured(tmp_path, capsys, code, says):
     code,out = command(tmp_path, capsys, code, '--case', 'remainder')
