@@ -98,6 +98,26 @@ def test_overflow():
     assert str(not_skipped)=='not finite' and not_skipped.steps==3
     assert zeroed.steps==3 and skipped.exact and skipped.steps==2
 
+def clips(*, early):
+    "Training in big batches that clips before it unscales, or after it"
+    def train(job):
+        opt,scaler = job.optimizer(job.model.parameters()),job.scaler()
+        for x,y in accumulated(job):
+            with job.autocast(): loss = job.loss_func(job.model(x), y)
+            scaler.scale(loss).backward()
+            if early: clip_each(job)
+            scaler.unscale_(opt)
+            if not early: clip_each(job)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    return train
+
+@pytest.mark.parametrize('early', [False, True])
+def test_clipping_with_a_loss_scale(early):
+    "Without a scale there is nothing to notice"
+    assert [r.exact for r in check(clips(early=early), ['clipping', 'fp16 clipping'])]==[True, not early]
+
 def test_the_same_for_everybody():
     "Data and weights depend on no one's random numbers, and use none of theirs"
     torch.manual_seed(5)
