@@ -55,13 +55,15 @@ def environment(name, python, args):
     made = env/'made-with'
     if not made.exists() or made.read_text(encoding='utf-8') != wanted:
         subprocess.run([python, '-m', 'venv', '--clear', env], check=True)
-        subprocess.run([own, '-m', 'pip', 'install', '-q', *args, '-e', f'{root}[all,test]'], check=True)
+        # most of what is installed is never imported, and compiling all of it takes a minute
+        subprocess.run([own, '-m', 'pip', 'install', '-q', '--no-compile', *args, '-e', f'{root}[all,test]'], check=True)
         made.write_text(wanted, encoding='utf-8')
     return own
 
 def tested(python):
     "The last line of the quick tests, and whether they passed"
-    env = dict(os.environ, QUICK='1', OMP_NUM_THREADS='1', WANDB_MODE='offline', MPLBACKEND='Agg', PYTHONPATH=str(root))
+    env = dict(os.environ, QUICK='1', OMP_NUM_THREADS='1', WANDB_MODE='offline', MPLBACKEND='Agg', PYTHONPATH=str(root),
+               PYTHONDONTWRITEBYTECODE='')        # what is compiled once is kept
     by_file = '-n',os.environ.get('WORKERS', '2'),'--dist','loadfile','--no-loadscope-reorder'
     res = subprocess.run([python, '-m', 'pytest', '-q', *by_file], cwd=root, env=env, stdout=subprocess.PIPE, text=True)
     if res.returncode: print(res.stdout[-20_000:])

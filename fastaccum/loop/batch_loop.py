@@ -188,18 +188,11 @@ def _condition(self:BatchLoop, cb, event):
 def _advance(self:BatchLoop):
     learn,plan = self.learn,self.plan
     learn.train_iter += 1
-    if self.events.table['LRFinder'] is not None: self._count_steps()
     i,n = learn.iter,learn.n_iter
     if plan is None: learn.pct_train += 1./(n*learn.n_epoch)
     elif i < len(plan.marks) and plan.marks[i] & 1 == self.now.closed: learn.pct_train += plan.share*(plan.marks[i] >> 1)
     else: self.plan,learn.pct_train = None,(learn.epoch + (i+1)/n)/learn.n_epoch    # other steps than planned
     return False
-
-# With accumulation, `lr_find` counts steps
-@patch
-def _count_steps(self:BatchLoop):
-    if self.lr_finder is None or self.accumulation is self.every_batch: return
-    self.learn.train_iter = len(self.learn.recorder.losses) + self.now.closed
 
 # %% ../../nbs/api/loop/01_batch_loop.ipynb #e8347357
 @patch

@@ -8,6 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/loop/rows.html.md"""
 from __future__ import annotations
 import math
 from fastai.basics import *
+from fastai.callback.schedule import LRFinder
 from fastai.metrics import LossMetric
 from torch.utils._pytree import tree_flatten
 from ..core.microbatch import join_items, map_tensors
@@ -37,6 +38,7 @@ class Rows:
         if event != 'after_batch': return None
         if is_recorder(cb): return partial(self.record, cb)
         if declares(cb, 'rows_of_steps_only'): return partial(self.of_step, cb)
+        if isinstance(cb, LRFinder): return self.due_in_lr_find
         if takes_rows(cb): return self.due
 
     # A callback that hears only of steps sees the step's loss, whatever `log_accum_batch` is. False: it is not called
@@ -60,6 +62,16 @@ class Rows:
         if now.closed: return True
         acc = self.loop.accumulation
         return not self.one_a_step(acc) or now.predicted and acc.cancelled     # fastai gives one then, too
+
+    # `LRFinder` ends after a number of batches: with accumulation it is told the number of steps
+    def due_in_lr_find(self):
+        if not self.due(): return False
+        self.count_steps()
+        return True
+
+    def count_steps(self):
+        loop,learn = self.loop,self.loop.learn
+        if loop.accumulation is not loop.every_batch: learn.train_iter = len(learn.recorder.losses)
 
     # The work of `Recorder.after_batch` in training: metrics of each batch, a row for each step. False: that is not
     # called again
@@ -100,7 +112,9 @@ class Rows:
         for cb in learn.cbs.sorted('order'):
             if not self.one_a_step() and not declares(cb, 'rows_of_steps_only'): continue
             if is_recorder(cb): self.record(cb, batch=False)
-            elif takes_rows(cb): cb('after_batch')
+            elif takes_rows(cb):
+                if isinstance(cb, LRFinder): self.count_steps()
+                cb('after_batch')
 
 # %% ../../nbs/api/loop/03_rows.ipynb #cc02a1f4
 # Metrics of training. One that averages over batches gets whole accumulated batches, as it would get the big batch

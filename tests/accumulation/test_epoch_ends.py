@@ -1,5 +1,5 @@
 "Which items share a step: at the end of epochs, after exceptions and cancelled batches, between fits, and with schedules"
-import random, pytest
+import itertools, random, pytest
 from quick import quickly
 from fastai.callback.data import WeightedDL
 from fastai.text.data import SortedDL
@@ -70,19 +70,21 @@ stops = [*[(CancelBatchException, e) for e in all_events[:-1]], (CancelBackwardE
 @pytest.mark.parametrize('remainder', remainders)
 @pytest.mark.parametrize('ex,event', stops, ids=lambda o: getattr(o, '__name__', o))
 def test_cancel(ex, event, remainder):
-    "A callback raises `ex` at `event`, before ours and after, in a middle, a closing and the last loader batch"
-    for order in (3, 20) if event!='after_batch' else (3, 55):
-        for i in (1, 3, 7):
-            at = {(epoch,i) for epoch in range(2)}
-            steps = accumulated(data61.sizes(8), 32, remainder, 2, (event, ex, at))
-            skipped = ex is CancelStepException and sum(len(s) for s in steps) < 16
-            learn = learner61(Stop(event, ex, at, order), remainder=remainder)
-            try:
-                fit_and_check(learn, steps, 2, n_rows=0)
-                if not skipped and ex is not CancelFitException: assert len(learn.recorder.losses)==len(steps), 'one row a step'
-                fit_and_check(learn, accumulated(data61.sizes(8), 32, remainder), 1)
-            except AssertionError as e: raise AssertionError(f'order {order}, batch {i}: {e}') from e
-            except BaseException as e: raise RuntimeError(f'order {order}, batch {i}: {type(e).__name__} {e}') from e
+    """A callback raises `ex` at `event`, in a middle, a closing and the last loader batch, before ours and after: each with
+    one of two policies for the remainder"""
+    orders = (3, 20) if event!='after_batch' else (3, 55)
+    first = (stops.index((ex, event)) + [*remainders].index(remainder))%2
+    for order,i in [*itertools.product(orders, (1, 3, 7))][first::2]:
+        at = {(epoch,i) for epoch in range(2)}
+        steps = accumulated(data61.sizes(8), 32, remainder, 2, (event, ex, at))
+        skipped = ex is CancelStepException and sum(len(s) for s in steps) < 16
+        learn = learner61(Stop(event, ex, at, order), remainder=remainder)
+        try:
+            fit_and_check(learn, steps, 2, n_rows=0)
+            if not skipped and ex is not CancelFitException: assert len(learn.recorder.losses)==len(steps), 'one row a step'
+            fit_and_check(learn, accumulated(data61.sizes(8), 32, remainder), 1)
+        except AssertionError as e: raise AssertionError(f'order {order}, batch {i}: {e}') from e
+        except BaseException as e: raise RuntimeError(f'order {order}, batch {i}: {type(e).__name__} {e}') from e
 
 def test_skipped_step_gives_a_row():
     learn = learner61(Stop('before_step', CancelStepException, [(0,3)]))
@@ -199,26 +201,25 @@ def test_exception(event, ex):
     """Nothing of a fit that an error or Ctrl-C ended gets into the next one, whether our callback stays, is taken off,
     or was only there for that fit"""
     calls = []
-    for k in (None, 3):                       # micro-batches: with one of them the exception comes
-        for nth in (2, 6) if event not in step_events else (1, 2):
-            for how in ('stays', 'removed', 'only in that fit'):
-                def boom(*args):
-                    calls.append(1)
-                    if len(calls)==nth and learn.training: raise ex('boom')
-                calls.clear()
-                acc = GradientAccumulation(32, micro_batch_size=k)
-                learn = learner(data61, 8, Spy(), *([acc] if how!='only in that fit' else []))
-                stopper = Callback(**{event: boom}) if event!='model' else Callback()
-                hook = learn.model.register_forward_pre_hook(boom) if event=='model' else None
-                stopper.run_valid = False
-                with pytest.raises(ex): learn.fit(1, .01, cbs=[stopper]+([acc] if how=='only in that fit' else []))
-                if hook: hook.remove()
-                if how=='removed': learn.remove_cb(acc)
-                learn.spy.pending = []
-                learn.fit(1, .01)
-                steps = accumulated(data61.sizes(8), 32 if how=='stays' else 1)
-                try: check(learn, data61, 8, steps)
-                except AssertionError as e: raise AssertionError(f'micro_batch_size={k}, call {nth}, {how}: {e}') from e
+    kinds = [*itertools.product((None, 3), (2, 6) if event not in step_events else (1, 2), ('stays', 'removed', 'only in that fit'))]
+    for k,nth,how in kinds[[Boom, KeyboardInterrupt].index(ex)::2]:            # k: in micro-batches, with one of which the exception comes
+        def boom(*args):
+            calls.append(1)
+            if len(calls)==nth and learn.training: raise ex('boom')
+        calls.clear()
+        acc = GradientAccumulation(32, micro_batch_size=k)
+        learn = learner(data61, 8, Spy(), *([acc] if how!='only in that fit' else []))
+        stopper = Callback(**{event: boom}) if event!='model' else Callback()
+        hook = learn.model.register_forward_pre_hook(boom) if event=='model' else None
+        stopper.run_valid = False
+        with pytest.raises(ex): learn.fit(1, .01, cbs=[stopper]+([acc] if how=='only in that fit' else []))
+        if hook: hook.remove()
+        if how=='removed': learn.remove_cb(acc)
+        learn.spy.pending = []
+        learn.fit(1, .01)
+        steps = accumulated(data61.sizes(8), 32 if how=='stays' else 1)
+        try: check(learn, data61, 8, steps)
+        except AssertionError as e: raise AssertionError(f'micro_batch_size={k}, call {nth}, {how}: {e}') from e
 
 def test_fits_in_a_row():
     "Each fit counts anew, after `CancelFitException` and with 'carry' too"
