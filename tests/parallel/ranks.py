@@ -630,19 +630,24 @@ def adaptive():
 # --- loggers
 @case
 def loggers():
-    if not many: return {}
     import wandb
     from fastai.callback.tensorboard import TensorBoardCallback
-    from fastaccum.wandb import WandbCallback
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from fastaccum.wandb import WandbCallback, offline_history
     out,here = io.StringIO(),folder/f'logs{rank}'
     here.mkdir()
-    if rank == 0: wandb.init(mode='offline', dir=here, settings=wandb.Settings(console='off', silent=True))
+    rows,scalars = [],{}
+    if rank == 0: run = wandb.init(mode='offline', dir=here, settings=wandb.Settings(console='off', silent=True))
     cbs = [TensorBoardCallback(here/'tensorboard', trace_model=False, log_preds=False), WandbCallback(log_preds=False),
-           CSVLogger(f'logs{rank}/history.csv'), ProgressCallback(), ShowGraphCallback()]
+           CSVLogger(f'logs{rank}/history.csv'), ProgressCallback(), ShowGraphCallback(), StepLogger(grad_norm=True)]
     learn = learner(*data(97), cbs=cbs)
     with redirect_stdout(out): learn.fit(2); learn.validate(); learn.get_preds()
-    if rank == 0: wandb.finish()
-    return dict(out=out.getvalue(), csv=(here/'history.csv').exists(),
+    if rank == 0:
+        wandb.finish()
+        rows = offline_history(run.settings.sync_file)
+        events = EventAccumulator(str(here/'tensorboard')).Reload()
+        scalars = {k: [(s.step, s.value) for s in events.Scalars(k)] for k in events.Tags()['scalars']}
+    return dict(out=out.getvalue(), csv=(here/'history.csv').exists(), rows=rows, scalars=scalars,
                 tensorboard=len(list(here.glob('tensorboard/events*'))),
                 wandb=len(list(here.glob('wandb/offline-run*'))))
 

@@ -5,7 +5,8 @@ from functools import partial
 import pytest, torch, torch.distributed as dist, torch.nn.functional as F
 from quick import quickly
 pytest.importorskip('greenlet')
-from fastai.basics import Adam, Callback, CancelBatchException, CancelFitException, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor
+from fastai.basics import (
+    Adam, Callback, CancelBatchException, CancelFitException, CrossEntropyLossFlat, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor)
 from fastai.callback.all import BnFreeze, GradientClip, MixUp
 from fastai.metrics import accuracy
 import fastaccum.parallel.shares as shares_module
@@ -49,6 +50,13 @@ class Keeps(Net):
         if self.n_calls > 3 and rank() == world()-1: self.box['x'] = x
         y = self.n2(self.a(x))
         return self.out(self.n3((y + self.box.get('x', self.kept)).relu().mean((2, 3))))
+
+def unet():
+    "Of fastai's `unet_learner`, with its hooks"
+    from fastai.vision.learner import create_unet_model
+    def body(pretrained): return nn.Sequential(*[nn.Sequential(nn.Conv2d(i, 4, 3, 2, 1), norm(4), nn.ReLU()) for i in (3, 4)], nn.Flatten())
+    torch.manual_seed(1)
+    return create_unet_model(body, 3, (6, 6), pretrained=False, cut=2)
 
 def data(n, n_valid=23):
     g = torch.Generator().manual_seed(n)
@@ -96,6 +104,7 @@ norm = nn.BatchNorm2d
 fixed = {1: None, 2: [3, 1], 3: [1, 5, 2]}
 def settings():
     y = data(69)[1]
+    torch.manual_seed(0)
     res = dict(
         ragged=dict(),
         without_items=dict(n=50),
@@ -111,6 +120,7 @@ def settings():
         schedule=dict(acc=lambda **kw: GradientAccumulationSchedule(16, 48, finish=1., **kw)),
         no_affine=dict(model=Net(partial(norm, affine=False))),
         cumulative=dict(model=Net(partial(norm, momentum=None))),
+        unet=dict(model=unet(), y=torch.randint(3, (92, 6, 6)), loss=CrossEntropyLossFlat(axis=1), metrics=False),
         synced=dict(model=nn.SyncBatchNorm.convert_sync_batchnorm(Net())),
         unused=dict(model=Net(unused=True), n=50),
         keeps=dict(model=Keeps(), n=38, bs=9),
@@ -279,7 +289,7 @@ def same_run(one, ranks, eps):
 @pytest.mark.parametrize('name', quickly(few, settings()))
 def test_trains_as_one_process(equal, name, n):
     one,ranks = equal[1][0][name],[r[name] for r in equal[n]]
-    same_run(one, ranks, {'fp32': 2e-5, 'fp16': 5e-2, 'lr_find': 1e-9, 'adam': 1e-9}.get(name, 1e-12))
+    same_run(one, ranks, {'fp32': 2e-5, 'fp16': 5e-2, 'lr_find': 1e-9, 'adam': 1e-9, 'unet': 1e-6}.get(name, 1e-12))
     rows = ranks[0]['rows']
     if name in ('without_items', 'unused', 'carried', 'first_without_items'): assert any(0 in row for row in rows)
     if name == 'measured': assert rows[0] != rows[-2]

@@ -244,9 +244,20 @@ def test_adaptive_sizes_are_those_of_one_process(results):
 
 def test_only_rank_0_writes_and_shows(results):
     _,a,b = results('loggers')
-    assert b == dict(out='', csv=False, tensorboard=0, wandb=0)
+    assert b == dict(out='', csv=False, tensorboard=0, wandb=0, rows=[], scalars={})
     assert a['csv'] and a['tensorboard'] and a['wandb']
     assert 'epoch' in a['out'] and len(a['out']) > 100
+
+def test_what_rank_0_logs_is_of_the_whole_step(results):
+    "W&B's rows and TensorBoard's scalars, norms of gradients, items and metrics included, are those of one process"
+    one,a,_ = results('loggers')
+    times = {'_timestamp', '_runtime', 'train_samples_per_sec'}
+    assert len(a['rows']) == len(one['rows']) == 6 and {'grad_norm', 'items', 'raw_loss', 'lr_0'} <= a['rows'][0].keys()
+    for x,y in zip(a['rows'], one['rows']):
+        assert x.keys() == y.keys()
+        for k in x.keys()-times: close(x[k], y[k])
+    assert a['scalars'].keys() == one['scalars'].keys() >= {'loss', 'grad_norm', 'items', 'train_loss', 'valid_loss'}
+    for k,v in a['scalars'].items(): close(v, one['scalars'][k])
 
 sharded = dict(shard_adam=1e-5, shard_adamw_of_torch=1e-5, shard_each_batch=1e-6, shard_micro_batches=1e-6,
                shard_class_weights=1e-6, shard_sum_loss=1e-6, shard_offload=1e-6, shard_fp16=3e-3, shard_lr_find=1e-5)
