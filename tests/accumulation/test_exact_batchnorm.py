@@ -103,9 +103,9 @@ large = Data(torch.randn(12, 3, 40, 40).double(), torch.arange(12)%4)
 nets = dict(
     tabular=(Tabular, table, 20), text=(First, text, 14), unet=(unet, pixels, 8),
     resnet18=(partial(tv.resnet18, num_classes=4), large, 6), xresnet=(partial(xresnet18, n_out=4), large, 6),
-    resnet50=(partial(tv.resnet50, num_classes=4), large, 6), mobilenet=(partial(tv.mobilenet_v3_small, num_classes=4), large, 6),
+    mobilenet=(partial(tv.mobilenet_v3_small, num_classes=4), large, 6),
     densenet=(partial(tv.DenseNet, 8, (2, 3, 2), 8, num_classes=4), large, 6),
-    densenet121=(partial(tv.densenet121, num_classes=4), large, 6),
+    densenet121=(partial(tv.densenet121, num_classes=4), large, 6), resnet50=(partial(tv.resnet50, num_classes=4), large, 6),
     efficientnet=(partial(tv.efficientnet_b0, num_classes=4, stochastic_depth_prob=0.), large, 6))
 
 @pytest.mark.slow

@@ -629,6 +629,7 @@ def calls_of_steps(f, make, monkeypatch, n_steps=125, k=8, n=32):
     assert m.message is None
     return steps
 
+@pytest.mark.slow
 @pytest.mark.parametrize('f,make,copies', [(positives, labels, 1), (masked, masked_numbers, 1), (sum_by_64, classes, 2)],
                          ids=lambda o: getattr(o, '__name__', None))
 def test_cost(f, make, copies, monkeypatch):
