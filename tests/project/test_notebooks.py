@@ -1,7 +1,8 @@
 """The notebooks of the package read top-down: a promise, what is public and how it works, and only then what it is made of
 
 `debts` lists the pages that do not pass yet; one that passes must leave the list."""
-import ast, json, re
+import ast, builtins, json, re
+from itertools import pairwise
 from pathlib import Path
 import pytest
 pytest.importorskip('fastcore.nbio', reason='nbdev brings a fastcore that reads notebooks')
@@ -26,6 +27,7 @@ def is_visible(cell):
     return (cell.cell_type == 'code'
             and not re.search(r'^#\| *(hide|export|exporti|default_exp|eval: *false|include: *false)\b', cell.source,
                               re.M))
+def is_typed(cell): return is_visible(cell) and not re.search(r'^#\| *echo: *false', cell.source, re.M)
 def parsed(cell): return ast.parse(re.sub(r'(?m)^\s*[%!].*', '', cell.source)).body
 def definitions(cell): return [o for o in parsed(cell) if isinstance(o, (ast.FunctionDef,ast.ClassDef))] if is_exported(cell) else []
 
@@ -102,6 +104,39 @@ def test_every_slow_cell_runs():
     hidden = {f'nbs/{f.relative_to(nbs).as_posix()}' for f in nbs.rglob('*.ipynb') for c in read_nb(f).cells
               if c.cell_type == 'code' and slow.search(c.source) and not is_visible(c)}
     assert hidden == {*re.search(r'(?m)^HIDDEN := (.*)', (nbs.parent/'Makefile').read_text())[1].split()}
+
+def in_text(nb): return [src for c in nb.cells if c.cell_type == 'markdown' for src in re.findall(r'(?ms)^```python\n(.*?)^```', c.source)]
+
+def lacks(src, known):
+    "Names that code reads and nobody defines, but for those of which a comment says that they are the reader's own"
+    nodes = [*ast.walk(ast.parse(src))]
+    made = {getattr(n, 'name', getattr(n, 'arg', getattr(n, 'id', ''))) for n in nodes if not isinstance(getattr(n, 'ctx', None), ast.Load)}
+    imported = {(a.asname or a.name).partition('.')[0] for n in nodes if isinstance(n, (ast.Import,ast.ImportFrom)) for a in n.names}
+    own = {w for told in re.findall(r'# with your own ([^;\n]*)', src) for w in re.findall(r'\w+', told)}
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} - made - imported - own - known
+
+def test_code_in_text_runs_or_is_a_sketch():
+    "A reader has its names from fastai's imports and ours, from the page's cells, or is told to put in their own"
+    import fastai.tabular.all, fastai.text.all, fastai.vision.all, fastaccum.all
+    known = {*dir(builtins)}.union(*(dir(m) for m in (fastai.tabular.all, fastai.text.all, fastai.vision.all, fastaccum.all)))
+    found = {f.stem: read_nb(f) for f in api.parent.rglob('*.ipynb')}
+    defined = {f: {o.name for c in nb.cells if is_exported(c) for o in definitions(c)} for f,nb in found.items()}
+    assert sum(len(in_text(nb)) for nb in found.values()) > 20
+    assert {f: wrong for f,nb in found.items() if (wrong := [w for src in in_text(nb) if (w := lacks(src, known|defined[f]))])} == {}
+    assert lacks('learn = Learner(dls, model)   # with your own dls; or not', {'Learner'}) == {'model'}
+    assert lacks('import a\ndef f(x): return x + a.b\nf(y)', set()) == {'y'}
+
+def test_no_gpu_has_run_it():
+    "As long as home says so, the pages of GPUs do"
+    names = 'index', 'tutorials/any_gpu', 'tutorials/many_devices', 'tutorials/mixed_precision'
+    said = {n: 'no GPU has run it yet' in '\n'.join(c.source for c in read_nb(api.parent/f'{n}.ipynb').cells) for n in names}
+    assert len({*said.values()}) == 1, said
+
+def test_no_output_below_a_sketch():
+    "What a hidden cell prints does not look as if the code before it in the text had printed it"
+    pairs = [pair for f in api.parent.rglob('*.ipynb') for pair in pairwise(read_nb(f).cells)]
+    below = [b for a,b in pairs if a.cell_type == 'markdown' and a.source.rstrip().endswith('```') and b.cell_type == 'code']
+    assert [c.source for c in below if c.outputs and not is_typed(c)] == []
 
 def draws(cell):
     "Does a page show a picture that this cell draws? `show_results` of a table, and a picture that the cell closes or saves, are none"
