@@ -10,6 +10,7 @@ from typing import NamedTuple
 from fastai.basics import *
 from fastai.text.data import TensorText
 from ..core.microbatch import tensors_in
+from ..core.checks import with_article
 from ..core.losses import LossInfo, mixer_of, _valid
 from .lengths import Spans
 
@@ -128,7 +129,7 @@ def of_each(v, n):
 def numbers_of(v):
     try: return torch.as_tensor(v).flatten()
     except (TypeError, ValueError, RuntimeError) as e:
-        what = 'None' if v is None else f'a {type(v).__name__}'
+        what = 'None' if v is None else with_article(type(v).__name__)
         raise ValueError(f"count= returns {what}: return a whole number for the loader batch, or one for each item, as an int, a list or "
                          f"a tensor. ({e})") from e
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from fastai.basics import *
+from ..core.checks import with_article
 from .kinds import kind_names, kind_of, scalars
 
 # %% auto #0
@@ -22,7 +23,7 @@ def refuse(path, v, expected): raise WrongEntry(f'`{path}` is {_shown(v)}, and {
 
 def _shown(v):
     if isinstance(v, Tensor): return f'a tensor {tuple(v.shape)} {v.dtype}'
-    return 'None' if v is None else f'{v!r:.40}' if type(v) in scalars else f'a {_name_of(v)}'
+    return 'None' if v is None else f'{v!r:.40}' if type(v) in scalars else with_article(_name_of(v))
 
 # The type of a value, or of the one that was saved so
 def _name_of(e): return e[1] if is_saved(e) and type(e[1]) is str and e[0] in kind_names else type(e).__name__
@@ -79,7 +80,7 @@ def check_type(e, old, path, exact=False):
     if exact: fits = _same_type(e, old)
     else:
         fits = saved == _family(old) or {saved, _family(old)} == {'number','list'} and (_is_array(e) or _is_array(old))
-    if not fits: refuse(path, e, f'a {type(old).__name__}')
+    if not fits: refuse(path, e, with_article(type(old).__name__))
 
 # A list may become an array
 def _is_array(v): return isinstance(v, (Tensor,np.ndarray)) or type(v) is tuple and v[:1] == ('array',)
@@ -93,7 +94,7 @@ def _same_type(e, old):
 # The same of an object that is known, or that the checkpoint has had before
 def check_same(o, old, path):
     alike = type(o) is type(old) or _family(o) == _family(old) == 'number'
-    if o is not None and old is not None and not alike: refuse(path, o, f'a {type(old).__name__}')
+    if o is not None and old is not None and not alike: refuse(path, o, with_article(type(old).__name__))
 
 # %% ../../nbs/api/checkpoint/11_check.ipynb #c4ec0007
 # What `o` has under this name; an error if a value would hide a method
@@ -147,7 +148,7 @@ def check_optimizer(sd, opt, path):
     _check_states(sd['state'], now['state'], inner, params, f'{path}.state')
 
 def _check_states(states, now, opt, params, path):
-    if type(states) is not type(now): refuse(path, states, f'a {type(now).__name__}')
+    if type(states) is not type(now): refuse(path, states, with_article(type(now).__name__))
     if isinstance(states, list) and len(states) != len(params): refuse(path, states, f'a list of {len(params)}')
     for i,s in enumerate(states) if isinstance(states, list) else states.items():
         if type(i) is not int or not 0 <= i < len(params): refuse(f'{path}.keys()', i, 'the number of a parameter')

@@ -1,4 +1,4 @@
-"""Is an argument a count, or a positive number?
+"""Is an argument a count, or a positive number? And what messages call the type that it has
 
 Docs: https://fastaccum.github.io/fastaccum/api/core/checks.html.md"""
 
@@ -17,3 +17,6 @@ def is_count(v, least=1): return isinstance(v, Integral) and not isinstance(v, b
 
 # Is `v` a number above 0?
 def is_positive(v): return isinstance(v, Real) and not isinstance(v, bool) and v > 0
+
+# The name of a type in a sentence: 'an int', 'a Tensor'
+def with_article(name): return f"{'an' if name[:1] in 'aeioAEIO' else 'a'} {name}"

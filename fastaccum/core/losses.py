@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from fastcore.basics import patch
+from .checks import with_article
 
 # %% auto #0
 __all__ = ['LossRule', 'loss_weight', 'n_items']
@@ -144,7 +145,8 @@ def n_items(
     t = b[0] if isinstance(b, (tuple,list)) and b else b  # the usual case
     if not isinstance(t, Tensor) or not t.dim(): t = next((t for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()), None)
     if t is None:
-        raise TypeError(f"Cannot count the items of a {type(b).__name__} without tensors: pass the number of items, or a `weight`.")
+        raise TypeError(f"Cannot count the items of {with_article(type(b).__name__)} without tensors: pass the number of items, or a "
+                        "`weight`.")
     return t.shape[0]
 
 # %% ../../nbs/api/core/02_losses.ipynb #80def1f6
@@ -308,7 +310,8 @@ class LossInfo:
         if self.channel is not None: y += f', by {self.channel}' if isinstance(self.channel, str) else f', column {self.channel}'
         if self.shifted: y += ' without its first column'
         count = f"the number of targets {' '.join(map(str, self.test or ()))} in {y}, at least {self.floor}"
-        valid = f'valid targets (not {self.ignore_index}' + (f', of {y})' if self.target or self.shifted else ')')
+        which = [f'not {self.ignore_index}']*(self.ignore_index is not None) + [f'of {y}']*bool(self.target or self.shifted)
+        valid = 'valid targets' + (f' ({", ".join(which)})' if which else '')
         weighed = f'class weights of the {valid}' if self.class_weight is not None else valid
         names = dict(items='items', elements=f'elements of {y}', mask=f'the sum of {y}', valid=valid, classes=weighed, count=count)
         return names[self.over]
@@ -425,8 +428,8 @@ def count_items(xb, yb=(), views=False, lists=None, bs=None):
     if n is not None: return n,not ys or n in ys
     if not xs: xs = ys  # no inputs
     if not xs:
-        raise TypeError(f"Cannot count the items of a {type(xb).__name__}: use tensors or lists, or pass `n_items`, a function that "
-                        "counts them.")
+        raise TypeError(f"Cannot count the items of {with_article(type(xb).__name__)}: use tensors or lists, or pass `n_items`, a function "
+                        "that counts them.")
     n = next((n for n in xs if n in ys), xs[0])
     if views and ys and n not in ys:
         few,many = sorted((n, ys[0]))

@@ -13,6 +13,7 @@ import numpy as np, torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from fastcore.foundation import L
+from .checks import with_article
 from .losses import n_items
 
 # %% auto #0
@@ -57,7 +58,7 @@ def split_items(b, size, n=None, views=False, lists=None):
         make = b._make if hasattr(b, '_make') else type(b)  # a namedtuple
         return [make(c[i] for c in columns) for i in range(m)]
     if b is None or isinstance(b, (Number,str,bytes,Tensor)) or not hasattr(b, '__len__'): return [b]*m
-    raise TypeError(f"Cannot split a {type(b).__name__} into micro-batches: use tensors, or lists, tuples and dicts of "
+    raise TypeError(f"Cannot split {with_article(type(b).__name__)} into micro-batches: use tensors, or lists, tuples and dicts of "
                     "them, or leave out micro_batch_size.")
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #d9b0c001

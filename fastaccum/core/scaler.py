@@ -12,6 +12,7 @@ from math import inf
 from numbers import Integral, Real
 import torch
 from torch import Tensor
+from .checks import with_article
 from .private import check_parts, update_scale
 from .warnings import warn
 
@@ -166,7 +167,7 @@ def _check_args(**a):
     for name,v in a.items():
         kind,what = (Integral,'an integer') if name in ('growth_interval','hysteresis','patience') else (Real,'a number')
         if isinstance(v, bool) or not isinstance(v, kind):
-            raise TypeError(f'{name}={v!r} must be {what}, not a {type(v).__name__}')
+            raise TypeError(f'{name}={v!r} must be {what}, not {with_article(type(v).__name__)}')
     lo,hi,start = a['min_scale'],a['max_scale'],a['init_scale']
     for name,ok,allowed in (
         ('min_scale',       2.**-126 <= lo < inf,

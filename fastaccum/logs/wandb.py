@@ -30,7 +30,7 @@ _keep_rows_s = 30   # seconds; twice as long as W&B takes to write
 _logs = None,'gradients','parameters','all'
 
 class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
-    "Log to Weights & Biases: one row per optimizer step, metrics, predictions, data set and model, with fastai's options"
+    "Log to Weights & Biases one row per step, with fastai's options; not in `fastaccum.all`, import it from `fastaccum.wandb`"
     reads_pred,takes_rows = False,True
     log_freq = 1000             # steps between histograms, as in `wandb.watch`
     _run_id,_fitting,_ahead = None,False,0 # `_ahead`: the run's next step when a checkpoint was loaded

@@ -70,7 +70,7 @@ class ActivationOffload(LoopCallback):
 
 # %% ../../nbs/api/memory/01_activations.ipynb #1393f18d
 class Compile(LoopCallback):
-    "Compile the model for the fit with `torch.compile`, for any number of items. If that fails, the model trains uncompiled"
+    "A callback: `torch.compile` for the model, for the fit and any number of items. If that fails, the model trains uncompiled"
     needs_loop,compiles_model = False,True
     def __init__(self,
         **kwargs:Any # Arguments of `torch.compile`: mode, backend, fullgraph, options, ...

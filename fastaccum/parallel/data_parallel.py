@@ -25,7 +25,7 @@ __all__ = ['DataParallel']
 
 # %% ../../nbs/api/parallel/01_data_parallel.ipynb #04ee7c77
 class DataParallel(LoopCallback):
-    "Split every loader batch over the ranks, and reduce gradients, losses and counts once per step"
+    "Split every loader batch over the ranks, one process for each device (not as `nn.DataParallel`); send sums once per step"
     order,name,unused_events = 5,'data_parallel',('after_batch',)     # in training
     def __init__(self,
         bucket_mb:float=25,  # Largest size of gradients in a message, in MiB

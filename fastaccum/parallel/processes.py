@@ -23,7 +23,7 @@ def launch(
     *args,           # Arguments of `fn`, the same for each process
     timeout:float=600# Seconds that a rank waits for the others
 ) -> list: # What `fn` returned in each process, by rank
-    "Run `fn(*args)` in `n` processes of one process group"
+    "Run `fn(*args)` in `n` processes of one process group, also from a notebook; for a script use torchrun, not this"
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     _check_launch(fn, n)

@@ -363,6 +363,8 @@ def test_names():
     info = LossInfo(nn.CrossEntropyLoss(weight=cw))
     assert str(info) == 'class weights of the valid targets (not -100)' and str(info.measure('items')) == 'items'
     assert str(LossInfo(nn.CrossEntropyLoss())) == 'valid targets (not -100)'
+    assert str(info.measure('valid', ignore_index=None, class_weight=None)) == 'valid targets'
+    assert str(info.measure('valid', ignore_index=None, target=1, class_weight=None)) == 'valid targets (of target 1)'
     assert str(info.measure('valid', target=1, class_weight=None)) == 'valid targets (not -100, of target 1)'
     assert (str(info.measure('mask', target=1, channel=2)) == 'the sum of target 1, column 2'
             and str(info.measure('mask', target=0)) == 'the sum of the target')
