@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from latex2mathml.converter import convert as mathml
 from nbdev.config import get_config
-import apidoc, pages
+import apidoc, messages, pages
 from menu import folders, menu, names, words
 
 # -- The menu ----------------------------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ def build(md):
 # -- Search ------------------------------------------------------------------------------------------------------
 def ranked(items):
     """Entries of the search's index with a `tier`, by which tools/search-order.js lists them: guides, what is public, and
-    after all others internals; and with the other words that users type. A helper has its name in its text, not in its
-    title, as a match in a title comes before others"""
+    after all others internals, and messages that are not typed whole; and with the other words that users type. A helper
+    has its name in its text, not in its title, as a match in a title comes before others"""
     helpers = {f'api/{m.replace(".", "/")}.html#{n.partition(".")[0].lower()}': m for m,names in apidoc.helpers().items() for n in names}
     inner = {f'api/{m.replace(".", "/")}.html' for m in apidoc.modules() if not apidoc.is_public(apidoc.module_of(m))}
     def entry(o):
@@ -143,7 +143,11 @@ def ranked(items):
         if others: o = {**o, 'words': others, 'text': f"{o['text']} <p>Other words: {others}</p>"}
         public = page.startswith(('api/', 'changelog', 'contributing', 'benchmarks'))
         return {**o, 'tier': 2 if mod or page in inner or o['title'].startswith('Internals') else int(public)}
-    return sorted(map(entry, items), key=lambda o: o['tier'])
+    found = {o['location']: o for o in items}
+    def message(text, section):
+        place = found[f'troubleshooting.html#{section}']
+        return {**place, 'text': f'<p>{html.escape(text, quote=False)}</p>', 'tier': 3}
+    return sorted([*map(entry, items), *(message(*o) for o in messages.messages().items())], key=lambda o: o['tier'])
 
 def rank(site):
     "Put the search's index in order, for the server and for the disk"

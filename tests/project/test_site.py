@@ -1,5 +1,5 @@
 "The site, built once and driven in headless Chromium: from the disk, and from below a path of a server"
-import html, importlib, inspect, json, os, re, shutil, subprocess, sys, threading
+import ast, html, importlib, inspect, json, os, re, shutil, subprocess, sys, threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,7 +10,7 @@ pytest.importorskip('zensical', reason='The site needs Zensical, and that Python
 from fastcore.docments import docments
 from fastcore.nbio import mk_cell, new_nb, read_nb
 from nbdev.config import get_config
-import apidoc, docs, menu, pages, snippets, widths
+import apidoc, docs, menu, messages, pages, snippets, widths
 
 root = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow      # the others need the site
@@ -111,7 +111,8 @@ def test_symbols(site, name):
         assert '<div class="highlight' in about[0] or '<th>Value</th>' in about[0], n
         assert inspect.getdoc(sym) and '<p>' in about[0].partition('</pre>')[2] or '<th>Value</th>' in about[0], n
         dm = {} if isinstance(sym, property) or '<th>Value</th>' in about[0] else docments(sym, full=True, args_kwargs=True)
-        told = {k: o.docment for k,o in dm.items() if k not in ('self', 'return')}
+        told = {k: o.docment for k,o in dm.items() if k not in ('self', 'return') and 'NoReturn' not in str(o.anno)}
+        assert 'NoReturn' not in about[0].partition('<details')[0], n             # what only raises errors
         to = is_passing_on(sym)
         if to: assert f'#{to.lower()}"' in about[0].partition('kwargs')[2], n      # this row leads to the class that has the others
         own = sym.__init__.__code__.co_varnames if to else (*told,)
@@ -165,6 +166,12 @@ def test_methods_that_only_modules_call(site):
         if not inspect.isclass(cls): continue
         unused = [k for k in apidoc.own(cls) if not re.search(rf'\.{k}\b|`{k}\b|def {k}\b', shown)]
         assert not unused, f'{name}: {unused} are on no page: do only modules call them?'
+
+def test_names_that_mean_something_else_elsewhere():
+    "The first line of what is for users says what it is beside the other of that name, or whence it is imported"
+    found = {n: apidoc.first_line(getattr(apidoc.module_of(m), n)) for m,names in apidoc.faces().items() for n in names}
+    other = {'DataParallel': '`nn.DataParallel`', 'Compile': '`torch.compile`', 'launch': 'torchrun', 'WandbCallback': '`fastaccum.wandb`'}
+    assert [n for n,word in other.items() if word not in found[n]] == []
 
 def test_overview(site):
     "It lists all callbacks, before all else"
@@ -376,30 +383,47 @@ def test_notebook_links(site):
                and f'/{Path(l).name}' in ''.join(o for o in links if 'colab' in o)]
         assert (root/nb.partition('/main/')[2]).exists() and ((site/p).parent/Path(nb).name).exists(), p
 
-# What a user types, and where it should lead, as one of the first three
-searches = {'resume': 'tutorials/stop_and_resume', 'out of memory': 'troubleshooting', 'remainder': 'troubleshooting',
-            'distributed': 'tutorials/many_devices',
-            'clip': 'tutorials/bigger_batch', 'segmentation': 'recipes', 'overflow': 'tutorials/mixed_precision',
-            'GradientAccumulation': 'api/accumulation/callback',
-            'effective batch size': 'tutorials/bigger_batch',
-            'learning rate wrong after accumulation': 'tutorials/bigger_batch', 'huggingface': 'coming_from',
-            'multi gpu': 'tutorials/many_devices', 'ddp': 'tutorials/many_devices',
-            'how many GB': 'tutorials/fit_memory', 'memory estimate': 'tutorials/fit_memory',
-            'loss nan': 'tutorials/mixed_precision', 'dropout': 'tutorials/bigger_batch',
-            'batch size': 'tutorials/find_batch_size', 'OOM': 'troubleshooting',
-            'gradient checkpointing': 'tutorials/fit_memory', 'cite': 'index', 'glossary': 'glossary',
-            'flash attention': 'tutorials/fit_memory',
-            'quantization': 'works_with', 'distillation': 'works_with',
-            'ActivationCheckpointing': 'api/memory/activations',
-            'different gpus': 'tutorials/many_devices', 'batch size in tokens': 'tutorials/token_losses',
-            'tokens': 'tutorials/token_losses', 'batchnorm': 'tutorials/batchnorm',
-            'values': 'api/logs/steps'}     # internals have it in their titles
+# What a user types, and where it should lead, as one of the first three pages
+searches = {
+    'resume': 'tutorials/stop_and_resume', 'out of memory': 'troubleshooting', 'remainder': 'troubleshooting',
+    'distributed': 'tutorials/many_devices', 'clip': 'tutorials/bigger_batch', 'segmentation': 'recipes',
+    'overflow': 'tutorials/mixed_precision', 'GradientAccumulation': 'api/accumulation/callback',
+    'effective batch size': 'tutorials/bigger_batch', 'learning rate wrong after accumulation': 'tutorials/bigger_batch',
+    'huggingface': 'coming_from', 'multi gpu': 'tutorials/many_devices', 'ddp': 'tutorials/many_devices',
+    'how many GB': 'tutorials/fit_memory', 'memory estimate': 'tutorials/fit_memory', 'loss nan': 'tutorials/mixed_precision',
+    'dropout': 'tutorials/bigger_batch', 'batch size': 'tutorials/find_batch_size', 'OOM': 'troubleshooting',
+    'gradient checkpointing': 'tutorials/fit_memory', 'cite': 'index', 'glossary': 'glossary',
+    'flash attention': 'tutorials/fit_memory', 'quantization': 'works_with', 'distillation': 'works_with',
+    'ActivationCheckpointing': 'api/memory/activations', 'different gpus': 'tutorials/many_devices',
+    'batch size in tokens': 'tutorials/token_losses', 'tokens': 'tutorials/token_losses', 'batchnorm': 'tutorials/batchnorm',
+    'values': 'api/logs/steps', 'gradient_accumulation_steps': 'coming_from', 'accumulate_grad_batches': 'coming_from',
+    'iters_to_accumulate': 'coming_from', 'num_items_in_batch': 'coming_from', 'AccumulateScheduler': 'coming_from',
+    'transformers huggingface model fastai': 'coming_from', 'CUDA out of memory. Tried to allocate': 'troubleshooting',
+    "No module named 'greenlet'": 'troubleshooting', 'is not a mean over items': 'troubleshooting',
+    'batch size too big for gpu': 'troubleshooting', 'early stopping': 'tutorials/callbacks',
+    'wandb steps wrong': 'troubleshooting', 'InfoNCE loss in-batch negatives': 'tutorials/contrastive',
+    'triplet loss': 'tutorials/contrastive', 'training is slower': 'troubleshooting',
+    'mixed precision': 'tutorials/mixed_precision', 'bf16': 'tutorials/mixed_precision', 'lightning': 'coming_from',
+    'learning rate finder': 'tutorials/bigger_batch', 'lr_find': 'tutorials/bigger_batch',
+    'accum_bs': 'api/accumulation/callback', 'class weights': 'tutorials/token_losses', 'padding': 'tutorials/token_losses',
+    'gan': 'tutorials/several_models', 'simclr': 'tutorials/contrastive', 'kaggle': 'tutorials/stop_and_resume',
+    'lesson 7': 'tutorials/from_the_course', 'critical batch size': 'tutorials/find_batch_size',
+    'gradient noise scale': 'tutorials/find_batch_size', 'batch size schedule': 'tutorials/anneal',
+    '8-bit adam': 'tutorials/optimizers', 'benchmark': 'benchmarks', 'wandb': 'tutorials/wandb',
+    'checkpoint every n steps': 'tutorials/stop_and_resume', 'two learners': 'tutorials/several_models',
+    'custom loss function': 'tutorials/token_losses', 'installation': 'tutorials/getting_started'}
+
+# The warnings and errors of the package that have eight words of their own. Every seventh is pasted
+pasted = [m for m in messages.messages() if len(re.findall(r'\w+', m)) > 7][::7]
 
 def test_search_index(site):
     """Guides are told from the API and both from internals, helpers do not stand in titles, other words are there, and
     the server's index is the disk's"""
     items = json.loads((site/'search.json').read_text())['items']
     assert json.loads((site/'search.js').read_text().partition('= ')[2].rstrip(';'))['items']==items
+    said = {html.unescape(o['text'][3:-4]): o['location'] for o in items if o['tier']==3}
+    assert said=={m: f'troubleshooting.html#{section}' for m,section in messages.messages().items()}
+    items = [o for o in items if o['tier'] < 3]
     tiers = {o['location']: o['tier'] for o in items}
     guides = [t for l,t in tiers.items() if l.startswith(('tutorials/', 'recipes', 'troubleshooting', 'glossary'))]
     assert (guides and {*guides}=={0} and tiers['api/accumulation/callback.html#gradientaccumulation']==1
@@ -408,6 +432,35 @@ def test_search_index(site):
     assert all(o['title'].startswith('Helpers of') and o['tier']==2 for o in items if o['location'] in helpers)
     found = {o['location'].replace('.html', ''): o for o in items if 'words' in o}
     assert found.keys()==menu.words.keys() and all(w in found[l]['words'] and w in found[l]['text'] for l,w in menu.words.items())
+
+@pytest.mark.quick
+def test_messages():
+    """All sentences in a module's code but docstrings are taken, wherever they stand; those of a call that names a section
+    belong there, the others to that of their module or folder"""
+    code = """def f(x):
+    'What a function is good for'
+    if x: raise ValueError(f"x={x}: pass a number " 'above 0.')
+    warn("The loss of this batch is off.", 'troubleshooting.html#the-loss-is-off')
+    return 'one two', x in ('before_batch after_batch', 'a.b c.d e.f g.h')
+late = 'No rule fits this loss'"""
+    assert messages.in_module(ast.parse(code), 'core/scaler')=={
+        'x=…: pass a number above 0.': 'overflow-in-fp16', 'The loss of this batch is off.': 'the-loss-is-off',
+        'No rule fits this loss': 'overflow-in-fp16'}
+    names = 'accumulation/witnesses/norms', 'accumulation/witnesses/rates', 'memory', 'memory/advice', 'batch_size/noise'
+    assert [messages.section_of(n) for n in names]==[
+        'batchnorm-sees-less-than-the-effective-batch', 'the-loss-is-off', 'out-of-memory', 'out-of-memory', 'an-error-before-training']
+
+@pytest.mark.quick
+def test_messages_of_raised_errors():
+    "Of the calls that warn, and of errors that are raised with a text, nine of ten hold a sentence that is found"
+    def texts(node): return [messages.literal(n) for n in messages.strings(node)]
+    trees = [ast.parse(f.read_text()) for f in messages.package.rglob('*.py')
+             if f.relative_to(messages.package).stem not in {*messages.programs, '_modidx'}]
+    nodes = [n for t in trees for n in ast.walk(t)]
+    calls = [n.exc for n in nodes if isinstance(n, ast.Raise)] + [n for n in nodes if getattr(getattr(n, 'func', None), 'id', '')=='warn']
+    said = [t for t in map(texts, filter(None, calls)) if any(' ' in s for s in t)]
+    found = messages.messages()
+    assert len(said) > 200 and sum(any(s in found for s in t) for t in said) > .9*len(said)
 
 def test_words_for_no_place(tmp_path):
     (tmp_path/'search.json').write_text(json.dumps({'items': [{'location': l.replace('#', '.html#')} for l in [*menu.words][1:]]}))
@@ -565,39 +618,59 @@ def test_on_a_phone(browser, site, p):
         assert browser.execute_script(wrapped_outputs)==[]
     finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
-def test_search(browser, base):
+@pytest.mark.parametrize('typed,to', [
+    ('GradientAccumulationSchedule', 'api/accumulation/callback.html#gradientaccumulationschedule'),
+    ('CUDA out of memory. Tried to allocate 3.71 GiB', 'troubleshooting.html#out-of-memory')])
+def test_search(browser, base, typed, to):
     browser.get(f'{base}/index.html')
     wait(browser, 'document.querySelector(".md-search__button")').click()
     frame = '[...document.querySelectorAll("*")].find(e => e.shadowRoot).shadowRoot'
-    wait(browser, f'{frame}.querySelector("input")').send_keys('GradientAccumulationSchedule')
-    hit = wait(browser, f'{frame}.querySelector("a[role=option]")')
-    assert 'GradientAccumulationSchedule' in hit.text
-    hit.click()
-    wait(browser, 'location.href.includes("api/accumulation/callback.html") && location.hash=="#gradientaccumulationschedule"')
+    wait(browser, f'{frame}.querySelector("input")').send_keys(typed)
+    path,anchor = to.split('#')
+    first = f'[...{frame}.querySelectorAll("a[role=option]")].slice(0, 1)'
+    wait(browser, f'{first}.some(a => a.pathname.endsWith(arguments[0]) && a.hash == arguments[1])', path, f'#{anchor}')
+    browser.execute_script(f'{first}[0].click()')
+    wait(browser, 'location.pathname.endsWith(arguments[0]) && location.hash == arguments[1]', path, f'#{anchor}')
     assert browser.current_url.startswith(base)
 
-@pytest.mark.parametrize('query', searches)
-def test_search_finds(browser, site, query):
-    """The page is among the first three. What has the words in its title comes first, then the rest; of both guides,
-    then what is public; internals after all of these"""
+ask_worker = """const [index, queries, done] = arguments, found = []
+    const worker = new Worker(JSON.parse(document.getElementById('__config').textContent).search)
+    worker.onmessage = ({data}) => {
+      if (data.type === 3) found.push(data.data.items.map(item => item.id))
+      if (found.length === queries.length) return done(found)
+      worker.postMessage({type: 2, data: {input: queries[found.length]}})
+    }
+    worker.postMessage({type: 0, data: index})"""
+
+@pytest.fixture(scope='session')
+def found(browser, site):
+    "query -> the entries that a search lists first, as the search's own page would ask for them"
+    index = json.loads((site/'search.json').read_text())
+    queries = [*searches, *(m.replace('…', '17') for m in pasted)]
     browser.get(f'{site.as_uri()}/index.html')
-    wait(browser, 'document.querySelector(".md-search__button")').click()
-    frame = '[...document.querySelectorAll("*")].find(e => e.shadowRoot).shadowRoot'
-    wait(browser, f'{frame}.querySelector("input")').send_keys(query)
-    items = {o['location']: o for o in json.loads((site/'search.json').read_text())['items']}
-    def place(url):
-        o = items[url.path.removeprefix(f'{urlsplit(site.as_uri()).path}/') + f'#{url.fragment}'*bool(url.fragment)]
-        names = re.split(r'[\s\-_.,`/]+', re.sub('<.*?>', '', f"{o['title']} {o.get('words', '')}").lower())
-        return o['tier'] == 2,not all(any(n.startswith(w) for n in names) for w in query.lower().split()),o['tier']
-    def is_right(browser):
-        urls = [*map(urlsplit, browser.execute_script(f'return [...{frame}.querySelectorAll("a[role=option]")].map(a => a.href)'))]
-        seen[:] = [(u.path, *place(u)) for u in urls]
-        return any(u.path.endswith(f'/{searches[query]}.html') for u in urls[:3]) and sorted(p[1:] for p in seen) == [p[1:] for p in seen]
-    seen = []
-    from selenium.common.exceptions import TimeoutException
-    from selenium.webdriver.support.ui import WebDriverWait
-    try: WebDriverWait(browser, 10).until(is_right)           # until then the list is that of the letters typed so far
-    except TimeoutException: pytest.fail(f'{query}: {searches[query]} is not among the first three, or these are out of order: {seen[:6]}')
+    browser.set_script_timeout(300)
+    answers = browser.execute_async_script(ask_worker, index, queries)
+    return {q: [index['items'][i] for i in ids] for q,ids in zip(queries, answers)}
+
+@pytest.mark.parametrize('query', searches)
+def test_search_finds(found, query):
+    "The page is among the first three"
+    pages = [*dict.fromkeys(o['location'].partition('.html')[0] for o in found[query])]
+    assert searches[query] in pages[:3]
+
+@pytest.mark.parametrize('query', [q for q in searches if q.isalpha()])
+def test_order_of_search(found, query):
+    "What has the word in its title comes first, then the rest; of both guides, then what is public; internals after all of these"
+    def place(o):
+        names = re.split(r'[\s\-.,`/]+', re.sub('<.*?>', '', f"{o['title']} {o.get('words', '')}").lower())
+        return o['tier'] > 1,not any(n.startswith(query.lower()) for n in names),o['tier']
+    places = [*map(place, found[query])]
+    assert places==sorted(places)
+
+@pytest.mark.parametrize('message', pasted, ids=range(len(pasted)))
+def test_search_finds_messages(found, message):
+    "What fastaccum says, pasted whole, leads to a section of Troubleshooting"
+    assert found[message.replace('…', '17')][0]['location'].startswith('troubleshooting.html#')
 
 def test_first_screen(browser, site):
     "Who opens the site sees the call, the picture and the proof without scrolling"
