@@ -201,7 +201,7 @@ class OwnFiles:
     # Did `TrainingCheckpoint` write the file as it is now?
     def is_own(self, name):
         file = self.path/name
-        return name in self.listed and (name.endswith(f'.{self.run}.tmp') or _is_log(file)) or run_of(file) is not None
+        return name in self.listed and (name.endswith(f'.pt.{self.run}.tmp') or _is_log(file)) or run_of(file) is not None
 
     # `name`, or another name if a foreign file has it
     def free(self, name):

@@ -13,7 +13,7 @@ items = [(x, x.sum()[None].tanh()) for x in torch.randn(24, 4)]
 
 class Stop(Callback):
     order,run_valid = 2000,False
-    def after_batch(self):
+    def batch_ended(self):
         if (self.learn.epoch,self.learn.iter) == (0, 3): raise RuntimeError('stopped')
 
 def fit(*cbs):
@@ -61,6 +61,16 @@ def test_manifest():
         assert own.listed == set() and not own.finished and own.run.isalnum() and own.made is False
         own.remove(); own.finish()
     assert Path('other.pt').exists() and Path('other.jsonl').exists()
+
+def test_manifest_that_names_files_of_others():
+    "Those that are no files of a run's, by their names or by what is in them, stay"
+    folder,names = Path('run'),['backup.tar.tmp', 'model.pt', 'log.jsonl', 'notes.txt']
+    folder.mkdir()
+    for name in names: (folder/name).write_text('mine')
+    (folder/OwnFiles.manifest).write_text(json.dumps(dict(training_checkpoint=1, run='tar', made=True, files=names, finished=names)))
+    own = OwnFiles(folder)
+    own.remove(); own.finish(names)
+    assert sorted(f.name for f in folder.iterdir()) == sorted(names)
 
 def told_of_manifest(text):
     "Does a folder with this manifest, and a checkpoint that names its run, tell of it? The names of its checkpoints"
