@@ -78,7 +78,7 @@ class Stops(Callback):
     "An error after the given loader batch of the fit"
     order,run_valid = 1001,False
     def __init__(self, at): self.at = at
-    def after_batch(self):
+    def batch_ended(self):
         if self.train_iter == self.at: raise Interrupted('stopped')
 
 def resumed(model=net, at=6, bs=4, **kwargs):

@@ -24,9 +24,9 @@ __all__ = ['TrainingCheckpoint', 'saved_wandb_id']
 # %% ../../nbs/api/checkpoint/01_callback.ipynb #629f1218
 class TrainingCheckpoint(LoopCallback):
     "Save a fit between two optimizer steps; a restarted script continues from there, and ends with the same weights, bit for bit"
-    order,run_valid,name = 1000,False,'training_checkpoint'   # after all that the step changes
+    order,run_valid,name = 1000,False,'training_checkpoint'   # after all that prepare an epoch
     # a fit of its Learner is handed to it; it has no state itself
-    runs_fit,in_checkpoint,reads_pred = True,False,False
+    runs_fit,in_checkpoint = True,False
     def __init__(self,
         fname:str='checkpoint',   # Folder of the checkpoints, in `learn.path/learn.model_dir`
         every_steps:int|None=None,# Optimizer steps from one checkpoint to the next; None: only by time
@@ -68,7 +68,8 @@ class TrainingCheckpoint(LoopCallback):
         if self.now is not None: self.now.begin()
     def before_train(self):
         if self.now is not None: self.now.begin_epoch()
-    def after_batch(self):
+    # By now all callbacks have heard of the batch
+    def batch_ended(self):
         if self.now is not None and self.loop.closed: self.now.after_step()
     def after_cancel_fit(self):
         if self.now is not None: self.now.cut_short()

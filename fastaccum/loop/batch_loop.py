@@ -79,6 +79,8 @@ class BatchLoop:
 
     def _end(self):
         self.now.got_row()
+        for cb in self.events.table['at_end'] if self.learn.training else ():
+            if cb.run: cb.batch_ended()
         if self.now.diverged and self.lr_finder: raise CancelFitException('The loss is not finite: lr_find ends here.')
 
     def _batch(self):

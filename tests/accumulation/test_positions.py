@@ -136,7 +136,7 @@ def test_resumed(remainder, at, capsys):
     def fit(*cbs):
         CheckpointFolder.in_use.clear()
         return trained(fits['one_cycle'], 8, GradientAccumulation(32, remainder=remainder), TrainingCheckpoint('c', 1), *cbs)
-    with pytest.raises(RuntimeError): fit(On('after_batch', throw(RuntimeError('power')), [at], order=2000))
+    with pytest.raises(RuntimeError): fit(On('batch_ended', throw(RuntimeError('power')), [at], order=2000))
     again = fit()
     assert 'continues in epoch' in capsys.readouterr().out
     again.training_checkpoint.finish()
@@ -155,7 +155,7 @@ def test_resumed_off_plan():
     def fit(*cbs):
         CheckpointFolder.in_use.clear()
         return trained(fits['one_cycle'], 8, GradientAccumulation(32), Grows(), TrainingCheckpoint('c', 1), *cbs)
-    with pytest.raises(RuntimeError): fit(On('after_batch', throw(RuntimeError('power')), [16], order=2000))
+    with pytest.raises(RuntimeError): fit(On('batch_ended', throw(RuntimeError('power')), [16], order=2000))
     again = fit()
     again.training_checkpoint.finish()
     CheckpointFolder.in_use.clear()

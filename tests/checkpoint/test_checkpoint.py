@@ -25,7 +25,7 @@ class Stateless(Callback):
 class Interrupt(Stateless):
     "Raises `ex` at `event` of the training batch `at` (epoch, i), before or after the checkpoint of that batch"
     run_valid = False
-    def __init__(self, at, ex=RuntimeError, order=2000, event='after_batch'):
+    def __init__(self, at, ex=RuntimeError, order=2000, event='batch_ended'):
         self.at,self.ex,self.order = at,ex,order
         setattr(self, event, self._raise)
     def _raise(self):
@@ -129,7 +129,7 @@ def test_bit_identical(case):
     test_eq_bits(run(case, TrainingCheckpoint(every_steps=2)), whole)
 
 @pytest.mark.parametrize('at', [(0, 0), (0, 7), (1, 0), (3, 7)])
-@pytest.mark.parametrize('event,order', [('after_batch', 2000), ('after_batch', 500), ('before_step', 0), ('after_pred', 0)])
+@pytest.mark.parametrize('event,order', [('batch_ended', 2000), ('after_batch', 2000), ('before_step', 0), ('after_pred', 0)])
 def test_any_moment(at, event, order):
     case = dict(cbs=lambda: [GradientAccumulation(16)])
     whole = run(case)
@@ -551,3 +551,18 @@ def test_cost():
     learn.add_cb(Measure())
     learn.fit(1)
     assert len(learn.recorder.losses) == 2
+
+@pytest.mark.parametrize('order', [999, 3000])
+def test_whatever_the_order(order):
+    "The state of a callback in a checkpoint is that of the checkpoint's batch, also if it comes last"
+    class Counts(Callback):
+        run_valid = False
+        def __init__(self): self.n,self.order = 0,order
+        def after_batch(self): self.n += 1; self.learn.model[0].weight.data.mul_(1+1e-3*self.n)
+    case = dict(cbs=lambda: [Counts()])
+    whole = run(case)
+    run(case, TrainingCheckpoint(every_steps=1), stop=Interrupt((1, 3)))
+    new_process()
+    learn = run(case, TrainingCheckpoint(every_steps=1))
+    assert learn.counts.n == whole.counts.n
+    test_eq_bits(learn, whole)

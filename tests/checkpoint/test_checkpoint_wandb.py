@@ -65,7 +65,7 @@ import os, signal
 from test_checkpoint_wandb import *
 class Kill(Stateless):
     order,run_valid = 2000,False
-    def after_batch(self):
+    def batch_ended(self):
         if (self.learn.epoch,self.learn.iter) == (1,5): os.kill(os.getpid(), signal.SIGKILL)
 wandb_run(TrainingCheckpoint(every_steps=3), stop=Kill())
 '''

@@ -15,7 +15,7 @@ items = [(x, x.sum()[None].tanh()) for x in torch.randn(24, 4)]
 
 class Stop(Callback):
     order,run_valid = 2000,False
-    def after_batch(self):
+    def batch_ended(self):
         if (self.learn.epoch,self.learn.iter) == (1, 3): raise RuntimeError('stopped')
 
 class Counts(Callback):

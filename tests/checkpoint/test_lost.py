@@ -117,7 +117,7 @@ class Stop(Callback):
     order,run_valid = 2000,False
     def __init__(self, fit, at): self.fit,self.at,self.fits = fit,at,0
     def before_train(self): self.fits += self.learn.epoch == 0
-    def after_batch(self):
+    def batch_ended(self):
         if self.fits == self.fit and (self.learn.epoch,self.learn.iter) == self.at: raise RuntimeError('stopped')
 class Seen(Callback):
     run_valid = False

@@ -97,7 +97,7 @@ def ema(stop=False, resume=True):
     learn = Learner(DataLoaders(dl, dl), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), MSELossFlat(), opt_func=SGD, path='.',
                     cbs=[EMA(), TrainingCheckpoint('whole' if not resume else 'run', every_steps=1)])
     def end(): raise KeyboardInterrupt
-    if stop: learn.add_cb(On('after_batch', lambda l: end() if l.train_iter == 5 else None, order=3000))
+    if stop: learn.add_cb(On('batch_ended', lambda l: end() if l.train_iter == 5 else None, order=3000))
     with learn.no_logging(), learn.no_bar():
         try: learn.fit(2, .1)
         except KeyboardInterrupt: pass

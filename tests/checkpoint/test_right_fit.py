@@ -24,7 +24,7 @@ def script(seed=0, fits=1, stop=None, fit=lambda l, **kw: l.fit(2, .1, **kw), **
 class Stop(Callback):
     order,run_valid = 2000,False
     def __init__(self, at): self.at = at
-    def after_batch(self):
+    def batch_ended(self):
         if (self.learn.epoch,self.learn.iter) == self.at: raise RuntimeError('stopped')
 
 def dl_of_fastai(**kwargs): return DataLoader(items, **{**dict(bs=4, shuffle=True), **kwargs})

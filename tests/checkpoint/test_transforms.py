@@ -69,7 +69,7 @@ cases = dict(
 class Stop(Callback):
     order,run_valid = 2000,False
     def __init__(self, at): self.at = at
-    def after_batch(self):
+    def batch_ended(self):
         if (self.learn.epoch,self.learn.iter) == self.at: raise RuntimeError('stopped')
 
 class Sums(Callback):

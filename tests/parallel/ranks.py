@@ -455,7 +455,7 @@ class PowerCut(Callback):
     "An error on all ranks, after a batch of the fit"
     order,run_valid = 1001,False
     def __init__(self, done): self.done = done
-    def after_batch(self):
+    def batch_ended(self):
         if self.learn.train_iter == self.done: raise OSError('the power is out')
 
 def restart(): CheckpointFolder.in_use.clear()     # as in a new process

@@ -28,7 +28,7 @@ masks = []
 class Stop(Callback):
     "An error on all ranks, after a batch"
     order = 1001
-    def after_batch(self):
+    def batch_ended(self):
         if self.learn.training and self.learn.train_iter == 4: raise OSError('the power is out')
 
 def learner(dls, drop, *cbs):

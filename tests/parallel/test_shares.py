@@ -165,7 +165,7 @@ def cost():
 class PowerCut(Callback):
     order,run_valid = 1001,False
     def __init__(self, done): self.done = done
-    def after_batch(self):
+    def batch_ended(self):
         if self.learn.train_iter == self.done: raise OSError('the power is out')
 
 def resumed(done, before, after, fname, work=True, n_epoch=6, **kwargs):
