@@ -528,15 +528,17 @@ def end_with_step(self:GradientAccumulation): self.remainder = 'step'
 # %% ../../nbs/api/accumulation/01_callback.ipynb #acba428b
 @patch
 def state_dict(self:GradientAccumulation) -> dict: # Plain values
-    "The micro-batch sizes that 'auto' has found, and whether the epoch goes by plan, for checkpoints"
-    return dict(self.fitting.state_dict(), micro_bs=self.micro_bs, by_plan=self.learn is not None and self.loop.plan is not None)
+    "The micro-batch sizes that 'auto' has found, whether the epoch goes by plan, and what the fit has found out, for checkpoints"
+    return dict(self.fitting.state_dict(), micro_bs=self.micro_bs, by_plan=self.learn is not None and self.loop.plan is not None,
+                facts=self.facts.state_dict() if self.running else '')
 
 @patch
 def load_state_dict(self:GradientAccumulation,
     state:dict # From `state_dict`
 ):
-    "Continue with the saved micro-batch sizes, and as planned or not"
+    "Continue with the saved micro-batch sizes, as planned or not, and with what is known"
     self.fitting.load_state_dict(state)
+    self.facts.load_state_dict(state.get('facts', ''))
     if self.learn is not None and not state.get('by_plan'): self.loop.forget_plan()
 
 # %% ../../nbs/api/accumulation/01_callback.ipynb #b4e97aad

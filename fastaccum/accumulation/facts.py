@@ -6,6 +6,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/facts.html.md"""
 
 # %% ../../nbs/api/accumulation/13_facts.ipynb #bb0c11ee
 from __future__ import annotations
+import json
+from contextlib import suppress
 from ..core.lockstep.run import LockstepFacts
 from ..core.losses import LossRule, of_outputs
 from ..core.microbatch import Lists
@@ -54,3 +56,16 @@ class FitFacts:
     def begin_epoch(self):
         self.rule.begin_epoch()
         self.wide.begin_epoch()
+
+    # What the rest of an epoch may be too short to tell, for a process that goes on with the fit. As text, so that a
+    # checkpoint need not compare what one fit knows with what another one does
+    def state_dict(self):
+        rule = None if self.replaced is not None else self.rule.state_dict()
+        return json.dumps(dict(rule=rule, lists=self.lists.state_dict()))
+
+    # A text of another form comes from a file that somebody has changed: the fit finds out by itself
+    def load_state_dict(self, text):
+        try: state = json.loads(text)
+        except ValueError: return
+        for name in ('rule','lists'):
+            with suppress(KeyError, TypeError, ValueError): getattr(self, name).load_state_dict(state[name])

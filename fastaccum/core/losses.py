@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/losses.html.md"""
 
 # %% ../../nbs/api/core/02_losses.ipynb #2c000c6d
 from __future__ import annotations
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from numbers import Number
@@ -33,6 +34,7 @@ class LossRule:
         self.news,self._earlier = [],[]              # warnings to be given; micro-batches of this step so far
         self.times,self._since = LookTimes(),''
         self._asked,self._of_outputs = None,None     # the loss, and which one it is of outputs
+        self.saved:dict|None = None                  # what another process has found, until the loss is looked up
 
     def look_up(self,
         loss_func,      # A loss, as for `loss_weight`, or the one by which MixUp and CutMix replace it
@@ -49,6 +51,7 @@ class LossRule:
         mixer = mixer_of(loss_func)
         if same: self.probe.notice_change()
         else: self.probe = self.new_probe(loss_func) if check and mixer is None else None
+        if self.saved is not None and self.probe is not None: self._go_on(self.saved)
         if self.probe is not None: self.info = self.probe.rule
         else: self.info = LossInfo(loss_func) if mixer is None else LossInfo(mixer.old_lf).plain_mean()  # of its items' losses
         self.probed = self.probe is not None and not self.probe.known
@@ -188,6 +191,26 @@ def pass_over(self:LossRule,
 def begin_epoch(self:LossRule) -> None:
     "Look at least once in this epoch"
     self.times.begin_epoch()
+
+@patch
+def state_dict(self:LossRule) -> dict|None: # Plain values; `None` if it is not measured
+    "What has been found so far, for a process that goes on with the fit"
+    return dict(self.probe.state_dict(), since=self._since, measured=self.measured) if self.probed else None
+
+@patch
+def load_state_dict(self:LossRule,
+    state:dict|None # From `state_dict`
+) -> None:
+    "Go on with it, when the loss is looked up for the first time"
+    self.saved = state if self.info is None else None
+
+@patch
+def _go_on(self:LossRule, saved):
+    self.saved = None
+    # of another loss, or from a file that somebody has changed: it is measured anew
+    with suppress(KeyError, IndexError, TypeError, ValueError):
+        self.probe.load_state_dict(saved)
+        self._since,self.measured = str(saved['since']),bool(saved['measured'])
 
 @patch
 def end(self:LossRule) -> None:

@@ -102,6 +102,13 @@ class Lists:
         if guess != form and p in self.split: self.wrong = n,guess
         self.known.setdefault(p, form)
 
+    # What is known, for another process that goes on with the fit: pairs, for places whose names are plain
+    def state_dict(self):
+        return [[[*p], form] for p,form in self.known.items() if all(type(k) in (int,str) for k in p)]
+    def load_state_dict(self, state):
+        for p,form in state:
+            if form in ('objects','columns'): self.known.setdefault(tuple(p), form)
+
     def knows(self, b): return id(b) in self.now
 
     # Is `b`, of the batch that was looked at last, a list with an object for each item? Asked when it is split

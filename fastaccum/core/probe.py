@@ -265,6 +265,21 @@ def assume(self:LossProbe, rule):
     self.info,self.told = self.info.measure(**rule),True
     return self.rule
 
+# Name -> type of what a process finds out, and another one that continues the fit goes on with. Predictions are not among it: a single
+# item that waits for the next one is not counted
+_found = dict(once=float, changes=int, where=str, by_value=bool, left_out=bool, tried=bool, stuck=str, open=bool, why=str, tries=int,
+              was_sure=bool, no_gradient=bool, moves=float)
+
+@patch
+def state_dict(self:LossProbe): return dict({k: getattr(self, k) for k in _found}, loss=_name(self), rules=self.rules.state_dict())
+
+# Nothing changes if it does not fit
+@patch
+def load_state_dict(self:LossProbe, state):
+    if state['loss'] != _name(self): raise ValueError('another loss')
+    found = {k: None if state[k] is None else kind(state[k]) for k,kind in _found.items()}
+    vars(self).update(found, rules=_Rules.of_state(state['rules'], self.info))
+
 # Why nothing could be measured, if it could have been
 @patch(as_prop=True)
 def failed(self:LossProbe):
@@ -327,11 +342,59 @@ class _Rules:
         self.by_element = self.has_columns and any(r.over == 'elements' for r in self.fits)
         self._drop()
 
+    # How far each rule is off in what was seen. The targets are left out
+    def state_dict(self):
+        rules,last = {r.key: r for s in self.seen for r in s.rules},self.last
+        keys,in_last = [*rules],{r.key for s in last for r in s.rules}
+        parallel = bool(last) and all(s.parallel for s in last)
+        return dict(rules=[*map(plain_rule, rules.values())], fits=[keys.index(r.key) for r in self.fits if r.key in rules],
+                    n=len(self.seen), off=[first_off(self.seen, r) for r in rules.values()],
+                    last=[off_in(last, r) if k in in_last else None for k,r in rules.items()], tol=last[0].tol if last else 0.,
+                    parallel=parallel, adds_up=parallel and all(s.adds_up for s in last),
+                    by_element=self.by_element, has_columns=self.has_columns)
+
+    @classmethod
+    def of_state(cls, state, info):
+        self,rules = cls(),[rule_of(d, info) for d in state['rules']]
+        def seen(off): return SeenBefore(rules, off, float(state['tol']), bool(state['parallel']), bool(state['adds_up']))
+        self.seen,self.last = [seen(state['off'])]*int(state['n']),[seen(state['last'])] if state['n'] else []
+        self.fits = [rules[i] for i in state['fits']]
+        self.by_element = None if state['by_element'] is None else bool(state['by_element'])
+        self.has_columns = bool(state['has_columns'])
+        return self
+
     def _drop(self):
         elements = [r for r in self.fits if r.over == 'elements']
         no = ['elements'] if self.by_element is False else ['items'] if self.by_element and elements else []
         self.fits = [r for r in self.fits if r.over not in no and r not in elements[1:]]
         if not self.has_columns: self.fits.sort(key=lambda r: r.over != 'items')
+
+# %% ../../nbs/api/core/03_probe.ipynb #c3d9ff5f
+# What another process has seen: how far each of the rules was off. Nothing is known against any other rule
+class SeenBefore:
+    absolute = False
+    def __init__(self, rules, off, tol, parallel, adds_up):
+        self.off = {r.key: float(o) for r,o in zip(rules, off, strict=True) if o is not None}
+        self.rules,self.tol = [r for r in rules if r.key in self.off],tol
+        self.parallel,self.adds_up = parallel,adds_up
+
+    def error(self, rule): return self.off.get(rule.key, 0.)
+
+# A rule as plain values
+def plain_rule(info):
+    d = info.as_dict()
+    return d if d['class_weight'] is None else dict(d, class_weight=d['class_weight'].tolist())
+
+# The rule again, with the class weights that the loss has now. An error if they are others
+def rule_of(d, info):
+    d,w = dict(d),d['class_weight']
+    if d['over'] not in _overs or d['test'] is not None and d['test'][0] not in _tests: raise ValueError('no rule')
+    d['test'] = d['test'] and tuple(d['test'])
+    if w is not None:
+        held = [t for t in _walk(info.loss_func) if isinstance(t, Tensor) and t.dim() == 1 and t.is_floating_point()]
+        d['class_weight'] = next((t for t in held if t.tolist() == w), None)
+        if d['class_weight'] is None: raise ValueError('other class weights')
+    return info.measure(**d)
 
 # %% ../../nbs/api/core/03_probe.ipynb #c3d9ff5e
 def _no_rule(probe):
@@ -579,7 +642,8 @@ def _candidates(info, batch, grads):
     return sorted(res, key=_place) + [info.measure('items', reduction='sum', class_weight=None)]
 
 # In the order of preference; a sum is the last
-def _place(rule): return rule.reduction == 'sum', ('classes','valid','items','elements','mask','count').index(rule.over)
+def _place(rule): return rule.reduction == 'sum', _overs.index(rule.over)
+_overs = 'classes','valid','items','elements','mask','count'
 
 def _masks(y):
     "Columns of `y` whose sum may be a divisor; `None` stands for the whole of `y`"
@@ -668,6 +732,9 @@ class _Parts:
 # %% ../../nbs/api/core/03_probe.ipynb #c3d0770f
 # How far a rule is off in what was `seen` of a batch
 def off_in(seen, rule): return max(s.error(rule) for s in seen)
+
+# The same where the rule did not fit for the first time: it is not asked of what came then, as a part of the columns
+def first_off(seen, rule): return next((off for s in seen if (off := s.error(rule)) >= s.tol), 0.)
 
 # (error, rule) of the closest rule. One that might not count an item at all is the last resort
 def best_of(seen):

@@ -8,6 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/witnesses/sums.html
 __all__ = []
 
 # %% ../../../nbs/api/accumulation/witnesses/12_sums.ipynb #1a5c9601
+from ...loop.sizes import loader_bs
 from .witness import Witness
 
 # %% ../../../nbs/api/accumulation/witnesses/12_sums.ipynb #45c8d796
@@ -25,5 +26,7 @@ class UndeclaredSum(Witness):
 
     def after_batch(self, batch):
         cb = self.cb
-        n_batches = round(cb.accum_bs/max(1, batch.n_items)) if batch.before else 1
+        # the last one of an epoch may be shorter
+        usual = max(1, batch.n_items, loader_bs(self.learn.dls.train) or 0)
+        n_batches = round(cb.accum_bs/usual) if batch.before else 1
         self.tell(cb.rule.sum_message(n_batches, len(cb.acc.losses)))
