@@ -29,7 +29,7 @@ class ActivationCheckpointing(LoopCallback):
     needs_loop,recomputes_model = False,True
     def __init__(self,
         blocks=None,         # Classes of the blocks, or `f(module)->bool`. Default: the class that `find_blocks` finds
-        selective:bool=False # Keep the results of matrix products and attention? This takes less time and more memory
+        selective:bool=False # Keep results of matrix products and attention, if no layer is recurrent? Less time, more memory
     ):
         store_attr()
         self.chosen = None if blocks is None else parse_blocks(blocks)
@@ -189,7 +189,8 @@ class OtherForward:
 class Recompute(OtherForward):
     def __init__(self, module, selective=False):
         super().__init__(module)
-        self.selective = selective
+        # recurrent layers overwrite the results of their matrix products, without autograd noticing
+        self.selective = selective and not any(isinstance(m, (nn.RNNBase,nn.RNNCellBase)) for m in module.modules())
 
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled(): return self.plain(*args, **kwargs)

@@ -1,5 +1,6 @@
 "Recomputed, offloaded and compiled: exact together with all else, and gone after the fit; memory foretold"
 import pickle, random
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 import numpy as np, pytest, torchvision.models as tv
@@ -251,3 +252,21 @@ def test_foretold(net, opt):
         with PeakMemory() as real: learn.fit(1)
         learn.remove_cbs(cbs)
         assert abs(foretold/real.peak-1) < .01, (way, foretold, real.peak)
+
+class Recurrent(nn.Module):
+    def __init__(self, layer): super().__init__(); self.layer,self.out = layer(6, 6),nn.Linear(6, 6)
+    def forward(self, x):
+        y = self.layer(x)
+        return self.out(y[0] if isinstance(y, tuple) else y)
+
+@pytest.mark.parametrize('layer', [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell])
+def test_recurrent_layers_keep_nothing(layer):
+    "They overwrite what their matrix products have computed, so what is kept selectively would be something else"
+    torch.manual_seed(0)
+    net,x = nn.Sequential(Recurrent(layer), Recurrent(layer)).double(),torch.randn(4, 6).double()
+    grads = []
+    for recomputed in (nullcontext(), ActivationCheckpointing(selective=True).recomputed(net)):
+        net.zero_grad()
+        with recomputed: net(x).square().sum().backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    for a,b in zip(*grads): assert torch.equal(a, b)
