@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/parallel/fully_shard.html.md"""
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #39a5f161
 from __future__ import annotations
-import gc, zlib
+import gc
 from copy import deepcopy
 from math import inf, isfinite
 from fastai.basics import *
@@ -20,7 +20,7 @@ from ..loop.events import hears
 from ..loop.optimizers import params_of
 from ..loop.sizes import n_inputs
 from .data_parallel import DataParallel
-from .processes import from_all, in_group, same_on_all, together
+from .processes import SamePlaces, in_group, together
 from .ranks import Ranks
 from .sharding import as_fastai, known_sizes, shard_sizes
 from .tensors import same_weights
@@ -47,7 +47,7 @@ class FullyShard(DataParallel):
                              "for each other in every layer: pass numbers, such as shares=[3, 1].")
         store_attr('sync,units,offload')
         super().__init__(**kwargs)
-        if sync != 'every': self.unused_events = ('after_batch',)
+        self.unused_events = ('after_batch',)
 
     def make_ranks(self): return ShardedRanks(self.sync, timeout=self.timeout, shares=self.group_shares())
 
@@ -82,6 +82,7 @@ class FullyShard(DataParallel):
     def save_learner(self, file, with_opt=True, **kwargs):
         learn = self.learn
         file = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
+        self.brings_ranks.come_to('learn.save')
         reshard(learn.model)
         model,opt = whole(learn.model.state_dict()),whole(learn.opt.state_dict()) if with_opt and learn.opt is not None else None
         save_model(file, _With(model), opt and _With(opt), with_opt=with_opt, **kwargs)
@@ -126,6 +127,10 @@ class ShardedRanks(Ranks):
         super().__init__(**kwargs)
         self.sync,self.left = sync,inf
         self.skeleton = None                       # of the whole model, from which an exported one is made
+        self.places = None
+        self.layers = []                           # those with parameters
+        self.called = set()                        # numbers of them
+        self.in_validation = []                    # hooks
 
     def before_sharding(self, model): self.skeleton = skeleton_of(model)
 
@@ -133,43 +138,27 @@ class ShardedRanks(Ranks):
     def begin_steps(self):
         self.shares.check_same(self.rank)
         self.buckets = ()
-        self.path = 0
-        self.n_batches = 0
-        units = [(name, m) for name,m in self.learn.model.named_modules() if is_sharded(m)]
-        self.hooks += [m.register_forward_pre_hook(partial(self._enter, name), prepend=True) for name,m in units]
+        self.hooks += self._watch_layers()
         # a callback may change what each backward pass leaves
         self.witness = SumWitness(self.learn.model, self.accumulation.acc, any(hears(cb, ['after_backward']) for cb in self.learn.cbs))
         self.hooks.append(self.witness)
 
-    # A unit is needed: all ranks must need the same one. Asked in the first loader batches; later it shows at the step
-    def _enter(self, name, *_):
-        n = zlib.crc32(name.encode())%2**16
-        self.path = (self.path*31+n)%2**16
-        if self.n_batches > 2: return
-        n = torch.tensor([n, n**2], dtype=torch.float64, device=self.device)
-        with together(): dist.all_reduce(n)
-        if not same_on_all(*n.tolist(), self.world): self._tell_of_layers(name)
-
-    def _tell_of_layers(self, name=None):
-        what = '' if name is None else f" This one has come to {name or 'the whole model'!r}; another rank has not."
-        raise RuntimeError(f"The ranks go through different layers of the model.{what} With FullyShard each rank has a "
-                           "part of each layer, so all ranks must call all layers in the same order, with each batch: "
-                           "use DataParallel, or call the layer and multiply what it returns by zero.")
-
-    def _rule(self): return (super()._rule() + self.path)%2**16
-
-    def _check_rule(self, head):
-        if same_on_all(head.rule, head.rule_squared, self.world): return
-        if len(set(from_all(self.path))) > 1: self._tell_of_layers()
-        super()._check_rule(head)
+    def agree(self, *args, **kwargs):
+        if self.places is None: self.places = SamePlaces()
+        self.come_to('the end of the batch')
+        try: return super().agree(*args, **kwargs)
+        finally: self.places.next_round()
 
     # All ranks need each other's parts of the weights: in validation they say so before each pass, as one may end it
     # earlier than another
     def begin_validation(self):
         super().begin_validation()
-        self.hooks.append(self.learn.model.register_forward_pre_hook(lambda *_: self.agree('forward') and None, prepend=True))
+        self.end_validation()                      # an error may have ended the last one
+        if not self.hooks: self.in_validation = self._watch_layers()       # without a fit
+        self.in_validation.append(self.learn.model.register_forward_pre_hook(partial(_call, self.agree, 'forward'), prepend=True))
 
-    def end_validation(self): self.hooks.pop().remove()
+    def end_validation(self):
+        while self.in_validation: self.in_validation.pop().remove()
 
     # A rank has fewer loader batches in a validation than another
     def ghost_forward(self):
@@ -181,7 +170,6 @@ class ShardedRanks(Ranks):
     def begin(self, batch):
         acc,y = self.accumulation,self.learn.yb[0]
         total = self.agree('step', weight=y[0].numel() if isinstance(y, Tensor) and y.dim() else 1).weight
-        self.path,self.n_batches = 0,self.n_batches+1
         if batch.opens:
             acc.acc.set_target(acc.accum_bs*total/self.world)
             self.witness.begin()
@@ -196,12 +184,15 @@ class ShardedRanks(Ranks):
         learn.model.eval()                         # BatchNorm and dropout do not see it
         for _ in range(parts):
             out = sum(o.float().sum() for o in tree_leaves(learn.model(*learn.xb)) if isinstance(o, Tensor))*0
-            self.begin_backward()
+            self.begin_backward(out)
             out.backward()
         for m,mode in modes: m.training = mode
         self.no_items()
 
-    def begin_backward(self):
+    # `loss`: where the backward pass begins, unless it is cancelled
+    def begin_backward(self, loss=None):
+        if loss is None: loss = self.learn.loss_grad
+        if loss.requires_grad: loss.register_hook(self._enter_backward)
         if self.sync == 'every': return
         self.left -= 1
         last,model = self.left == 0,self.learn.model
@@ -216,6 +207,49 @@ class ShardedRanks(Ranks):
         scale_grads(acc.params, self.world*factor)  # FSDP has averaged over the ranks
         self.witness.compare(factor)
         return mean,weight,n
+
+# %% ../../nbs/api/parallel/03_fully_shard.ipynb #5e1f0d01
+# If the ranks gathered weights of different layers, or added up gradients of different ones, they would wait for
+# ever, or PyTorch would abort the process. So they compare where they are before they do
+@patch
+def _watch_layers(self:ShardedRanks):
+    modules = list(self.learn.model.named_modules())
+    self.layers = [name for name,m in modules if any(True for _ in m.parameters(recurse=False))]
+    calls = [(self.learn.model.get_submodule(name), self.called.add, i) for i,name in enumerate(self.layers)]
+    units = [(m, self._enter, name) for name,m in modules if is_sharded(m)]
+    return [m.register_forward_pre_hook(partial(_call, f, arg), prepend=True) for m,f,arg in calls + units]
+
+@patch
+def _enter(self:ShardedRanks, name):
+    if not name: self.called.clear()           # a forward pass begins
+    self.come_to(repr(name) if name else 'the model')
+
+# It makes gradients of the layers that were called, which are the bits of a number
+@patch
+def _enter_backward(self:ShardedRanks, *_): self.come_to(f'{backward}{sum(1 << i for i in self.called):x}')
+
+# An error if another rank has come to another place
+@patch
+def come_to(self:ShardedRanks, place):
+    other = self.places.come_to(place) if self.places else None
+    if other is None: return
+    rank,theirs = other
+    called = [int(o[len(backward):], 16) for o in (place, theirs) if o.startswith(backward)]
+    if len(called) == 2:
+        alone = [repr(name) for i,name in enumerate(self.layers) if (called[0]^called[1]) >> i & 1]
+        what = f"{', '.join(alone)} was called on rank {self.rank} or on rank {rank} only"
+    else:
+        own,theirs = (backward.strip() if o.startswith(backward) else o for o in (place, theirs))
+        what = f"rank {self.rank} has come to {own}, and rank {rank} to {theirs}"
+    raise RuntimeError(f"The ranks go through different layers of the model in {self._where()}: {what}. With "
+                       "FullyShard each rank has a part of each layer, so all ranks must call all layers in the "
+                       "same order, with each batch: use DataParallel, or call the layer also where it is not "
+                       "needed, and add what it returns times zero. Cancel a batch on all ranks, or on none.")
+
+backward = 'the backward pass '
+
+# For forward hooks, which return nothing
+def _call(f, arg, *_): f(arg)
 
 # %% ../../nbs/api/parallel/03_fully_shard.ipynb #22702e59
 # Compares one small gradient of a step with the sum of what the ranks' backward passes gave, whatever PyTorch makes of

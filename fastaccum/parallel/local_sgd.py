@@ -54,14 +54,12 @@ class LocalSGD(DataParallel):
 # %% ../../nbs/api/parallel/02_local_sgd.ipynb #d8214543
 class LocalRanks(Ranks):
     joint_gradients = False
-    one_model = False
     refuses = dict(TrainingCheckpoint="saves one state for all ranks, but with LocalSGD each rank has its own weights and optimizer: "
                                       "leave it out, and use SaveModelCallback.")
     def __init__(self, period, warmup_steps, outer_lr, outer_momentum, **kwargs):
         super().__init__(**kwargs)
         store_attr('period,warmup_steps,outer_lr,outer_momentum')
         self.n_steps = 0
-        self.since = 0                     # steps since the last average
         self.outer = None
 
     @property
@@ -93,10 +91,8 @@ class LocalRanks(Ranks):
         copies = [p.detach().clone().requires_grad_() for p in self.params]
         self.outer = torch.optim.SGD(copies, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=True)
 
-    # Average the weights of all ranks, if there were steps since the last average (on this rank; or `steps`); with
-    # `outer_lr`, take the outer step
-    def average(self, steps=None):
-        if not ifnone(steps, self.since): return
+    # Average the weights of all ranks; with `outer_lr`, take the outer step
+    def average(self):
         if self.outer_lr is not None and self.outer is None: self._open_outer()
         params,self.since = self.params,0
         with together(), torch.no_grad():
@@ -108,10 +104,10 @@ class LocalRanks(Ranks):
             self.outer.step()
             for start,p in zip(starts, params): p.copy_(start)
 
+    # A rank may have had no step since the last average, where another has
     def before_validate(self):
-        super().before_validate()
-        self.average()
+        if super().before_validate(): self.average()
 
     def end_fit(self):
         super().end_fit()
-        self.average(max(from_all(self.since)))    # a rank that has ended the fit may not have had a step yet
+        if any(from_all(self.since)): self.average()

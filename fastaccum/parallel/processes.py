@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/parallel/processes.html.md"""
 
 # %% ../../nbs/api/parallel/04_processes.ipynb #d670ffc9
 from __future__ import annotations
-import atexit, logging, os, signal, sys, threading, time, traceback
+import atexit, logging, os, signal, sys, threading, time, traceback, uuid
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -229,3 +229,33 @@ def from_all(obj):
 
 # Is a number the same on `world` ranks? From its sum, and the sum of its squares
 def same_on_all(total, of_squares, world): return total**2 == of_squares*world
+
+# %% ../../nbs/api/parallel/04_processes.ipynb #5e1f0c01
+# Do the ranks come to the same places, in the same order? None waits for another: the first that comes to the n-th place
+# of a round writes it into their store, where the others find it. A round ends where all of them wait for each other
+class SamePlaces:
+    def __init__(self):
+        self.key = from_rank0(uuid.uuid4().hex)
+        self.round = 0
+        self.n = 0
+        self.known = []                            # what the store has, as far as this rank knows
+
+    def next_round(self):
+        self.round += 1
+        self.n = 0
+
+    # Rank and place of another that has come to another place, or None
+    def come_to(self, place):
+        n,own = self.n,f'{self.round} {dist.get_rank()} {place}'
+        self.n += 1
+        if n == len(self.known): self.known.append('')
+        with together(): theirs = self._swap(n, own)
+        # after an error on all ranks, not all of them know what the store has
+        while int(theirs.split()[0]) < self.round:
+            self.known[n] = theirs
+            with together(): theirs = self._swap(n, own)
+        self.known[n] = theirs
+        _,rank,there = theirs.split(' ', 2)
+        return None if there == place else (int(rank), there)
+
+    def _swap(self, n, own): return _store().compare_set(f'{self.key}_{n}', self.known[n], own).decode()

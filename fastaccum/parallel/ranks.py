@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..accumulation.ways import way_of
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
+from ..loop.optimizers import is_trained, rates_of
 from ..loop.ranks import OneRank
 from .norms import JointNorms
 from .processes import all_ended, from_all, same_on_all, together
@@ -28,7 +29,8 @@ __all__ = []
 # What several ranks do together. `DataParallel` makes one, if there are several
 class Ranks(OneRank):
     joint_gradients = True                         # do they add up their gradients at each step?
-    one_model = True                               # has each of them all weights, and the same?
+    one_model = True                               # has each of them all weights?
+    since = 0                                      # steps of this rank's own since all had the same weights
     def __init__(self, timeout=600, bucket_mb=25, overlap=False, shares=None):
         super().__init__()
         self.timeout,self.bucket_mb = timeout,bucket_mb
@@ -156,8 +158,9 @@ def gather(self:Ranks, out=None):
 @patch
 def before_validate(self:Ranks):
     self.shares.pause()                        # what happens between two steps is no part of them
-    self.agree('validate')
+    since = self.agree('validate', items=self.since).items
     self.join_buffers()
+    return since
 
 @patch
 def join_buffers(self:Ranks):
@@ -295,6 +298,7 @@ def load_shares(self:Ranks, state):
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #232b40c9
 kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','end'
+steps = 'train','step','average'                  # steps follow, or weights of steps are averaged
 asks = 'save','SIGINT','SIGTERM','SIGUSR1'
 
 # What a rank tells the others; also the sums of that over all ranks
@@ -311,6 +315,9 @@ class Head(NamedTuple):
     votes:int = 1            # does it say where all should be?
     rule:int = 0
     rule_squared:int = 0
+    settings:int = 0
+    settings_squared:int = 0
+    compares:int = 0         # are these the weights that all should have?
     weights:float = 0.       # sum of a parameter, or of all
     weights_squared:float = 0.
     size:float = 0.          # sum of their absolute values
@@ -342,8 +349,9 @@ def agree(self:Ranks, kind, votes=True, **values):
     if kind in ('outputs','forward'): self.calls += 1
     place,rule = (0, 0) if ends or not votes else (self._place_of(kind), self._rule() if kind == 'step' else 0)
     unsure = kind == 'step' and not self.accumulation.rule.sure
+    settings = self._digest() if kind in steps else 0
     own = Head(**values, place=place, place_squared=place**2, votes=votes, rule=rule, rule_squared=rule**2, unsure=unsure,
-               ended=ends, **self._sums(kind), **dict.fromkeys(asked, True))
+               settings=settings, settings_squared=settings**2, ended=ends, **self._sums(kind), **dict.fromkeys(asked, True))
     head = own.added_up(self.device)
     self.known.update(k for k in asks if getattr(head, k))
     if head.out_of_memory: self.shares.out_of_memory(own=False)
@@ -351,6 +359,7 @@ def agree(self:Ranks, kind, votes=True, **values):
         self.ended = True
         raise CancelFitException('another rank has ended the fit')
     if not head.ended: self._check_same(kind, head)
+    if not head.ended and kind in steps: self._check_settings(head)
     if head.ended in (0, self.world): self._check_weights(head)
     return head
 
@@ -377,18 +386,36 @@ def _check_same(self:Ranks, kind, head):
                            f"`CancelValidException`{of_batches}): end it on all ranks, or raise `CancelFitException`.")
     if not head.unsure: self._check_rule(head)
 
+# %% ../../nbs/api/parallel/07_ranks.ipynb #5e1f0b02
+# What must be the same on all ranks: rates, and which parameters are trained
+@patch
+def _settings(self:Ranks): return rates_of(self.learn.opt),[*map(is_trained, self.accumulation.acc.params)]
+
+@patch
+def _digest(self:Ranks): return zlib.crc32(repr(self._settings()).encode())%2**16
+
+@patch
+def _check_settings(self:Ranks, head):
+    if same_on_all(head.settings, head.settings_squared, self.world): return
+    rates,trained = zip(*from_all(self._settings()))
+    by_rank = {k: [r.get(k) for r in rates] for k in rates[0]} | {'number of trained parameters': [*map(sum, trained)]}
+    apart = [f"{k!r} is {' and '.join(map(str, vs))}" for k,vs in by_rank.items() if len(set(vs)) > 1]
+    what = ', '.join(apart) or 'other parameters are trained'
+    raise RuntimeError(f"The ranks' settings have parted before {self._where()} ({what}). "
+                       "Something changes them on some ranks only, such as a callback: do it on all ranks.")
+
 # %% ../../nbs/api/parallel/07_ranks.ipynb #5e1f0a02
 # Sums of this rank's weights, which are those of the others: in a step of one parameter, each in turn, else of all
 @patch
 def _sums(self:Ranks, kind):
-    if not self.one_model or self.buckets is None or kind not in ('step','train','validate','end'): return {}
+    if not self.one_model or self.since or self.buckets is None or kind not in ('step','train','validate','end'): return {}
     params = self.named
     if kind == 'step':
         params = [params[self.turn%len(params)]]
         self.turn += 1
     self.compared = [k for k,_ in params]
     total,size = (sum(of_each).double().nan_to_num(0., 0., 0.) for of_each in zip(*[_sums_of(p.detach()) for _,p in params]))
-    return dict(weights=total, weights_squared=total**2, size=size)
+    return dict(compares=1, weights=total, weights_squared=total**2, size=size)
 
 # Sum and size of a parameter, in at least float32
 def _sums_of(p):
@@ -398,7 +425,7 @@ def _sums_of(p):
 # Weights of ranks that go the same way differ by rounding at most, as their sums do
 @patch
 def _check_weights(self:Ranks, head):
-    if not head.size: return
+    if head.compares < self.world: return
     mean = head.weights/self.world
     spread = max(0., head.weights_squared/self.world-mean**2)**.5
     size = head.size/self.world

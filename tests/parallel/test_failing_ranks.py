@@ -1,8 +1,9 @@
 """A rank that fails tells the others, also where its process lives on; and what FullyShard does at its ends"""
-import multiprocessing, time
+import multiprocessing, re, time
 from concurrent.futures import ProcessPoolExecutor
 import pytest, torch, torch.distributed as dist
-from fastai.basics import Callback, CancelFitException, Datasets, Learner, nn
+import torch.distributed.fsdp         # here once, not in each rank
+from fastai.basics import Callback, CancelBatchException, CancelFitException, Datasets, Learner, nn
 from fastai.learner import load_learner
 from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, LocalSGD, launch
 from fastaccum.parallel import processes
@@ -52,15 +53,19 @@ def buffers(dp):
     "After a fit that one rank ends in its first epoch"
     return [b.clone() for b in fit(dp, At([1], 'after_batch', stop), model=Normed()).model.buffers()]
 
-class OneOfTwo(nn.Module):
-    "Each rank calls another layer: of equal sizes, or of others; from the start, or later"
-    def __init__(self, sizes, since):
+class Leaves(nn.Module):
+    "Rank 1 leaves out a layer, from its `since`-th pass on: one that FSDP gathers alone, or one that it gathers with others"
+    def __init__(self, out, since=0, in_training=True):
         super().__init__()
         torch.manual_seed(1)
-        self.layers,self.since,self.n = nn.ModuleList([nn.Sequential(nn.Linear(5, n), nn.Linear(n, 3)) for n in sizes]),since,0
+        self.blocks,self.aux,self.head = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)]),nn.Linear(5, 5),nn.Linear(5, 3)
+        self.out,self.since,self.in_training,self.n = out,since,in_training,0
     def forward(self, x):
         self.n += 1
-        return self.layers[dist.get_rank() if self.n > self.since else 0](x)
+        leaves = dist.get_rank() == 1 and self.n > self.since and self.training <= self.in_training
+        for name,m in dict(block0=self.blocks[0], block1=self.blocks[1], block2=self.blocks[2], aux=self.aux).items():
+            if not leaves or name != self.out: x = x+m(x)
+        return self.head(x)
 
 def exported():
     x,y = data()
@@ -83,8 +88,6 @@ def exported():
 def all_two():
     res = dict(all=living_on([0, 1]), buffers={dp.__name__: buffers(dp) for dp in (DataParallel, FullyShard, LocalSGD)},
                exported=exported())
-    for sizes in ((4, 4), (4, 6)): res[f'layers {sizes}'] = fit(FullyShard, model=OneOfTwo(sizes, 0))
-    res['layers later'] = fit(FullyShard, model=OneOfTwo((4, 4), 6))
     return res
 
 class InValidation(Callback):
@@ -127,6 +130,15 @@ def fails_first():
 def cannot_be_pickled(): return (lambda: 0) if dist.get_rank() else 0
 def messages(): return message(fails_first, 2),message(cannot_be_pickled, 2)
 
+def cancel(): raise CancelBatchException
+# PyTorch would abort these, or wait for ever. What the error names, and where the ranks part
+parting = dict(
+    between=("batch 6: .*'blocks.1'", lambda: fit(FullyShard, model=Leaves('block1', 6))),
+    with_others=("batch 0: 'aux' was called", lambda: fit(FullyShard, model=Leaves('aux'))),
+    validation=("'blocks.2'", lambda: fit(FullyShard, model=Leaves('block2', in_training=False))),
+    cancelled=("the end of the batch", lambda: fit(FullyShard, At([1], 'before_backward', cancel))))
+def parts(name): return parting[name][1]()
+
 fails = [(one, 2, 1), (one, 3, 1), (early, 2, 0), (sharded, 2, 1), (sharded, 3, 1), (sharded_early, 2, 0)]
 in_validation = validate, get_preds, after_validation, validate_sharded
 def failures():
@@ -134,6 +146,7 @@ def failures():
     todo = [(f, n) for f,n,_ in fails] + [(f, 2) for f in in_validation]
     with ProcessPoolExecutor(2, multiprocessing.get_context('fork')) as pool:
         jobs = {(f.__name__, n): pool.submit(launch, f, n) for f,n in todo}
+        jobs |= {k: pool.submit(launch, parts, 2, k) for k in parting}
         return {k: job.result() for k,job in jobs.items()}
 
 @pytest.fixture(scope='module')
@@ -165,9 +178,9 @@ def test_statistics_are_equal_after_a_cancelled_fit(results, dp):
 def test_a_sharded_model_is_exported_whole(results):
     for r in results: assert r['exported'] == (True, {'Normed', 'Parameter'}, True)
 
-@pytest.mark.parametrize('case', ['layers (4, 4)', 'layers (4, 6)', 'layers later'])
-def test_other_layers_on_another_rank_are_an_error(results, case):
-    for r in results: assert 'go through different layers' in r[case]
+@pytest.mark.parametrize('case', parting)
+def test_other_layers_on_another_rank_are_an_error(failed, case):
+    for r in failed[case]: assert 'go through different layers' in r and re.search(parting[case][0], r), r
 
 def test_the_first_error_is_shown(tmp_path):
     (first,result), = started(messages, 1, tmp_path, __file__)()
