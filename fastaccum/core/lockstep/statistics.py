@@ -26,7 +26,12 @@ def moments(x):
     if x.dtype.itemsize < 4: x = x.float()
     dims,n = [0, *range(2, x.dim())],x.numel()//max(1, x.shape[1])
     mean = x.sum(dims)/max(1, n)               # a part may have no values here
-    return n,mean,(x-wide(mean, x)).square_().sum(dims)
+    rest = x-wide(mean, x)
+    off = precise(rest.sum(dims)/max(1, n))    # what rounding has left of the mean
+    return n,precise(mean)+off,precise(rest.square_().sum(dims)) - n*off.square()
+
+# In float64; mps has none
+def precise(t): return t if t.device.type == 'mps' else t.double()
 
 # The same of several parts together
 def pooled(ns, means, squares):
@@ -146,11 +151,12 @@ class Meeting:
         first = calls[0]
         self.running,self.momentum = first.running,first.momentum
         own = pooled(*zip(*(c.take_moments() for c in calls)))
-        self.n,self.mean,squares = own if others is None else others.pool(first.place(names), *own)
+        self.n,mean,squares = own if others is None else others.pool(first.place(names), *own)
         if self.n < 2:
             shape = tuple(first.x.shape)
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
-        self.var,self.unbiased = squares/self.n,squares/(self.n-1)
+        dtype = torch.promote_types(first.x.dtype, torch.float32)
+        self.mean,self.var,self.unbiased = (t.to(dtype) for t in (mean, squares/self.n, squares/(self.n-1)))
         self.inv = (self.var + first.eps).rsqrt()
 
     # As one batch would. This waits until all parts have left the model
