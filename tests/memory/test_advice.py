@@ -5,9 +5,11 @@ import numpy as np, pandas as pd, pytest, torch, torch.nn as nn, torch.nn.functi
 from quick import quickly
 from fastai.basics import Adam, Callback, CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, OptimWrapper, SGD
 from fastai.callback.schedule import SchedLin
+from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, tabular_learner
 from fastai.text.all import (AWD_LSTM, CategoryBlock, ColReader, ColSplitter, DataBlock, TextBlock,
                              awd_lstm_clas_config, awd_lstm_lm_config,
                              language_model_learner, text_classifier_learner)
+from fastai.vision.all import resnet18, unet_learner, vision_learner
 from fastaccum.all import (ActivationCheckpointing, AdaptiveGradientAccumulation, GradientAccumulation,
                            GradientAccumulationSchedule, GradientNoiseScale,
                            PeakMemory)
@@ -257,3 +259,52 @@ def test_batchnorm_is_told_with_the_call(norm):
     small = learn.memory_advice(gib=(advice.params+advice.peak_at(8))/.9/2**30)
     assert 'micro_batch_size' in small.call
     assert (f"GradientAccumulation(micro_batch_size={small.micro_batch_size}, coupled='batchnorm')" in str(small)) == norm
+
+# -- Its lines, pasted ---------------------------------------------------------------------------------------------
+class Encoder(nn.Module):
+    def __init__(self, d=32, n_layers=6, n_token=50):
+        super().__init__()
+        self.tokens = nn.Embedding(n_token, d)
+        self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(d, 4, 4*d, 0., batch_first=True), n_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(d, n_token)
+    def forward(self, x): return self.head(self.body(self.tokens(x)))
+
+def vision(make, *cbs, loss=None, **kwargs):
+    def get(n): return [(torch.randn(3, 32, 32), torch.randint(4, (32, 32) if make is unet_learner else ())) for _ in range(n)]
+    torch.manual_seed(0)
+    dls = DataLoaders(*[DataLoader(get(n), bs=16) for n in (32, 16)], device='cpu')
+    dls.c,dls.vocab = 4,[*'abcd']
+    return make(dls, resnet18, pretrained=False, n_out=4, normalize=False, loss_func=CrossEntropyLossFlat(**(loss or {})), cbs=list(cbs),
+                opt_func=SGD, **kwargs)
+
+def encoder(*cbs):
+    torch.manual_seed(0)
+    items = list(zip(torch.randint(50, (32, 64)), torch.randint(50, (32, 64))))
+    dls = DataLoaders(DataLoader(items, bs=16), DataLoader(items[:16], bs=16), device='cpu')
+    return Learner(dls, Encoder(), loss_func=CrossEntropyLossFlat(), opt_func=Adam, cbs=list(cbs))
+
+def tabular(*cbs):
+    rng = np.random.default_rng(0)
+    df = pd.DataFrame(dict(a=rng.normal(size=600), c=rng.choice([*'abcdefghi'], 600), y=rng.choice([*'01'], 600)))
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['c'], cont_names=['a'], y_names='y',
+                                     y_block=CategoryBlock(), valid_idx=list(range(500, 600)), bs=64, device='cpu')
+    return tabular_learner(dls, layers=[200, 100], n_out=2, cbs=list(cbs))
+
+pasted = {
+    'plain': get_learner, 'many classes': lambda *cbs: trainable(mlp(64, 5000), *cbs, bs=64, n=128), 'tabular': tabular,
+    'encoder': encoder, 'classifier of texts': lambda *cbs: texts(text_classifier_learner, *cbs, seq_len=16),
+    'pictures': partial(vision, vision_learner), 'U-Net': partial(vision, unet_learner, loss=dict(axis=1))}
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:.*BatchNorm', "ignore:fastai's SentenceEncoder leaves out")        # told in training
+@pytest.mark.parametrize('kind,accumulates', [*[(k, False) for k in pasted], ('plain', True), ('tabular', True)])
+def test_pasted_lines_fit(kind, accumulates):
+    "In a memory that has half of what its tools can save less than training takes"
+    learn = pasted[kind](*[GradientAccumulation(64)]*accumulates)
+    a = learn.memory_advice()
+    peak = (a.peak + min(a.cost(plan).peak for plan in a._plans().values()))/2
+    said = str(learn.memory_advice(gib=(a.params+peak)/.9/2**30))
+    lines = [line for line in said.splitlines() if line.startswith('learn.')]
+    exec('\n'.join(lines), dict(globals(), learn=learn))
+    with PeakMemory() as real, learn.no_bar(), learn.no_logging(): learn.fit(2)
+    assert lines and real.peak < 1.01*peak < .99*a.peak
