@@ -19,7 +19,9 @@ __all__ = []
 # A saved value that does not fit
 class WrongEntry(ValueError): pass
 
-def refuse(path, v, expected): raise WrongEntry(f'`{path}` is {_shown(v)}, and {expected} belongs there')
+def refuse(path, v, expected): raise WrongEntry(f'{_entry(path)} is {_shown(v)}, and {expected} belongs there')
+
+def _entry(path): return f'`{path}`' if path else 'the file'
 
 def _shown(v):
     if isinstance(v, Tensor): return f'a tensor {tuple(v.shape)} {v.dtype}'
@@ -37,7 +39,7 @@ def check_form(v, form, path):
     if isinstance(form, dict):
         if not isinstance(v, dict): refuse(path, v, 'a dict')
         for k,f in form.items():
-            if isinstance(k, str) and k not in v and not k.endswith('?'): raise WrongEntry(f'`{path}` has no `{k}`')
+            if isinstance(k, str) and k not in v and not k.endswith('?'): raise WrongEntry(f'{_entry(path)} has no `{k}`')
         for k,o in v.items():
             f = next((form[n] for n in (k, f'{k}?', type(k)) if n in form), None)
             if f is None: refuse(f'{path}.keys()', k, 'none of this type')

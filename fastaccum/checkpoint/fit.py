@@ -19,7 +19,7 @@ from .own_code import own_code, tell_of_code
 from .fingerprint import beginning, callback_list, callbacks_wrong, data_wrong, differences, fit_settings
 from .files import beginning_mark
 from .loaders import check_loader, epoch_of
-from .state import LearnerState, learner_device, state_form
+from .state import LearnerState, learner_device, outline
 from .values import digest
 from ..core.warnings import warn
 from ..loop.learner import own_method
@@ -77,8 +77,9 @@ class SavedFit:
     # `words`: how many a beginning has
     def check_outline(self, words):
         state = self.state
-        check_form(state, {**state_form, **_form, str: object}, '')
-        if self.in_epoch: check_form(state, {**_form_in_epoch, str: object}, '')
+        if not isinstance(state, dict): refuse('', state, 'a dict')
+        check_form(state, {**outline(state), **_form}, '')
+        if state.keys() & {'batch','new_workers'}: check_form(state, {**_form_in_epoch, str: object}, '')
         if len(state['beginning'].split()) != words+1:
             refuse('beginning', state['beginning'], 'what the fit began with')
 

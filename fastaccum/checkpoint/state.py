@@ -405,6 +405,11 @@ state_form = {'learner': learner_form, 'model_attrs': {str: dict}, 'has_grad': l
               'metrics': list, 'samplers': [{str: object}], 'notes': {str: {str: object}}, 'persistent': [bool], 'rng': (dict,_none),
               'file?': str, 'ranks?': list}
 
+# That of a state. What `lr_find` leaves has no weights, and nothing else that is trained
+def outline(state):
+    is_trained = state.keys() & (trained_form.keys() - state_form.keys())
+    return {**state_form, **(trained_form if is_trained else {}), str: object}
+
 # Objects that are saved elsewhere, or made by the script: callbacks may refer to them without owning them
 def known_of(learn, loss, cbs):
     # the loss scale, for example
@@ -452,7 +457,7 @@ class LearnerState:
     # Restore what `take` returned, except for the random numbers. A `WrongEntry` if something does not fit
     def put(self, state):
         learn,vs = self.learn,self.vs
-        check_form(state, {**state_form, str: object}, '')
+        check_form(state, outline(state), '')
         if 'model' in state: self.trained.put(state)
         else: self.trained.put_grads(state['has_grad'])
         put_module_attrs(vs, self.trained.model, state['model_attrs'], 'model')

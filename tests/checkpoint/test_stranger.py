@@ -48,6 +48,30 @@ def test_paths_are_the_scripts():
             and learn.save_model.fname == 'model' and victim.read_text() == 'mine')
     assert [str(f) for f in Path('.').iterdir() if f.name.startswith('victim')] == ['victim.csv']
 
+def changed_in_mid_epoch(**entries):
+    "Resume from checkpoints of which somebody has changed these entries, or left out (None)"
+    shutil.rmtree('run', ignore_errors=True)
+    with pytest.raises(RuntimeError, match='stopped'): fit(Stop())
+    for file in Path('run/models/checkpoint').glob('*.pt'):
+        state = {k: v for k,v in {**read_checkpoint(file), **entries}.items() if v is not None}
+        write_checkpoint(state, file)
+    fit()
+
+def entries_in_mid_epoch():
+    with pytest.raises(RuntimeError, match='stopped'): fit(Stop())
+    return [*read_checkpoint(next(iter(Path('run/models/checkpoint').glob('*.pt'))))]
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:Since the checkpoint, callbacks have changed')       # Stop is gone
+def test_each_entry_is_asked_for():
+    "An entry that is not there, or a text in its place, is an error that names it: nothing is filled in, nothing left out"
+    for k in entries_in_mid_epoch():
+        if k == 'file': continue                              # its mark, by which a lost manifest is made up for
+        wrong = 'the checkpoint does not say which items are left' if k == 'drawn' else f'has no `{k}`'
+        with pytest.raises(ValueError, match=wrong): changed_in_mid_epoch(**{k: None})
+        with pytest.raises(ValueError, match=f"`{k}` is 'hi', and .* belongs there"): changed_in_mid_epoch(**{k: 'hi'})
+    with pytest.raises(ValueError, match='has no `model`'): changed_in_mid_epoch(model=None, frozen_idx=None, opt=None)
+
 def test_manifest():
     "Names that lead out of the folder are not its files"
     folder = Path('run')

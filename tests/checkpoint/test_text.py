@@ -54,7 +54,7 @@ def test_language_model():
     says = r"keeps state from one batch to the next.*SaveModelCallback\(every_epoch=True, with_opt=True\).*`start_epoch=4`"
     with pytest.raises(ValueError, match=says): learn.fit(1)
     def fit(learn, *cbs, **kwargs): learn.fit_one_cycle(3, .01, cbs=[SaveModelCallback(every_epoch=True, with_opt=True), *cbs], **kwargs)
-    with pytest.raises(RuntimeError): fit(language(), Interrupt((1, 2)))
+    with pytest.raises(RuntimeError): fit(language(), Interrupt((1, 2), event='after_batch'))
     saved,learn = language(),language()
     saved.load('model_0'); learn.load('model_0')
     class Begins(Callback):
