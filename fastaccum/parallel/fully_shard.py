@@ -160,11 +160,15 @@ class ShardedRanks(Ranks):
     def end_validation(self):
         while self.in_validation: self.in_validation.pop().remove()
 
-    # A rank has fewer loader batches in a validation than another
+    # A rank has fewer loader batches in a validation than another. It comes to the same places, also without a fit
     def ghost_forward(self):
         learn,dl = self.learn,self.learn.dl
         b = dl.after_batch(to_device(dl.dl.do_batch([dl.dl.do_item(0)]), device_of(learn.model)))
-        with torch.no_grad(): learn.model(*b[:n_inputs(learn.dls, b)])
+        watched = [] if self.hooks else self._watch_layers()
+        try:
+            with torch.no_grad(): learn.model(*b[:n_inputs(learn.dls, b)])
+        finally:
+            for h in watched: h.remove()
 
     # A rank without items computes with an item that does not count
     def begin(self, batch):
