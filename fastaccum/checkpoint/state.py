@@ -397,7 +397,7 @@ class RandomNumbers:
                if _has_part(cb) and 'brings_ranks' not in vars(cb)}
         return {'loss_func': self.loss, **cbs, 'model': get_model(self.learn.model)}
 
-# %% ../../nbs/api/checkpoint/03_state.ipynb #9be3d4c4
+# %% ../../nbs/api/checkpoint/03_state.ipynb #7d01aa02
 _loss = Tensor,*_number,_none
 learner_form:dict = {**{f'{k}?': int for k in ('epoch','n_epoch','iter','n_iter','train_iter')}, 'pct_train?': _number, 'training?': bool,
                      'smooth_loss?': _loss, 'loss?': _loss, 'final_record?': [(*_loss,str,list)], str: object}
@@ -410,6 +410,7 @@ def outline(state):
     is_trained = state.keys() & (trained_form.keys() - state_form.keys())
     return {**state_form, **(trained_form if is_trained else {}), str: object}
 
+# %% ../../nbs/api/checkpoint/03_state.ipynb #9be3d4c4
 # Objects that are saved elsewhere, or made by the script: callbacks may refer to them without owning them
 def known_of(learn, loss, cbs):
     # the loss scale, for example
