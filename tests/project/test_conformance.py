@@ -76,13 +76,18 @@ def test_one_item_is_noticed(name):
     r, = check(twice, [name])
     assert r.off > 10*CASES[name].tol
 
+def scaled(job):
+    "(optimizer, loss scaler) after the backward pass of each big batch"
+    opt,scaler = job.optimizer(job.model.parameters()),job.scaler()
+    for x,y in accumulated(job):
+        with job.autocast(): loss = job.loss_func(job.model(x), y)
+        scaler.scale(loss).backward()
+        yield opt,scaler
+
 def fp16(*, skip):
     "Training in fp16 that steps on what overflowed, zeroes it first, or skips the step"
     def train(job):
-        opt,scaler = job.optimizer(job.model.parameters()),job.scaler()
-        for x,y in accumulated(job):
-            with job.autocast(): loss = job.loss_func(job.model(x), y)
-            scaler.scale(loss).backward()
+        for opt,scaler in scaled(job):
             if skip == 'zero':
                 for p in job.model.parameters(): p.grad.nan_to_num_(0., 0., 0.)
             if skip == 'not':
@@ -101,10 +106,7 @@ def test_overflow():
 def clips(*, early):
     "Training in big batches that clips before it unscales, or after it"
     def train(job):
-        opt,scaler = job.optimizer(job.model.parameters()),job.scaler()
-        for x,y in accumulated(job):
-            with job.autocast(): loss = job.loss_func(job.model(x), y)
-            scaler.scale(loss).backward()
+        for opt,scaler in scaled(job):
             if early: clip_each(job)
             scaler.unscale_(opt)
             if not early: clip_each(job)
