@@ -27,6 +27,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     _check_launch(fn, n)
+    import torch.distributed.fsdp              # `start_group` needs it: once here, not in each fork
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=n, start_method='fork', max_restarts=0, monitor_interval=.1,
                           run_id=f'fastaccum{os.getpid()}', rdzv_backend='c10d', rdzv_endpoint='127.0.0.1:0', local_addr='127.0.0.1')
     try:

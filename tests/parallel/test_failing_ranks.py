@@ -1,8 +1,7 @@
 """A rank that fails tells the others, also where its process lives on; and what FullyShard does at its ends"""
-import multiprocessing, re, time
+import multiprocessing, re, sys, time
 from concurrent.futures import ProcessPoolExecutor
 import pytest, torch, torch.distributed as dist
-import torch.distributed.fsdp         # here once, not in each rank
 from fastai.basics import Callback, CancelBatchException, CancelFitException, Datasets, Learner, nn
 from fastai.learner import load_learner
 from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, LocalSGD, launch
@@ -143,6 +142,7 @@ fails = [(one, 2, 1), (one, 3, 1), (early, 2, 0), (sharded, 2, 1), (sharded, 3, 
 in_validation = validate, get_preds, after_validation, validate_sharded
 def failures():
     "What each comes to, by name and number of ranks; two at once, as most wait"
+    import torch.distributed.fsdp          # here once, not in each process of the pool
     todo = [(f, n) for f,n,_ in fails] + [(f, 2) for f in in_validation]
     with ProcessPoolExecutor(2, multiprocessing.get_context('fork')) as pool:
         jobs = {(f.__name__, n): pool.submit(launch, f, n) for f,n in todo}
@@ -182,12 +182,17 @@ def test_a_sharded_model_is_exported_whole(results):
 def test_other_layers_on_another_rank_are_an_error(failed, case):
     for r in failed[case]: assert 'go through different layers' in r and re.search(parting[case][0], r), r
 
+def imported(): return {*sys.modules}
+def anew(): return [modules - imported() for modules in launch(imported, 2)]
+def test_ranks_import_nothing_anew(tmp_path):
+    "What all of them need is imported before they are forked, and there for the next `launch`"
+    assert started(anew, 1, tmp_path, __file__)() == [[set(), set()]]
+
 def test_the_first_error_is_shown(tmp_path):
     (first,result), = started(messages, 1, tmp_path, __file__)()
     assert first.startswith('Rank 1 failed: ValueError: boom')
     assert result.startswith('Rank 1 failed: TypeError: What the function returned, a function, cannot be pickled')
 
 if __name__ == '__main__':
-    import sys
     f,n,out = globals()[sys.argv[1]],int(sys.argv[2]),sys.argv[3]
     torch.save([f()] if n == 1 else launch(f, n), out)
