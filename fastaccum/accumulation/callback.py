@@ -268,8 +268,8 @@ def opens(self:GradientAccumulation) -> bool:
 @patch(as_prop=True)
 def cancelled(self:GradientAccumulation) -> bool:
     "Was the last loader batch an accumulated batch of its own, and was it cancelled before anything was counted?"
-    batch = self.batch
-    return batch is not None and batch.opens and batch.closes and not batch.done and len(batch.micros) == 1 and not self.acc.n_items
+    batch = self._present()
+    return batch.opens and batch.closes and not batch.done and len(batch.micros) <= 1 and not self.acc.n_items
 
 @patch(as_prop=True)
 def step_values(self:GradientAccumulation) -> dict: # Name -> value
@@ -459,8 +459,13 @@ def _open(self:GradientAccumulation, batch):
 @patch
 def give_up_batch(self:GradientAccumulation) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
     "With several ranks: this rank's part of the loader batch was cancelled, and its items count, as the other ranks count them"
-    if self.batch is None or self.batch.place != _place_of(self.learn): self.before_batch()   # cancelled even before that
-    return self.batch.close()
+    return self._present().close()
+
+# The present loader batch, which may have been cancelled even before `before_batch`
+@patch
+def _present(self:GradientAccumulation):
+    if self.batch is None or self.batch.place != _place_of(self.learn): self.before_batch()
+    return self.batch
 
 @patch
 def is_done(self:GradientAccumulation) -> bool:

@@ -61,7 +61,7 @@ class Rows:
         now = self.loop.now
         if now.closed: return True
         acc = self.loop.accumulation
-        return not self.one_a_step(acc) or now.predicted and acc.cancelled     # fastai gives one then, too
+        return not self.one_a_step(acc) or acc.cancelled                       # fastai gives one then, too
 
     # `LRFinder` ends after a number of batches: with accumulation it is told the number of steps
     def due_in_lr_find(self):
@@ -78,11 +78,11 @@ class Rows:
     def record(self, rec, batch=True):
         learn,now,opt,smooth = self.loop.learn,self.loop.now,self.loop.learn.opt,rec.smooth_loss
         if batch:                                                              # not a step without a batch of its own
-            if not now.predicted or not len(learn.yb): return False
-            if rec.train_metrics and learn.pred is not None:                   # None: a split batch that was cancelled halfway
-                self.measure(rec)
+            if not len(learn.yb): return False
+            # cancelled in `before_batch`: it is an earlier batch's; None: that of a split one which was cancelled halfway
+            if rec.train_metrics and now.predicted and learn.pred is not None: self.measure(rec)
             now.got_row()
-            if not now.closed and not self.due(): return False
+            if not self.due(): return False
         loss,on_host = learn.loss,now.on_host
         if on_host is not None and on_host[0] is loss and on_host[1] == loss._version:
             loss,value = torch.tensor(on_host[2]),on_host[2]
