@@ -14,6 +14,7 @@ sections = {
     'accumulation/remainder': 'the-remainder-steps-with-fewer-items-or-more',
     'accumulation/plan': 'the-remainder-steps-with-fewer-items-or-more',
     'accumulation/witnesses/steps': 'the-remainder-steps-with-fewer-items-or-more',
+    'accumulation/witnesses/unsplit': 'the-remainder-steps-with-fewer-items-or-more',
     'memory': 'out-of-memory', 'core/memory': 'out-of-memory', 'accumulation/fitting': 'out-of-memory',
     'precision': 'overflow-in-fp16', 'core/scaler': 'overflow-in-fp16',
     'core/lockstep': 'batchnorm-sees-less-than-the-effective-batch',

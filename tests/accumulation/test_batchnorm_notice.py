@@ -92,6 +92,7 @@ def test_one_a_fit():
     assert len(told(lambda: learn.lr_find(num_it=5, show_plot=False))) == 1
     assert len(told(lambda: learn.fine_tune(1, .01, freeze_epochs=1))) == 2              # each of its fits
 
+@pytest.mark.filterwarnings('ignore:.* changes nothing here')
 def test_none_where_nothing_accumulates():
     for kwargs in (dict(accum_bs=16), dict(micro_batch_size=16), dict(micro_batch_size=100), dict(micro_batch_size=4, coupled='batchnorm')):
         assert of_a_fit(16, GradientAccumulation(**kwargs)) == []

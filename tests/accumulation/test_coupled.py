@@ -134,6 +134,7 @@ def test_half_precision(mode, tol):
     whole,learn = trained(0 or None, GradientClip(.5), fit=fit),trained(8, GradientClip(.5), fit=fit)
     assert off(learn, whole) < tol
 
+@pytest.mark.filterwarnings('ignore:.* changes nothing here')
 def test_overflow_is_skipped_and_said():
     def fit(l): l.to_fp16(init_scale=2.**24, growth_interval=100).fit(3, .05)
     learn = trained(8, StepLogger(), fit=fit, bs=8)

@@ -41,7 +41,7 @@ alone = dict(plain={}, smaller=dict(accum_bs=10), micro=dict(micro_batch_size=16
              per_loader_batch=dict(accum_bs=None, micro_batch_size=20), always=dict(check_loss='always'), rows=dict(log_accum_batch=False),
              carry=dict(remainder='carry'), drop=dict(remainder='drop'), coupled=dict(micro_batch_size=16, coupled=True))
 
-@pytest.mark.filterwarnings('ignore:accum_bs=10')
+@pytest.mark.filterwarnings('ignore:accum_bs=10', 'ignore:.* changes nothing here')
 @pytest.mark.parametrize('name', alone)
 def test_nothing_accumulates(name):
     "The loss is called as often as by fastai, and the weights are the same, bit for bit, with a last short batch too"

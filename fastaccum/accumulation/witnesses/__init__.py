@@ -22,12 +22,13 @@ from .steps import EpochSteps
 from .sums import UndeclaredSum
 from .terms import ModelsTerms
 from .texts import LeftOutTexts
+from .unsplit import UnsplitBatches
 from .values import ValueReaders
 from .witness import Witness, Witnesses
 
 # %% ../../../nbs/api/accumulation/witnesses/index.ipynb #0d55cc61
 kinds = [ChangedRates, ChangedGradients, ChangingHooks, SecondPass, GuessedLists, InexactLoss, ChangedBuffers, AddedLoss, ModelsTerms,
-         ValueReaders, SmallNorms, UndeclaredSum, LeftOutTexts, ItemCounts, EpochSteps]
+         ValueReaders, SmallNorms, UndeclaredSum, LeftOutTexts, ItemCounts, UnsplitBatches, EpochSteps]
 
 # The witnesses of a new fit
 def witnesses_of(cb): return Witnesses(cb, kinds)
