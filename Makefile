@@ -47,7 +47,7 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 
 # Slow cells that a page shows are typed by `make snippets`. These notebooks have hidden ones, each in a process of its own
 HIDDEN := nbs/recipes.ipynb nbs/tutorials/many_devices.ipynb
-cases: $(INSTALLED) ## every case of every test, and hidden slow cells (some 15 minutes); REST=1: what `make test` leaves out of them
+cases: $(INSTALLED) ## every case of every test, and hidden slow cells (some 20 minutes); REST=1: what `make test` leaves out, as few cases as have each pair of values
 	echo $(HIDDEN) | $(TEST_ENV) xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 1 --flags slow
 	$(if $(REST),REST=1) $(TEST_ENV) $(PYTHON) -m pytest -n 3 $(BY_FILE)
 
@@ -69,7 +69,7 @@ snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a r
 	$(PYTHON) tools/snippets.py $(PAGES)
 
 check: REST := 1
-check: cases snippets ## what `make test` leaves out: both of these (20 minutes)
+check: cases snippets ## what `make test` leaves out: both of these, with each pair of values of a test (20 minutes)
 
 versions: ## do the quick tests pass with the lowest and newest versions that are promised, and each PyTorch between? 6 GB and ten minutes each; ONLY="lowest newest"
 	$(or $(wildcard $(PYTHON)),python3) tools/versions.py $(ONLY)
