@@ -29,6 +29,7 @@ from .speed import CLOCKS
 
 FILE = Path(__file__).with_suffix('.json')
 SEEDS = range(5)
+SIZES = 2,4,8,16,32,64    # Items that BatchNorm sees at a time, of a step of 64
 N,K = 64,8                # Items of a batch and of a micro-batch; 16 and 2 on the digits, where 8 do well
 
 # -- Models: a body and a head. `norm` is 'batch', 'frozen', 'group', or 'head': GroupNorm in the body, and fastai's
@@ -174,6 +175,15 @@ def accuracies(way, seed, bs=16, k=2) -> tuple: # In %
     update_bn(loaders(64).train, model)
     with learn.no_bar(): return 100*old,100*learn.validate()[1]
 
+def by_size(norm, k, seed) -> float: # In %
+    "Of a net from scratch, in steps of 64, if BatchNorm sees `k` items at a time; with norm='head' only in the head"
+    set_seed(seed)
+    cbs = [] if k == N else [GradientAccumulation(micro_batch_size=k)]
+    return 100*train(small_resnet(norm), loaders(N), 3, *cbs).recorder.values[-1][-1]
+
+def by_sizes(seeds=SEEDS) -> list: # One dict for each place of BatchNorm and each size
+    return [dict(norm=norm, k=k, accuracy=[by_size(norm, k, seed) for seed in seeds]) for norm in ('batch', 'head') for k in SIZES]
+
 def digits_accuracy(way, seed): return accuracies(way._replace(anew=False, is_timed=True), seed)[way.anew]
 
 # -- All of it
@@ -202,6 +212,12 @@ def table(rows) -> pd.DataFrame: # Indexed by way
                 'accuracy, %': f"{mean(r['accuracy']):.1f} ± {stdev(r['accuracy']):.1f}"}
     return pd.DataFrame(map(shown, rows)).set_index('')
 
+def size_table(rows) -> pd.DataFrame: # Where BatchNorm is x items that it sees at a time
+    "Accuracy on the digits, in %"
+    where = dict(batch='in the body', head="in fastai's head")
+    def shown(r): return f"{mean(r['accuracy']):.1f} ± {stdev(r['accuracy']):.1f}"
+    return pd.DataFrame({k: {where[r['norm']]: shown(r) for r in rows if r['k'] == k} for k in SIZES})
+
 def plot(rows):
     "Memory and accuracy of each way; thin bars are a standard deviation over the seeds to each side"
     names = [r['way'] for r in rows]
@@ -215,5 +231,6 @@ def plot(rows):
 
 if __name__ == '__main__':
     from .__main__ import machine, versions
-    res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), rows=run())
+    res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), rows=run(),
+               sizes=dict(date=date.today().isoformat(), rows=by_sizes()))
     FILE.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')

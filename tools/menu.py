@@ -6,8 +6,9 @@ A page is its path in `nbs`, without `.ipynb` and the number that a file of the 
 # for users; those that say what these are made of, after a page for who looks for them; or all that is left. Everything in
 # the order in which a user needs it
 menu = {
-    'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipes': 'recipes', 'Troubleshooting': 'troubleshooting',
-    'Migrating from other libraries': 'coming_from', 'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks',
+    'Home': 'index', 'Getting started': 'tutorials/getting_started', 'Recipes': 'recipes', 'By question': 'questions',
+    'Troubleshooting': 'troubleshooting', 'Migrating from other libraries': 'coming_from',
+    'How it works': 'tutorials/how_it_works', 'Benchmarks': 'benchmarks',
     'Works with': 'works_with', 'Glossary': 'glossary',
     'First steps': ['tutorials/bigger_batch', 'tutorials/any_gpu', 'tutorials/from_the_course',
                     'tutorials/token_losses', 'tutorials/when_not_to',

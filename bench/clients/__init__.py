@@ -117,7 +117,7 @@ def about(res): # When, and with which versions; more than one where they were n
 
 def counts(res): return Counter(r['result'] for o in res.values() for r in o['rows'])
 
-def in_words(res): # The line of README
+def in_words(res): # What the page begins with
     ours,theirs = installed(res),libraries(res)
     def said(n): return ', '.join(f"{n[k]} {'fail without fastaccum, too' if k == 'fails' else k}" for k in KINDS if n[k])
     def rows(res): return f'{sum(counts(res).values())} configurations: {said(counts(res))}'

@@ -148,6 +148,8 @@ def test_results_are_of_all():
 
 def test_results_of_the_tutorials():
     assert [(r['way'], len(r['accuracy'])) for r in batchnorm.results()['rows']]==[(k, len(batchnorm.SEEDS)) for k in batchnorm.WAYS]
+    sizes = {(r['norm'], r['k'], len(r['accuracy'])) for r in batchnorm.results()['sizes']['rows']}
+    assert sizes=={(norm, k, len(batchnorm.SEEDS)) for norm in ('batch','head') for k in batchnorm.SIZES}
     runs = {(r['way'], r['seed']) for r in contrastive.results()['rows']}
     assert runs=={*((k, s) for k in ('not trained', *contrastive.WAYS) for s in contrastive.SEEDS), ('pixels', 0)}
     assert {(r['lengths'], r['way']) for r in tokens.results()['rows']}=={(k, way) for k in ('wide', 'narrow') for way in tokens.WAYS}

@@ -164,3 +164,10 @@ def test_one_version():
     assert {'torch', 'fastai', 'lightning'} <= found.keys()
     assert {name: vs for name,vs in found.items() if len(vs) > 1} == {}
     assert versions('torch 2.9.0, PyTorch 2.9.1 or newer; tft-torch 1.0.0') == {'torch': {'2.9.0', '2.9.1'}}
+
+def test_guides_begin_in_short():
+    "The line to write, when, and what it costs stand before any explanation"
+    from menu import menu
+    groups = menu['First steps'], *menu['Tutorials'].values()
+    heads = {p: re.search(r'(?m)^## (.*)', '\n'.join(c.source for c in read_nb(api.parent/f'{p}.ipynb').cells)) for g in groups for p in g}
+    assert len(heads) > 15 and {p for p,m in heads.items() if m[1] != 'In short'} == set()
