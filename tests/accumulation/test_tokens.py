@@ -13,6 +13,9 @@ from fastaccum.logs.steps import StepLogger
 from fastaccum.memory import advice as _  # `learn.memory_advice`
 from fastaccum.memory.largest import LargestFirst
 
+# The reference is `micro_batch_size` of a whole loader batch
+pytestmark = pytest.mark.filterwarnings('ignore:.* changes nothing here')
+
 pad,n_words = 1,12
 def padded(texts, first=False, value=pad):
     most = max(map(len, texts))
