@@ -1,4 +1,5 @@
-"""Processes that know nothing of fastaccum yet, and start at once: forks of one that has imported PyTorch and `fastai.basics`
+"""Processes that know nothing of fastaccum yet, and start at once: forks of one that has imported `fastai.basics`, and what takes
+long of PyTorch
 
 `run` and `start` are `subprocess.run` and `subprocess.Popen` of a Python with a script, or with code after '-c'. Where there is no
 fork, they are these."""
@@ -90,6 +91,7 @@ def run(*args, timeout=300, **kwargs):
 # --- in the process that forks
 def serve(line):
     import torch, fastai.basics
+    import torch.distributed.fsdp                     # with much else that the first fit, or the first rank, would wait for
     torch.set_num_threads(1)
     while (head := line.recvmsg(8, socket.CMSG_SPACE(16)))[0]:
         fds = array.array('i')
@@ -145,7 +147,8 @@ def ended(what, code):
             sys.modules['__main__'] = main = types.ModuleType('__main__')
             exec(compile(code, '<string>', 'exec'), vars(main))
     except SystemExit as e: status = e.code if isinstance(e.code, int) else int(e.code is not None)
-    except BaseException:                             # as the interpreter does
+    except BaseException as e:                        # as the interpreter does
+        sys.last_value = e
         traceback.print_exc()
         status = 1
     threading._shutdown()

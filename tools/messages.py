@@ -33,11 +33,13 @@ def literal(node):
 
 def strings(tree):
     "All strings of a module but docstrings, whole"
-    docs = {id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)) and n.body
+    nodes = [*ast.walk(tree)]
+    docs = {id(n.body[0].value) for n in nodes if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)) and n.body
             and isinstance(n.body[0], ast.Expr)}
-    parts = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values if isinstance(v, ast.Constant)}
-    return [n for n in ast.walk(tree) if id(n) not in docs|parts
-            and (isinstance(n, ast.JoinedStr) or isinstance(n, ast.Constant) and isinstance(n.value, str))]
+    parts = {id(v) for n in nodes if isinstance(n, ast.JoinedStr) for v in n.values if isinstance(v, ast.Constant)}
+    left_out = docs|parts
+    return [n for n in nodes if (isinstance(n, ast.JoinedStr) or isinstance(n, ast.Constant) and isinstance(n.value, str))
+            and id(n) not in left_out]
 
 def is_message(text):
     "Is it a sentence? Lists of names are none"

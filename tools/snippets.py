@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 limit = 60  # seconds for a page, of a processor that nobody else uses: what is counted is the time of the process
-imported = 'torch', 'pandas', 'matplotlib.pyplot', 'sklearn.datasets', 'fastai.basics'
+imported = 'torch', 'pandas', 'matplotlib.pyplot', 'sklearn.datasets', 'fastai.vision.all', 'torch.distributed.fsdp'
 
 # No windows; at the end its own seconds, and those of processes that it started, in a file
 begin = '''import atexit, matplotlib, os

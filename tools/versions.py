@@ -3,6 +3,7 @@
 Each set of versions has an environment of its own in `.venv/versions`, which is made once; remove it to get newer ones.
 Arguments: the sets to run, default all"""
 import os, re, shutil, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from pathlib import Path
 from time import time
@@ -47,8 +48,10 @@ def between():
     lowest = re.search(r'torch>=([\d.]+)', cfg['requirements'])[1]
     return {f'torch-{v}': (version, [f'torch=={v}']) for v in minors_between(known, lowest, known[0])}
 
-def environment(name, python, args):
-    "The Python of an environment with these versions"
+def environment(name, version, args):
+    "The Python of an environment with these versions, or None"
+    python = python_of(version)
+    if python is None: return None
     env = root/'.venv'/'versions'/name
     own = env/('Scripts' if os.name == 'nt' else 'bin')/'python'
     wanted = '\n'.join([python, *args, *(f'{k}={v}' for k,v in cfg.items() if k.endswith('requirements'))])
@@ -75,14 +78,13 @@ def versions_in(python):
             "print(sys.version.split()[0], *(m.version(p) for p in ('torch', 'fastai', 'fastcore')))")
     return subprocess.run([python, '-c', code], capture_output=True, text=True, check=True).stdout.split()
 
-def row(name, version, args):
+def row(name, version, made):
     "Name, versions, and what the tests say; did they fail?"
-    python = python_of(version)
-    if python is None: return (name, version, '', '', '', 'skipped: this Python is not here'),False
+    own = made.result()
+    if own is None: return (name, version, '', '', '', 'skipped: this Python is not here'),False
     begun = time()
-    own = environment(name, python, args)
     says,passed = tested(own)
-    print(f'{name}: {says} ({(time()-begun)/60:.0f} minutes with the installation)', flush=True)
+    print(f'{name}: {says} ({(time()-begun)/60:.0f} minutes)', flush=True)
     return (name, *versions_in(own), says),not passed
 
 def table(rows):
@@ -94,7 +96,10 @@ def main(names):
     sets = ends if names and set(names) <= set(ends) else dict(lowest=ends['lowest'], **between(), newest=ends['newest'])
     unknown = [n for n in names if n not in sets]
     if unknown: sys.exit(f"There is no {unknown[0]!r}: choose from {', '.join(sets)}.")
-    rows = [row(name, *sets[name]) for name in names or sets]
+    # an installation keeps one processor busy: one after the other they would take twice as long
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = {name: pool.submit(environment, name, *sets[name]) for name in names or sets}
+        rows = [row(name, sets[name][0], env) for name,env in made.items()]
     print(table(r for r,_ in rows))
     sys.exit(any(failed for _,failed in rows))
 

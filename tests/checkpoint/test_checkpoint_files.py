@@ -1,6 +1,6 @@
 "Checkpoints touch only files that they wrote, whatever a run ends with; a disk that is full or read-only stops nothing"
-import errno, json, multiprocessing, os, pathlib, random, signal, subprocess, sys, threading, zipfile
-import pytest
+import errno, json, multiprocessing, os, pathlib, random, signal, sys, threading, zipfile
+import fresh, pytest
 from quick import quickly
 from reference import *
 from fastai.callback.tracker import SaveModelCallback
@@ -101,7 +101,7 @@ if __name__ == '__main__':
 def script(*args, code=endings):
     Path('script.py').write_text(code)
     env = {**os.environ, 'DEVICE': 'cpu', 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}   # no simulated device: it cannot fork
-    return subprocess.run([sys.executable, '-W', 'ignore', 'script.py', *args], env=env, capture_output=True, text=True)
+    return fresh.run('script.py', *args, env=env)
 
 @pytest.mark.slow
 @pytest.mark.parametrize('how', ['normal', 'error', 'Ctrl-C', 'kill', 'SIGTERM', 'fork', 'spawn'])

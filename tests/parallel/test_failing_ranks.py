@@ -183,10 +183,10 @@ def test_other_layers_on_another_rank_are_an_error(failed, case):
     for r in failed[case]: assert 'go through different layers' in r and re.search(parting[case][0], r), r
 
 def imported(): return {*sys.modules}
-def anew(): return [modules - imported() for modules in launch(imported, 2)]
-def test_ranks_import_nothing_anew(tmp_path):
+def test_ranks_import_nothing_anew(monkeypatch):
     "What all of them need is imported before they are forked, and there for the next `launch`"
-    assert started(anew, 1, tmp_path, __file__)() == [[set(), set()]]
+    monkeypatch.delitem(sys.modules, 'torch.distributed.fsdp', raising=False)
+    assert all(modules <= imported() for modules in launch(imported, 2))
 
 def test_the_first_error_is_shown(tmp_path):
     (first,result), = started(messages, 1, tmp_path, __file__)()

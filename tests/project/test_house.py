@@ -4,7 +4,7 @@ Each check returns the module and what is wrong there. `debts` lists modules tha
 import ast, importlib, inspect, re, subprocess, sys
 from functools import cache
 from pathlib import Path
-import fastai, fresh, pytest
+import fastai, pytest
 pytest.importorskip('fastcore.nbio', reason='nbdev brings a fastcore that reads notebooks')
 from fastcore.nbio import read_nb
 
@@ -235,7 +235,7 @@ from fastai.basics import *
 before = {*sys.modules}
 from fastaccum.all import *
 print([m for m in ('torchvision', 'triton', 'torch._dynamo', 'torch.distributed.fsdp', 'wandb') if m in {*sys.modules} - before])"""
-    res = fresh.run('-c', code, cwd=root)
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=root, capture_output=True, text=True)
     assert res.stdout.strip() == '[]', res.stdout + res.stderr
 
 def own_levels(cls): return [c.__name__ for c in cls.__mro__ if c.__module__.startswith('fastaccum.')]

@@ -1,5 +1,5 @@
 "`make versions`: which versions of PyTorch, which Pythons, and what it says at the end. The tests in those environments are not run here"
-import sys
+import sys, threading
 import pytest, yaml
 import versions
 from test_metadata import cfg, needs_make, planned, root
@@ -8,7 +8,10 @@ from test_metadata import cfg, needs_make, planned, root
 def runs(monkeypatch):
     "What would run: name -> arguments for pip; only Python 3.10 and 3.13 are here, and the tests of one set fail"
     made = {}
-    def environment(name, python, args): made[name] = args; return name
+    def environment(name, version, args):
+        if version in ('3.11', '3.12'): return None
+        made[name] = args
+        return name
     monkeypatch.setattr(versions, 'python_of', lambda v: None if v in ('3.11', '3.12') else f'python{v}')
     monkeypatch.setattr(versions, 'environment', environment)
     monkeypatch.setattr(versions, 'tested', lambda name: ('1 failed in 2s', False) if name == 'newest' else ('2 passed in 2s', True))
@@ -36,6 +39,13 @@ def test_pythons_that_are_not_here(runs, capsys):
 def test_one_end(runs):
     assert runs('lowest') == (dict(lowest=['-c', str(root/'tests/lowest.txt')]), False)
     assert runs('newest')[1] is True and "no 'oldest': choose from lowest, " in runs('oldest')[1]
+
+def test_installed_at_once(runs, monkeypatch):
+    "As many as there are processors: none waits for the tests of another"
+    both = threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(versions.os, 'cpu_count', lambda: 2)
+    monkeypatch.setattr(versions, 'environment', lambda name, *args: name if both.wait() < 2 else None)
+    assert runs(*versions.ends)[1] is True
 
 def test_pythons_of_the_ends():
     assert [v for v,_ in versions.ends.values()] == [cfg['pythons'].split()[0], cfg['pythons'].split()[-1]]
