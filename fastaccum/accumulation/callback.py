@@ -56,7 +56,7 @@ class GradientAccumulation(LoopCallback):
         micro_batch_size:Size=None,  # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit
         remainder:Policy='step',     # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
         # -- whole loader batches, and memory
-        coupled:Coupling=False,      # One loss over the whole loader batch? Sees it too: 'head', a module's name, or each 'batchnorm'
+        coupled:Coupling=False,      # One loss over the loader batch? 'head', a module's name or 'batchnorm': that sees all items, too
         activations:Place='host',    # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
         grad_dtype:DtypeOfSums=None, # `torch.float32`: sum the gradients of half-precision weights in fp32
         grad_device:HostOnly=None,   # 'cpu': keep gradients on the host, for a model whose weights fit the device, but not its gradients
