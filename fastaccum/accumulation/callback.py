@@ -268,8 +268,9 @@ def opens(self:GradientAccumulation) -> bool:
 @patch(as_prop=True)
 def cancelled(self:GradientAccumulation) -> bool:
     "Was the last loader batch an accumulated batch of its own, and was it cancelled before anything was counted?"
+    if self.acc.n_items: return False
     batch = self._present()
-    return batch.opens and batch.closes and not batch.done and len(batch.micros) <= 1 and not self.acc.n_items
+    return batch.opens and batch.closes and not batch.done and len(batch.micros) <= 1
 
 @patch(as_prop=True)
 def step_values(self:GradientAccumulation) -> dict: # Name -> value

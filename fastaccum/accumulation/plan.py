@@ -33,11 +33,11 @@ def planned_steps(sizes, n_epoch, size_at, remainder='step'):
         i = done%n_iter
         if n == 0: accum_bs = size_at(done, n_iter, n_epoch)
         n += sizes[i]
-        fate = policy(n, accum_bs) if i == n_iter-1 else Fate.CARRY
-        if n >= accum_bs or fate is Fate.STEP:
-            yield done,n
-            n = 0
-        elif fate is Fate.DROP: n = 0
+        if n >= accum_bs: fate = Fate.STEP
+        elif i == n_iter-1: fate = policy(n, accum_bs)
+        else: continue
+        if fate is Fate.STEP: yield done,n
+        if fate is not Fate.CARRY: n = 0
 
 # Items of each of these steps
 def accum_batches(*args): return [n for _,n in planned_steps(*args)]

@@ -35,7 +35,7 @@ class Weights:
         self.rule = cb.facts.rule
         # is it the loss that says what it averages over, and may it be asked?
         self.is_measured = bool(cb.check_loss) and cb.normalize and cb.weight is None
-        self.known = None                # weights and shares of the loader batch's micro-batches, if they are known before the first one
+        self.known = None                # of all micro-batches, if known before the first one: weights, what losses divide by, shares
         self.stacked = None              # the same weights in one tensor, if the device has computed them
 
     # The loader batch is cut: are the weights of its micro-batches known before the first prediction?
@@ -53,12 +53,12 @@ class Weights:
         counts = batch.n if batch.counted is None else sum(micro.counts for micro in batch.micros)
         weights,nominal = self.rule.weights(batch.way.in_order(self.learn.yb), sizes, self.acc.dtype)
         complete = batch.opens and batch.closes and not self.cb.ranks.one_target
-        divided_by = None if self.rule.info.floor is None else self.rule.divided_by(weights)
+        divided_by = self.rule.divided_by(weights)
         shares = self.acc.shares(weights, counts, nominal, complete, divided_by)
         if isinstance(weights, Tensor):
             self.stacked = weights
             weights,shares = weights.unbind(),shares.unbind()
-        self.known = list(zip(map(Weight, weights, [None]*len(sizes) if divided_by is None else divided_by), shares))
+        self.known = weights,divided_by,shares
         self.may_be_empty = self.rule.may_be_nan if isinstance(weights[0], Tensor) else not all(weights)
 
     # They are no longer known: the rule or the targets have changed
@@ -77,7 +77,9 @@ class Weights:
             weight,share = self._after_prediction(micro)
             may_be_empty = isinstance(weight.adds, Tensor) or not weight.adds
         else:
-            weight,share = self.known[micro.i]
+            weights,divided_by,shares = self.known
+            weight = Weight(weights[micro.i], None if divided_by is None else divided_by[micro.i])
+            share = shares[micro.i]
             may_be_empty = self.may_be_empty
         if may_be_empty: ignore_empty(learn.pred, acc.counted(learn.loss_grad, weight.adds, weight.divided_by))
         return weight,share
@@ -102,8 +104,8 @@ def look_up(self:Weights, batch):
 def _weigh_alone(self:Weights):
     if self.cb.weight is not None or not self.acc.normalize: return
     micro, = self.batch.micros
-    share, = self.acc.shares([micro.n], micro.counts, complete=True)
-    self.known = [(Weight(micro.n), share)]
+    weights = [micro.n]
+    self.known = weights,None,self.acc.shares(weights, micro.counts, complete=True)
     self.stacked = None
     self.may_be_empty = False
 

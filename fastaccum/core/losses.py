@@ -112,7 +112,7 @@ class LossRule:
             if len(sizes) > 1 or info.over == 'items': return [w*n for n in sizes],None
             return [w*n_items(yb if info.target is None else _targets(yb)[info.target])],None     # a target may have other rows than items
         res = _sums(w, sizes)
-        on_host = type(res) is Tensor and res.device.type == 'cpu'      # not a fake tensor
+        on_host = type(res) is Tensor and res.is_cpu                    # not a fake tensor
         return res.detach().numpy().tolist() if on_host else res,(yb[0] if info.target is None else _targets(yb)[info.target]).numel()
 
     def __str__(self):
@@ -391,21 +391,22 @@ def _passing(y, info):
 
 def _valid(y, ignored):
     if ignored is None: return torch.ones_like(y, dtype=torch.bool)
-    if not y.is_floating_point(): y = y.long()  # a uint8 is never -100, but -100 as a uint8 is 156
+    if y.dtype is not torch.int64 and not y.is_floating_point(): y = y.long()  # a uint8 is never -100, but -100 as a uint8 is 156
     return ~y.isnan() if ignored != ignored else y != ignored
 
 # The weight of each item: one number for all items, or a tensor with a number per item
 def _item_weights(info, yb, dtype=None):
+    over = info.over
     y = yb[0] if isinstance(yb, (tuple,list)) and len(yb) else yb
     if info.target is not None: y = _targets(yb)[info.target]
     if info.shifted: y = y[:,1:]
-    if info.over == 'items' or not isinstance(y, Tensor): return 1
-    if info.over == 'elements' or (info.over == 'classes' and y.is_floating_point()): return math.prod(y.shape[1:])
-    if info.over == 'count': w = _passing(y, info)
-    elif info.over == 'mask': w = y if info.channel is None else y[...,info.channel]
+    if over == 'items' or not isinstance(y, Tensor): return 1
+    if over == 'elements' or over == 'classes' and y.is_floating_point(): return math.prod(y.shape[1:])
+    if over == 'count': w = _passing(y, info)
+    elif over == 'mask': w = y if info.channel is None else y[...,info.channel]
     else:
         w,cw = _valid(y, info.ignore_index),info.class_weight
-        if info.over == 'classes' and cw is not None: w = (cw.float() if cw.itemsize < 4 else cw)[y.long().where(w, 0)]*w
+        if over == 'classes' and cw is not None: w = (cw.float() if cw.itemsize < 4 else cw)[y.long().where(w, 0)]*w
     if dtype is torch.float64 and w.is_floating_point(): w = w.to(dtype)
     return w.flatten(1).sum(1) if w.dim() > 1 else w
 
@@ -439,8 +440,11 @@ def mixer_of(loss_func):
 # %% ../../nbs/api/core/02_losses.ipynb #3e7209da
 # The items of a batch in the usual case: its first input and its first target are tensors with as many rows. Else None
 def usual_items(xb, yb):
-    x,y = xb[0] if type(xb) is tuple and xb else None,yb[0] if type(yb) is tuple and yb else None
-    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() and y.dim() and x.size(0) == y.size(0): return x.size(0)
+    if not (type(xb) is tuple is type(yb) and xb and yb): return None
+    x,y = xb[0],yb[0]
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() and y.dim()): return None
+    n = x.size(0)
+    return n if n == y.size(0) else None
 
 # Count the items of a batch from its inputs; and do the targets have as many? With `views`, one of the two may have several rows of each
 # item. `lists` knows what the lists of a fit hold, whose loader gives `bs()` items at a time

@@ -177,12 +177,17 @@ def around(self:BatchLoop,
 # For `EventTable`: fastai's own callbacks that the loop serves faster, and those that `rows` serves
 @patch
 def _condition(self:BatchLoop, cb, event):
-    if event == 'before_batch' and type(cb) is CastToTensor:
-        learn = self.learn
-        return lambda: {*map(type, (*learn.xb, *learn.yb))} != {Tensor}
+    if event == 'before_batch' and type(cb) is CastToTensor: return self._has_others
     f = getattr(getattr(cb, event, None), '__func__', None)
     if event == 'after_batch' and f is TrainEvalCallback.after_batch: return self._advance
     return self.rows.condition(cb, event)
+
+# Is there something in the batch that is not just a `Tensor`, for `CastToTensor` to look at?
+@patch
+def _has_others(self:BatchLoop):
+    for o in (*self.learn.xb, *self.learn.yb):
+        if type(o) is not Tensor: return True
+    return False
 
 # The work of `TrainEvalCallback.after_batch` without its slow attribute look-ups. The position moves as in the big
 # batch's run, if that is known. False, so that it is not called again
@@ -218,11 +223,11 @@ def forward(self:BatchLoop,
             self.now.keep_losses(learn.loss_grad)
             learn.loss_grad = learn.loss_grad.clone()
         learn.loss = learn.loss_grad.clone() if table['after_loss'] or table['before_backward'] else learn.loss_grad.detach()
-    if table['after_loss'] and not (learn.training and len(learn.yb)): self.fire('after_loss')
-    elif table['after_loss']:
-        made,version = learn.loss_grad,learn.loss_grad._version
-        self.fire('after_loss')
-        if learn.loss_grad is not made or made._version != version: self.now.was_changed(how_changed(made, learn.loss_grad))
+    if not table['after_loss']: return
+    if not (learn.training and len(learn.yb)): return self.fire('after_loss')
+    made,version = learn.loss_grad,learn.loss_grad._version
+    self.fire('after_loss')
+    if learn.loss_grad is not made or made._version != version: self.now.was_changed(how_changed(made, learn.loss_grad))
 
 # %% ../../nbs/api/loop/01_batch_loop.ipynb #84037ee2
 @patch

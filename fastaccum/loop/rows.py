@@ -76,13 +76,14 @@ class Rows:
     # The work of `Recorder.after_batch` in training: metrics of each batch, a row for each step. False: that is not
     # called again
     def record(self, rec, batch=True):
-        learn,now,opt,smooth = self.loop.learn,self.loop.now,self.loop.learn.opt,rec.smooth_loss
+        learn,now = self.loop.learn,self.loop.now
         if batch:                                                              # not a step without a batch of its own
             if not len(learn.yb): return False
             # cancelled in `before_batch`: it is an earlier batch's; None: that of a split one which was cancelled halfway
             if rec.train_metrics and now.predicted and learn.pred is not None: self.measure(rec)
-            now.got_row()
             if not self.due(): return False
+        now.got_row()
+        opt,smooth = learn.opt,rec.smooth_loss
         loss,on_host = learn.loss,now.on_host
         if on_host is not None and on_host[0] is loss and on_host[1] == loss._version:
             loss,value = torch.tensor(on_host[2]),on_host[2]
