@@ -29,9 +29,9 @@ def results(tmp_path_factory):
     names = sorted({*sum(few.values(), [])}) if 'QUICK' in os.environ else []
     if names: checked(fresh.run(script, one, *names, env={**env, 'TWO': str(two)}))   # the ranks are forks, which need not import all
     else:
-        start(sys.executable, script, one)
+        checked(fresh.run(script, one, env=env))
         start(*torchrun, script, two, more=dict(OTHER=str(one)))
-        start(sys.executable, script, one, 'goes_on', more=dict(OTHER=str(two)))
+        checked(fresh.run(script, one, 'goes_on', env={**env, 'OTHER': str(two)}))
     return lambda name: [torch.load(f, weights_only=False) for f in (one/f'{name}_0.pt', two/f'{name}_0.pt', two/f'{name}_1.pt')]
 
 def close(a, b, eps=1e-6):
@@ -292,7 +292,7 @@ def test_sharded_refused(results):
 @pytest.fixture(scope='module')
 def failures(tmp_path_factory):
     folder = tmp_path_factory.mktemp('failures')
-    start(sys.executable, script, folder, 'failures')
+    checked(fresh.run(script, folder, 'failures', env=env))
     return torch.load(folder/'failures_0.pt')
 
 @pytest.mark.parametrize('failing', [0, 1])
