@@ -100,6 +100,9 @@ class ChangesRates(Callback):
     def before_batch(self): self.learn.opt.set_hyper('lr', .1/(1+self.learn.train_iter))
 class ChangesGradients(Callback):
     def after_backward(self): nn.utils.clip_grad_norm_(self.learn.model.parameters(), .01)
+class ChangesWeights(Callback):
+    def after_batch(self):
+        for p in self.learn.model.parameters(): p.data.clamp_(-.1, .1)
 class ReadsValue(Callback):
     def after_batch(self): self.seen = self.learn.loss_func.ce
 class NewTargets(Callback):
@@ -185,6 +188,7 @@ kinds = {
     'rates': lambda: learner(classes, drop(), ce(), G(32, micro_batch_size=6), ChangesRates()),
     'gradients': lambda: learner(classes, drop(), ce(), G(32, micro_batch_size=6), ChangesGradients()),
     'hooks': lambda: hooked(learner(classes, drop(), ce(), G(32, micro_batch_size=6))),
+    'weights': lambda: learner(classes, drop(), ce(), G(32), ChangesWeights()),
     'buffers': lambda: learner(classes, mlp(CountsCalls()), ce(), G(32, micro_batch_size=6)),
     'batchnorm': lambda: learner(classes, norm(), ce(), G(32, micro_batch_size=6)),
     'terms': with_term,

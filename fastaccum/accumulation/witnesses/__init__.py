@@ -24,11 +24,12 @@ from .terms import ModelsTerms
 from .texts import LeftOutTexts
 from .unsplit import UnsplitBatches
 from .values import ValueReaders
+from .weights import ChangedWeights
 from .witness import Witness, Witnesses
 
 # %% ../../../nbs/api/accumulation/witnesses/index.ipynb #0d55cc61
 kinds = [ChangedRates, ChangedGradients, ChangingHooks, SecondPass, GuessedLists, InexactLoss, ChangedBuffers, AddedLoss, ModelsTerms,
-         ValueReaders, SmallNorms, UndeclaredSum, LeftOutTexts, ItemCounts, UnsplitBatches, EpochSteps]
+         ValueReaders, SmallNorms, UndeclaredSum, LeftOutTexts, ItemCounts, UnsplitBatches, ChangedWeights, EpochSteps]
 
 # The witnesses of a new fit
 def witnesses_of(cb): return Witnesses(cb, kinds)
