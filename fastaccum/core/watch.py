@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/watch.html.md"""
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d003
 from __future__ import annotations
+from collections import deque
 from contextlib import contextmanager
 from functools import partial
 import torch
@@ -173,8 +174,11 @@ def kept_by(model):
 # The tensor that `v` is, or those in it. Longer lists are data
 def _tensors_of(v):
     if isinstance(v, Tensor): return [v]
-    if not isinstance(v, (list,tuple,dict)) or len(v) > 64: return []
+    if not isinstance(v, (list,tuple,dict,deque)) or len(v) > 64: return []
     return [t for t in (v.values() if isinstance(v, dict) else v) if isinstance(t, Tensor)]
+
+# Of one of its modules, for messages
+def name_in(model, module): return next((n for n,m in model.named_modules() if m is module), '')
 
 # Have calls with at most `size` of `n` items changed numbers, or tensors with a row for each item of the last call?
 def keeps_of_items(model, before, n, size):

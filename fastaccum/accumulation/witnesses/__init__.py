@@ -25,11 +25,15 @@ from .texts import LeftOutTexts
 from .unsplit import UnsplitBatches
 from .values import ValueReaders
 from .weights import ChangedWeights
+from .embeddings import ScaledEmbeddings
+from .first_call import FirstCall
+from .remembered import RememberedCalls
 from .witness import Witness, Witnesses
 
 # %% ../../../nbs/api/accumulation/witnesses/index.ipynb #0d55cc61
 kinds = [ChangedRates, ChangedGradients, ChangingHooks, SecondPass, GuessedLists, InexactLoss, ChangedBuffers, AddedLoss, ModelsTerms,
-         ValueReaders, SmallNorms, UndeclaredSum, LeftOutTexts, ItemCounts, UnsplitBatches, ChangedWeights, EpochSteps]
+         ValueReaders, SmallNorms, UndeclaredSum, LeftOutTexts, ItemCounts, UnsplitBatches, ChangedWeights,
+         ScaledEmbeddings, FirstCall, RememberedCalls, EpochSteps]
 
 # The witnesses of a new fit
 def witnesses_of(cb): return Witnesses(cb, kinds)
