@@ -117,13 +117,19 @@ def finished(page):
     "The HTML of a page as it is published"
     return _table.sub(labelled, _line.sub(indented, _formula.sub(formula, page)))
 
+def with_source(page):
+    "The repository and its issues at the end of the header"
+    url = get_config().git_url
+    links = f'<a href="{url}">GitHub</a> <a href="{url}/issues">Issues</a>'
+    return re.sub(r'(<div class="md-header__source">)\s*(</div>)', rf'\1{links}\2', page)
+
 def build(md):
     "Make the site of the markdown in `md`; returns its folder"
     if sys.version_info < (3,11): sys.exit('The site needs Python 3.11 or newer, as Zensical does, which makes it.')
     zensical = Path(sysconfig.get_path('scripts'))/'zensical'
     subprocess.run([zensical, 'build', '--clean', '--strict'], cwd=md, check=True)
     site = md/'site'
-    for f in site.rglob('*.html'): f.write_text(finished(f.read_text(encoding='utf-8')), encoding='utf-8')
+    for f in site.rglob('*.html'): f.write_text(with_source(finished(f.read_text(encoding='utf-8'))), encoding='utf-8')
     rank(site)
     # `Docs:` in a module's docstring
     for f in (md/'docs').rglob('*.md'): shutil.copy(f, (site/f.relative_to(md/'docs')).with_suffix('.html.md'))

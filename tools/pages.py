@@ -85,6 +85,7 @@ def html(text):
     "An HTML output without progress bars and styles of its own"
     text = re.sub(r'(?s)<style.*?</style>|<script.*?</script>|<progress.*?</progress>| border="1" class="dataframe"', '', text)
     if not re.search(r'<(table|img|svg|details|pre)\b', text): return ''
+    text = re.sub(r'<td>([\d.,%±e+ -]+)</td>', r'<td><span class="number">\1</span></td>', text)
     return '<div class="out-html" markdown="0">\n' + re.sub(r'\n\s*\n', '\n', text).strip() + '\n</div>'
 
 def is_typed(cell):
@@ -243,7 +244,7 @@ class Page:
         lines = dict.fromkeys(ast.unparse(n) for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
         own = {getattr(t, 'name', getattr(t, 'id', '')) for n in nodes for t in [n, *getattr(n, 'targets', [])]} - {*self.mod.__all__}
         own = sorted(n for n in own & set(re.findall(r'\w+', src)) if hasattr(self.mod, n))
-        lines = [l for l in lines if not re.search('__future__|showdoc|import nbdev', l)]
+        lines = [l for l in lines if not re.search('__future__|showdoc|import nbdev| as _own$', l)]
         lines += [f'from {self.mod.__name__} import *']*bool(self.mod.__all__) + [
             f'from {self.mod.__name__} import {", ".join(own)}']*bool(own)
         return '\n'.join(lines)
@@ -273,6 +274,7 @@ class Page:
         if 'code-fold' in d:
             src = fold(d.get('code-summary', 'Code').strip('"'), src, 'quote')
         res = [] if d.get('echo')=='false' else [src]
+        self.draws_plots = not re.search(r'show_batch|show_results|show_image|imshow', cell.source)
         if d.get('output')!='false':
             res += [self.output(o, f'{i}_{j}', d.get('output')=='asis')
                     for j,o in enumerate(streams(cell.get('outputs', [])))]
@@ -298,5 +300,5 @@ class Page:
         data = data.encode() if mime.endswith('xml') else base64.b64decode(data)
         (self.out/f).write_bytes(data)
         width = width or (int.from_bytes(data[16:20], 'big') if mime=='image/png' else 0)
-        attrs = ' .figure' + ' .wide'*(width > 640) + (f' width={width}' if width else '')
+        attrs = ' .figure' + ' .plot'*self.draws_plots + ' .wide'*(width > 640) + (f' width={width}' if width else '')
         return f'![{self.section}: figure]({posixpath.relpath(f, posixpath.dirname(self.path) or ".")}){{{attrs} }}'

@@ -306,6 +306,13 @@ def test_links_in_links():
                           (f'{auto} (and {auto})', f'{auto} (and {auto})'), (f'[{auto}](#here)', '[`Learner`](#here)')]:
         assert pages.linked(text, 'index.ipynb', cfg)==expected
 
+def test_header(site):
+    "From every page to the repository and its issues"
+    url = get_config(root).git_url
+    for p in paths(site):
+        header = re.search('(?s)<header.*?</header>', (site/p).read_text())[0]
+        assert f'<a href="{url}">' in header and f'<a href="{url}/issues">' in header, p
+
 def test_menu():
     "Groups in their order, what no group names after them, and pages that are not there left out"
     paths = ['api/b.md', 'api/a.md', 'benchmarks.md', 'changelog.md', 'index.md', 'new.md', 'tutorials/new.md',
@@ -602,6 +609,33 @@ wrapped_outputs = r"""return [...document.querySelectorAll('article .highlight.o
     .filter(l => l.offsetParent && !l.textContent.trim().match(/\S\s{2,}\S|^https:\S+$/))     // a link alone is one word
     .filter(l => l.getBoundingClientRect().height > 1.5*parseFloat(getComputedStyle(l).lineHeight)).map(l => l.innerText)"""
 
+broken_numbers = r"""return [...document.querySelectorAll('article td')]
+    .filter(c => c.offsetParent && c.innerText.match(/^\s*[\d.,%±e+]+\s*$/))
+    .filter(c => {
+      const range = document.createRange(); range.selectNodeContents(c)
+      return new Set([...range.getClientRects()].map(r => Math.round(r.top/4))).size > 1
+    }).map(c => c.innerText)"""
+
+@pytest.mark.parametrize('p', ['benchmarks', 'recipes', 'tutorials/wandb'])
+def test_numbers_on_a_phone(browser, site, p):
+    "No number goes on in the next line: the table can be moved"
+    browser.get(f'{site.as_uri()}/{p}.html')
+    try:
+        at_width(browser, 390)
+        assert browser.execute_script(broken_numbers)==[]
+    finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
+
+longest_line = """const lines = p => {
+      const found = {}, walk = document.createTreeWalker(p, NodeFilter.SHOW_TEXT), range = document.createRange()
+      for (let n; n = walk.nextNode();) for (let i = 0; i < n.length; i++) {
+        range.setStart(n, i); range.setEnd(n, i+1)
+        const y = Math.round(range.getBoundingClientRect().bottom/12)
+        found[y] = (found[y] || 0) + 1
+      }
+      return Object.values(found)
+    }
+    return Math.max(...[...document.querySelectorAll('article > p:not(.notebook)')].flatMap(lines))"""
+
 @pytest.mark.parametrize('p', phone_pages)
 def test_on_a_phone(browser, site, p):
     """The last column of every table is reached, that of a table of words without moving it; long code goes on to the
@@ -682,6 +716,7 @@ def test_first_screen(browser, site):
             'return ["pre", "img", "table"].map(s => document.querySelector(`article ${s}`).getBoundingClientRect().bottom)')
         assert max(ends) <= 900, ends
         assert browser.execute_script('return document.querySelectorAll("article table")[0].rows.length')==6
+        assert 60 < browser.execute_script(longest_line) <= 90
     finally: browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 first_screen = """const bottom = e => e ? Math.round(e.getBoundingClientRect().bottom + scrollY) : null
