@@ -26,7 +26,7 @@ class RememberedCalls(Witness):
         if batch.way.is_coupled: self.due = False
 
     def before_pred(self, micro):
-        if micro.i == 0: self.before = Kept(self.learn.model)
+        if micro.i == 0 and self.due: self.before = Kept(self.learn.model)
 
     def after_loss(self, micro):
         before,self.before = self.before,None
