@@ -134,6 +134,7 @@ def close(self:BatchPass):
     if not self.closes: return None
     cb.witnesses.call('before_step')
     loss = acc.finish()
+    cb.weights.end_step()
     if self.values is not None: self.values.join_step()
     cb.params.end()
     return loss
@@ -204,6 +205,11 @@ class Shown:
         def part(t): return t[a:z] if t.dim() and len(t) == n else t
         with _replacing(learn, 'xb', map_tensors(part, learn.xb)), _replacing(learn, 'yb', map_tensors(part, learn.yb)): yield
 
+    # The same with these inputs and targets
+    @contextmanager
+    def others(self, xb, yb):
+        with _replacing(self.learn, 'xb', xb), _replacing(self.learn, 'yb', yb): yield
+
     def __exit__(self, *_):
         if self.is_cut: self.learn.xb,self.learn.yb = self.xb,self.yb
         if self.places: self._put(self.beside)
@@ -244,7 +250,7 @@ class BatchValues:
         batch,learn = self.batch,self.batch.learn
         i = len(batch.acc.losses) - 1
         shown = partial(batch.shown.items, micro.n)
-        self.values.add(i, micro.n, learn.pred, learn.yb, batch.cb.rule.info, shown, micro.rows)
+        self.values.add(i, micro.n, learn.pred, learn.yb, batch.cb.weights.of_part, shown, micro.rows)
 
     # Those of the loader batch
     def join(self):

@@ -64,7 +64,7 @@ class GradientAccumulation(LoopCallback):
         normalize:bool=True,         # Exact weighted mean? If False, the gradients are added up without weights
         weight:WeightFunction=None,  # `weight(learn)`: what the micro-batch's loss averaged over, if not known; `(n, 1)`: over `max(n, 1)`
         n_items:ItemCount=None,      # `n_items(learn)`: items of the loader batch, if it is not the first dimension of its inputs
-        check_loss:LossCheck=True,   # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
+        check_loss:LossCheck=True,   # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each micro-batch
         unit:Unit='items',           # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
         count:CountFunction=None,    # `count(learn)`: how much a loader batch counts, or how much each of its items does
         pad_idx:Token=None,          # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
@@ -314,7 +314,7 @@ def _renew(self:GradientAccumulation):
 @patch
 def after_fit(self:GradientAccumulation):
     self.running,self.last_rule = False,self.loss_rule
-    self.rule.end()
+    self.facts.end()
     if self.n_items:
         print(f"GradientAccumulation: the fit ended with {self.n_items} of {self.accum_bs} {self.unit} accumulated; their gradients "
               "are cleared.")
@@ -379,13 +379,13 @@ def loss_rule(self:GradientAccumulation) -> str:
     "What the loss averages over, and whether this is known, measured or assumed"
     if self.weight is not None: return 'what weight= returns'
     if not self.normalize: return 'nothing: gradients are added up (normalize=False)'
-    return self.last_rule if self.rule.info is None else str(self.rule)      # a validation looks up none
+    return self.last_rule if self.rule.info is None else str(self.facts)      # a validation looks up none
 
 @patch
 def warn_of_loss(self:GradientAccumulation):
     "Say once that no rule fits the loss, or that another one does"
     several = "With coupled, this step has several loader batches, each with a loss of its own: "
-    for message in (*self.rule.take_news(), self.rule.message):
+    for message in (*self.rule.take_news(), self.rule.message, self.facts.message):
         if message: self.warn_once(several*way_of(self).is_coupled + message, 'troubleshooting.html#the-loss-is-off')
 
 @patch
@@ -485,6 +485,7 @@ def predict(self:GradientAccumulation, call, model, *xb):
 def close(self:GradientAccumulation):
     self.witnesses.call('before_step')
     loss = self.acc.finish()
+    self.weights.end_step()
     self.params.end()
     return loss
 

@@ -6,10 +6,14 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/facts.html.md"""
 
 # %% ../../nbs/api/accumulation/13_facts.ipynb #bb0c11ee
 from __future__ import annotations
-import json
+import io, json
+from base64 import b64decode, b64encode
 from contextlib import suppress
+from pickle import UnpicklingError
+import torch
 from ..core.lockstep.run import LockstepFacts
 from ..core.losses import LossRule, of_outputs
+from ..core.measured import LossMeasure, as_now
 from ..core.microbatch import Lists
 from ..core.probe import LossProbe
 from ..core.values import LossValues
@@ -23,6 +27,8 @@ __all__ = []
 class FitFacts:
     def __init__(self, rule=None, rounding=None):
         self.rule = LossRule() if rule is None else rule    # what the loss averages over
+        self.measure = None                                 # what measures a loss that is not known: a `LossMeasure`
+        self.saved = None                                   # its `state_dict` from a checkpoint, until the loss comes
         self.values = LossValues()                          # what the loss keeps of its last call
         self.looked_at = None                               # the loss function that it was seen at
         self.replaced = None                                # the loss that callbacks put in the place of loss_func's
@@ -53,15 +59,47 @@ class FitFacts:
     # In a validation
     def found_keeps(self): self.keeps = True
 
+    # What measures this loss
+    def measure_of(self, loss_func):
+        if self.measure is not None and loss_func == self.measure.loss_func: return self.measure
+        self.measure = LossMeasure(loss_func, always=self.rule.always)
+        if self.saved is not None and self.replaced is None: self._go_on()
+        return self.measure
+
+    # A state of another loss, or from a file that somebody has changed, is left
+    def _go_on(self):
+        state,self.saved = self.saved,None
+        with suppress(AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError): self.measure.load_state_dict(state)
+
+    # What the loss averages over: its rule says it, unless it is measured and depends on the outputs
+    def __str__(self):
+        measure = self.measure
+        return str(self.rule if measure is None or measure.verdict.elsewhere else measure)
+
+    # A warning of the measure, or None
+    @property
+    def message(self): return None if self.measure is None else self.measure.message
+
+    # What is known of it now: `put_back` returns to it
+    def measured_so_far(self): return as_now(self.measure)
+    def put_back(self, measure): self.measure = measure
+
     def begin_epoch(self):
         self.rule.begin_epoch()
         self.wide.begin_epoch()
+        if self.measure is not None: self.measure.begin_epoch()
+
+    # The fit ends
+    def end(self):
+        self.rule.end()
+        if self.measure is not None: self.measure.end()
 
     # What the rest of an epoch may be too short to tell, for a process that goes on with the fit. As text, so that a
     # checkpoint need not compare what one fit knows with what another one does
     def state_dict(self):
-        rule = None if self.replaced is not None else self.rule.state_dict()
-        return json.dumps(dict(rule=rule, lists=self.lists.state_dict()))
+        own = self.replaced is None
+        rule,measure = (o.state_dict() if own and o is not None else None for o in (self.rule, self.measure))
+        return json.dumps(dict(rule=rule, lists=self.lists.state_dict(), measure=None if measure is None else as_text(measure)))
 
     # A text of another form comes from a file that somebody has changed: the fit finds out by itself
     def load_state_dict(self, text):
@@ -69,3 +107,14 @@ class FitFacts:
         except ValueError: return
         for name in ('rule','lists'):
             with suppress(KeyError, TypeError, ValueError): getattr(self, name).load_state_dict(state[name])
+        self.saved = from_text(state.get('measure')) if isinstance(state, dict) else None
+
+# Plain values and tensors
+def as_text(state):
+    torch.save(state, file := io.BytesIO())
+    return b64encode(file.getvalue()).decode()
+
+# None, if it is none of these
+def from_text(text):
+    try: return torch.load(io.BytesIO(b64decode(text)), weights_only=True)
+    except (TypeError, ValueError, RuntimeError, EOFError, UnpicklingError): return None

@@ -91,6 +91,7 @@ class Start:
         self.tensors = [o for o in tree_leaves((learn.xb, learn.yb)) if isinstance(o, Tensor)]
         self.versions = [o._version for o in self.tensors]
         self.record = cb.acc.so_far
+        self.measured = cb.weights.measuring.so_far()
         self.snapshot = Snapshot(learn.model, cb.acc.params, gradients=not batch.opens)
 
     # `why`: memory ran out with these words
@@ -100,6 +101,7 @@ class Start:
                                f"callback has changed it in place. Make new tensors there, or pass a number instead of 'auto'. ({why})")
         self.snapshot.restore()
         self.cb.acc.rollback(self.record)
+        self.cb.weights.measuring.put_back(self.measured)
         self.cb.witnesses.call('void')
         self.cb.ranks.out_of_memory()
 

@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/replaced.html.md"""
 # %% ../../nbs/api/accumulation/06_replaced.ipynb #8da82598
 from __future__ import annotations
 from fastai.basics import *
-from ..core.microbatch import map_tensors
+from ..core.microbatch import map_tensors, tensors_in
 from ..core.terms import read_parts
 
 # %% auto #0
@@ -63,3 +63,16 @@ class ReplacedLoss:
         finally:
             for k,v in before.items(): setattr(learn, k, v)
             for cb,attrs in cbs: vars(cb).clear(); vars(cb).update(attrs)
+
+# Does what callbacks have added to the loss depend on the outputs? `learn.loss` is a copy of what was there before
+def term_reaches_outputs(learn):
+    outputs = {t.grad_fn for t in tensors_in(learn.pred) if t.grad_fn is not None}
+    before,todo = learn.loss.grad_fn,[learn.loss_grad.grad_fn]
+    seen = {None, *(() if before is None else (f for f,_ in before.next_functions))}
+    while todo:
+        f = todo.pop()
+        if f in seen: continue
+        seen.add(f)
+        if f in outputs: return True
+        todo += [o for o,_ in f.next_functions]
+    return False

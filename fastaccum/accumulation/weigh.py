@@ -6,21 +6,14 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/weigh.html.md"""
 
 # %% ../../nbs/api/accumulation/11_weigh.ipynb #fce9e042
 from __future__ import annotations
-from typing import Any, NamedTuple
 from fastai.basics import *
 from ..core.accumulator import as_weight, check_scalar
-from ..core.losses import at_least, ignore_empty
-from .replaced import ReplacedLoss
+from ..core.losses import at_least, ignore_empty, loss_weight
+from .measuring import MeasuredWeights, Weight
+from .replaced import ReplacedLoss, term_reaches_outputs
 
 # %% auto #0
 __all__ = []
-
-# %% ../../nbs/api/accumulation/11_weigh.ipynb #c6233228
-# The big batch's loss divides by the sum of what its micro-batches add, or by the largest `divided_by`
-class Weight(NamedTuple):
-    adds:Any             # to the divisor of the big batch's loss
-    divided_by:Any=None  # what its own loss divided by, if that is something else
-    n_sharing:int=1      # how many ranks share the loss: these numbers are the part of one
 
 # %% ../../nbs/api/accumulation/11_weigh.ipynb #d7da8aad
 items_of = attrgetter('n')                         # in C, as it is asked of each micro-batch
@@ -35,6 +28,7 @@ class Weights:
         self.rule = cb.facts.rule
         # is it the loss that says what it averages over, and may it be asked?
         self.is_measured = bool(cb.check_loss) and cb.normalize and cb.weight is None
+        self.measuring = MeasuredWeights(cb)
         self.known = None                # of all micro-batches, if known before the first one: weights, what losses divide by, shares
         self.stacked = None              # the same weights in one tensor, if the device has computed them
 
@@ -45,6 +39,7 @@ class Weights:
         if self.cb.weight is not None or not self.acc.normalize or batch.way.is_shared: return
         if not self.rule.measuring: self._weigh_all()
         elif batch.is_alone: self._weigh_alone()
+        elif self.measuring.is_on: self.measuring.begin(batch)
 
     # By the rule, all micro-batches at once
     def _weigh_all(self):
@@ -61,6 +56,10 @@ class Weights:
         self.known = weights,divided_by,shares
         self.may_be_empty = self.rule.may_be_nan if isinstance(weights[0], Tensor) else not all(weights)
 
+    # Is the loss a sum?
+    @property
+    def is_sum(self): return self.measuring.is_sum if self.measuring.is_on else self.rule.is_sum
+
     # They are no longer known: the rule or the targets have changed
     def forget(self): self.known = self.stacked = None
 
@@ -74,7 +73,8 @@ class Weights:
         if shown.may_change and shown.targets_changed(micro): self.forget()          # by a callback
         if self.known is None:
             if not acc.normalize: return self._of_sum()
-            weight,share = self._after_prediction(micro)
+            if self.measuring.counted is None: weight,share = self._after_prediction(micro)
+            else: weight,share = self.measuring.of(micro)
             may_be_empty = isinstance(weight.adds, Tensor) or not weight.adds
         else:
             weights,divided_by,shares = self.known
@@ -95,7 +95,7 @@ def look_up(self:Weights, batch):
     rule.look_up(loss_func, self.is_measured and (not is_one_loss or rule.probe is not None))
     if rule.info is not before: cb.witnesses.call('new_rule')
     if not batch.opens: return
-    is_mean = cb.normalize and (cb.weight is not None or not rule.is_sum)
+    is_mean = cb.normalize and (cb.weight is not None or self.measuring.is_on or not rule.is_sum)
     if is_mean != self.acc.normalize: self.acc.open(normalize=is_mean)
 
 # %% ../../nbs/api/accumulation/11_weigh.ipynb #340b3f7c
@@ -114,7 +114,7 @@ def _weigh_alone(self:Weights):
 def _after_prediction(self:Weights, micro):
     acc,batch = self.acc,self.batch
     n = batch.n_items if batch.way.is_shared else micro.n
-    weight = self._found(n)
+    weight = self.measuring.assumed(n) if self.measuring.is_on else self._found(n)
     share, = acc.shares([weight.adds], n if batch.counted is None else micro.counts,
                         divided_by=None if weight.divided_by is None else [weight.divided_by])
     return weight,share
@@ -151,13 +151,45 @@ def _part_of_rank(self:Weights, weight):
 # Measure what the loss averages over, if that is not known or has to be checked
 @patch
 def after_loss(self:Weights, micro):
-    rule,is_replaced = self.rule,self.batch.loop.now.changed == 'replaced'
+    rule,measuring,changed = self.rule,self.measuring,self.batch.loop.now.changed
+    if not rule.probed and changed is None: return
     if self.batch.is_alone:
         if rule.probed: rule.pass_over(self.learn.yb, micro.n)
-        if is_replaced: self._weigh_alone()
+        measuring.pass_over(micro)
+        if changed == 'replaced': self._weigh_alone()
         return
-    if is_replaced and self.facts.replaced is None: self._replace()
-    if rule.probed and rule.due(): self._measure(micro)
+    if changed is not None and self.facts.replaced is None and self._is_replaced(changed): self._replace()
+    if measuring.is_on: measuring.count(micro)
+    if rule.probed and not measuring.is_on and rule.due(): self._measure(micro)
+
+# Is there another loss of the outputs than loss_func's?
+@patch
+def _is_replaced(self:Weights, changed):
+    if not self.is_measured or self.batch.way.is_coupled or self.batch.loop.now.losses is not None: return False
+    return changed == 'replaced' or self.rule.always and term_reaches_outputs(self.learn)
+
+# The gradients of the step are there
+@patch
+def end_step(self:Weights):
+    if self.measuring.is_on: self.measuring.end_step()
+
+# What a part of a micro-batch averages over, in any unit: `part` has its prediction and targets. None for a sum
+@patch
+def of_part(self:Weights, part):
+    if self.measuring.is_on: return self.measuring.of_part(part)
+    return loss_weight(self.rule.info, part.yb, part.n)
+
+# Of parts of the present micro-batch, of these sizes
+@patch
+def of_parts(self:Weights, sizes):
+    if self.measuring.is_on: return self.measuring.of_parts(sizes)
+    return [float(w) for w in self.rule.weights(self.learn.yb, sizes)[0]]
+
+# A warning for a sum that does not say so, with `n` loader batches in a step
+@patch
+def sum_message(self:Weights, n):
+    if self.measuring.is_on: return self.measuring.measure.sum_message(n)
+    return self.rule.sum_message(n, len(self.acc.losses))
 
 # If the rule changes, the weights of the micro-batches before this one are corrected
 @patch
@@ -187,9 +219,8 @@ def _correct(self:Weights, weights):
 # A callback has put another loss in the place of loss_func's: that is measured from here on
 @patch
 def _replace(self:Weights):
-    loop = self.batch.loop
-    if not self.is_measured or self.batch.way.is_coupled or loop.now.losses is not None: return
-    self.facts.found_replaced(ReplacedLoss(loop))
+    self.facts.found_replaced(ReplacedLoss(self.batch.loop))
     self.rule.look_up(self.facts.replaced)
     self.cb.witnesses.call('new_rule')
     self.forget()
+    if self.measuring.is_on: self.measuring.begin(self.batch)

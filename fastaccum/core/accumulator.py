@@ -46,13 +46,13 @@ class GradientAccumulator:
     def so_far(self) -> Accumulated:
         "The record of the accumulated batch. Keep it to return to it with `rollback`"
         return Accumulated(self.n_items, tuple(self.losses), tuple(self._weights), self.target, self._planned, self._computed, self._n_own,
-                           tuple(self._divided), tuple(self._sharing))
+                           tuple(self._divided), tuple(self._sharing), self._once)
 
     def rollback(self,
         record:Accumulated # An earlier `so_far`
     ) -> None:
         "Return to an earlier record; the gradients stay as they are"
-        self.n_items,losses,weights,self.target,self._planned,self._computed,self._n_own,divided,sharing = record
+        self.n_items,losses,weights,self.target,self._planned,self._computed,self._n_own,divided,sharing,self._once = record
         self.losses = list(losses)       # of the micro-batches so far, detached, on their device
         self._weights = list(weights)    # what each adds to the divisor of the accumulated loss
         self._divided = list(divided)    # what each loss divided by; empty if that is always its weight
@@ -131,7 +131,7 @@ class GradientAccumulator:
         total:float|Tensor # Sum of the weights
     ) -> float|Tensor:
         "What the big batch's loss divides by. Losses that divided by more than their weight show the least divisor"
-        return larger(total, largest(self._divided)) if self._divided else total
+        return larger(total + self._once, largest(self._divided)) if self._divided else total
 
     @property
     def least_divisor(self) -> float|Tensor:
@@ -173,6 +173,21 @@ class GradientAccumulator:
         self._n_own += n_items
         self._computed = None
 
+    def add_once(self,
+        value:float|Tensor # What each call of the loss adds to its divisor, such as the `eps` of a mean by `sum + eps`
+    ) -> None:
+        "Add it once to the divisor of the accumulated loss, beside weights with `divided_by`"
+        self._once = value
+
+    def revise(self,
+        weights:list,   # The weight of each micro-batch so far
+        divided_by:list # What each loss divided by
+    ) -> None:
+        "What micro-batches count is known only now. Their gradients stay, as only the divisor depends on it"
+        self._weights,self._divided = list(weights),list(divided_by)
+        self._planned = -1
+        self._computed = None
+
     def count_for_all(self,
         n_items:int # Items of the accumulated batch on all ranks
     ) -> None:
@@ -204,7 +219,7 @@ class GradientAccumulator:
         weights:Tensor|None=None   # The weights of these micro-batches, if they are in one tensor
     ) -> tuple: # The loss, and the sum of the weights
         "Loss of the micro-batches that were counted"
-        mean = partial(mean_of_divided, self._divided[since:]) if self._divided and self.normalize else mean_loss
+        mean = partial(mean_of_divided, self._divided[since:], self._once) if self._divided and self.normalize else mean_loss
         if since:
             return mean(self.losses[since:], self._weights[since:] if weights is None else weights, self.normalize)
         if self._computed is None:
@@ -221,7 +236,7 @@ class GradientAccumulator:
             divisor = self.divisor(weight)
             rescale(self.params, self.target, _double(divisor) if self.dtype is torch.float64 else divisor)
         self.closed = Accumulated(n_items, tuple(self.losses), tuple(self._weights), self.target, self._planned, (loss, weight),
-                                  self._n_own, tuple(self._divided), tuple(self._sharing))
+                                  self._n_own, tuple(self._divided), tuple(self._sharing), self._once)
         self.rollback(Accumulated())
         return loss
 
@@ -269,6 +284,7 @@ class Accumulated(NamedTuple):
     n_own:int=0                    # this rank's part of `n_items`
     divided:tuple=()               # what each loss divided by; empty if that is always its weight
     sharing:tuple=()               # how many ranks share each loss
+    once:float|Tensor=0            # what is added once to the divisor
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #71ca502b
 # The divisor of a mean whose weights add up to `total`: 1 if that is 0
@@ -334,7 +350,7 @@ def mean_loss(losses, weights, normalize=True, total=None):
 
 # The same for losses that may have `divided` by something else than their weight. One without weight counts, too,
 # unless it is no number
-def mean_of_divided(divided, losses, weights, *_):
+def mean_of_divided(divided, once, losses, weights, *_):
     if not losses: return torch.zeros(()),0
     loss = torch.stack(losses)
     def stack(ws):
@@ -343,7 +359,7 @@ def mean_of_divided(divided, losses, weights, *_):
     on_device = isinstance(weights, Tensor) or any(isinstance(o, Tensor) for o in weights)
     total = (weights.sum() if isinstance(weights, Tensor) else w.sum()) if on_device else sum(weights)
     loss = torch.where((w > 0) | loss.isfinite(), loss*stack(divided), 0.)
-    return loss.sum()/larger(total, largest(divided)),total
+    return (loss.sum()/larger(total + once, largest(divided))).to(loss.dtype),total
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #81a29307
 # Multiply all gradients in place, with one foreach multiply per device. `factor`: a number, or a tensor without

@@ -250,6 +250,9 @@ class Chunks:
         if info.reduction == 'sum': self.weights,self.total = [1.]*len(parts),1.
         else: self.weights,self.total = [at_least(info.floor, w) for w in weights],at_least(info.floor, sum(weights))
 
+    # What a part of them averages over, None for a sum
+    def _weigh(self, part): return loss_weight(self.info, part.yb, part.n)
+
     # How much a part counts. Nothing, if none of its targets does: its loss is NaN then
     def share(self, weight):
         if not isinstance(weight, Tensor): return weight/self.total
@@ -259,7 +262,7 @@ class Chunks:
         out = self.x.outputs(part)
         if isinstance(weight, Tensor): ignore_empty(out, weight)
         with torch.autocast(self.x.x.device.type, enabled=False) if self.x.amp is not None else nullcontext(): loss = self.f(out, *yb)
-        if self.values is not None: self.values.add(self.i, len(part), map_tensors(Tensor.detach, out), yb, self.info)
+        if self.values is not None: self.values.add(self.i, len(part), map_tensors(Tensor.detach, out), yb, self._weigh)
         return loss
 
     # The sum of the parts' losses. `each(loss, share, cut, part)` gets every part before the next is computed

@@ -47,13 +47,14 @@ class LossValues:
         self._before,self.parts = dict(vars(self.holder)),[o for o in self.parts if o[0] < start]
         self._start = sum(n for _,n,*_ in self.parts)
 
-    # A micro-batch has been counted, as number `i` of its accumulated batch. `rule`, `shown`: see `LossRule`; `rows`:
-    # the places of its items in the loader batch, if they do not follow those before
-    def add(self, i, n, pred, yb, rule, shown=None, rows=None):
+    # A micro-batch has been counted, as number `i` of its accumulated batch. `weigh(part)`: what a part of it averages
+    # over, None for a sum; `shown`: see `LossRule`; `rows`: the places of its items in the loader batch, if they do not
+    # follow those before
+    def add(self, i, n, pred, yb, weigh, shown=None, rows=None):
         held = vars(self.holder)
         new = [k for k,v in held.items() if k not in (*self.fits, *self.given) and v is not self._before.get(k) and leaves_of(v)]
         unsure = [k for k,left in self._looks.items() if left]
-        if new or unsure: self._measure(new + unsure, pred, yb, n, rule, shown)
+        if new or unsure: self._measure(new + unsure, pred, yb, n, weigh, shown)
         done = sum(n for _,n,*_ in self.parts)
         places = range(done, done+n) if rows is None else [self._start+j for j in rows]
         self.parts.append((i, n, places, {k: tree_map(_detached, held[k]) for k,kind in self.kinds.items() if kind and k in held}))
@@ -89,7 +90,7 @@ def look(self:LossValues, n):
 # %% ../../nbs/api/core/14_values.ipynb #1b6d626f
 # Compare the values of a micro-batch with those of two parts of it, on a copy of the loss
 @patch
-def _measure(self:LossValues, names, pred, yb, n, rule, shown):
+def _measure(self:LossValues, names, pred, yb, n, weigh, shown):
     seen,k,trace = None,n//2,Untouched(self.loss_func)
     try:
         if self.stuck: raise Moved([])
@@ -103,7 +104,7 @@ def _measure(self:LossValues, names, pred, yb, n, rule, shown):
                 with part.seen(): copy(part.pred, *part.yb)
                 held = vars(holder_of(copy))
                 found.append({name: [_detached(v) for v in leaves_of(held.get(name))] for name in names})
-            weights,sizes = [loss_weight(rule, o.yb, o.n) for o in cuts[2:]],[o.n for o in cuts[2:]]
+            weights,sizes = [weigh(o) for o in cuts[2:]],[o.n for o in cuts[2:]]
         seen = found
     except Exception: pass                               # it cannot be called so
     if trace.moved: self.stuck = str(Moved(trace.moved))

@@ -346,5 +346,5 @@ def test_a_last_micro_batch_may_be_larger_than_what_is_missing():
 def test_a_loss_that_is_no_number_is_not_hidden():
     "Of a micro-batch that counts 1, too; one that counts nothing has none"
     losses = [torch.tensor(float('nan')), torch.tensor(2.)]
-    assert mean_of_divided([1., 1.], losses, [1., 1.])[0].isnan()
-    assert mean_of_divided([1., 1.], losses, [0., 1.])[0] == 2
+    assert mean_of_divided([1., 1.], 0, losses, [1., 1.])[0].isnan()
+    assert mean_of_divided([1., 1.], 0, losses, [0., 1.])[0] == 2

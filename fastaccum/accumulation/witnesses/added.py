@@ -30,7 +30,8 @@ class AddedLoss(Witness):
         now,rule = self.loop.now,self.cb.rule
         if now.changed != 'added' or now.losses is not None: return
         if micro.rows is not None: self._tell(of_trimmed, about='trimmed term')
-        if rule.is_sum: self._tell(of_sum, about='changed loss')
+        if self.cb.facts.replaced is not None: return               # it is measured with the loss
+        if self.cb.weights.is_sum: self._tell(of_sum, about='changed loss')
         elif rule.info.over not in ('items', 'elements') and self.times.due(rule.always):
             self.times.looked()
             off = self._uneven(micro.n)

@@ -16,7 +16,7 @@ class UndeclaredSum(Witness):
     page = 'troubleshooting.html#the-loss-is-off'
     looks_at_whole = True
 
-    def new_rule(self): self.due = self.cb.rule.probed and self.cb.rule.is_sum
+    def new_rule(self): self.due = self.cb.rule.probed and (self.cb.rule.is_sum or self.cb.rule.always)
 
     # Each loss is told once. One that callbacks make is another object in each fit
     @property
@@ -29,4 +29,4 @@ class UndeclaredSum(Witness):
         # the last one of an epoch may be shorter
         usual = max(1, batch.n_items, loader_bs(self.learn.dls.train) or 0)
         n_batches = round(cb.accum_bs/usual) if batch.before else 1
-        self.tell(cb.rule.sum_message(n_batches, len(cb.acc.losses)))
+        self.tell(cb.weights.sum_message(n_batches))

@@ -36,4 +36,4 @@ class ModelsTerms(Witness):
     # The weights of parts of these sizes, or None for a sum
     def _weigh(self, sizes):
         if not self.cb.acc.normalize: return None
-        return [float(w) for w in self.cb.rule.weights(self.learn.yb, sizes)[0]]
+        return self.cb.weights.of_parts(sizes)

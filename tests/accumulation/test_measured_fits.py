@@ -1,0 +1,178 @@
+"Losses of one's own with check_loss='always', against plain fastai with the big batch: every mean is exact, whatever it divides by; others are told"
+import warnings, pytest, torch, torch.nn as nn, torch.nn.functional as F
+from fastai.basics import Callback, CancelValidException, DataLoader, DataLoaders, Learner, SGD, set_seed, tensor
+from fastaccum.all import FastaccumWarning, GradientAccumulation, TrainingCheckpoint
+
+def each(p, y): return F.cross_entropy(p, y, reduction='none')
+def bce(p, y): return F.binary_cross_entropy_with_logits(p, y, reduction='none')
+
+# targets of 48 items
+def classes(): return torch.randint(4, (48,))
+def rare(): return torch.where(torch.rand(48) < .06, 3, torch.randint(3, (48,)))
+def ignored(): return torch.where(torch.rand(48) < .3, -100, torch.randint(4, (48,)))
+def boxes(): return (torch.rand(48, 4) < .15).double()
+def late():
+    "Most micro-batches have no positive target, the first ones none at all"
+    y = boxes()
+    y[:10] = y[20:24] = 0
+    return y
+def numbers(): return torch.randn(48, 4).double()
+def shares(): return torch.rand(48, 4).double()
+
+def class_weights(p, y):
+    w = tensor([.1, 1., 2., 5.]).to(p)[y]
+    return (each(p, y)*w).sum()/w.sum()
+def weights_of_its_own(p, y): return F.cross_entropy(p, y, weight=tensor([1., 2., 3., 9.]).to(p))
+def per_positive(p, y): return bce(p, y).sum()/y.sum().clamp(min=1)
+def at_least_five(p, y): return bce(p, y).sum()/y.sum().clamp(min=5)
+def plus_eps(p, y): return (bce(p, y)*y).sum()/(y.sum() + .01)
+def masked(p, y):
+    m = y > .2
+    return ((p-y).square()*m).sum()/m.sum().clamp(min=1)
+def by_index(p, y): return (p-y)[y > .2].square().mean()
+def soft_mask(p, y): return ((p-1).square()*y).sum()/y.sum()
+def hard_items(p, y):
+    "Which items count is a matter of the outputs, each by itself"
+    l = each(p, y)
+    m = (l > 1.2).detach()
+    return (l*m).sum()/m.sum().clamp(min=1)
+def detached_weights(p, y):
+    l = each(p, y)
+    w = (1-torch.exp(-l.detach()))**2
+    return (l*w).sum()/w.sum()
+def a_sum(p, y): return each(p, y).sum()/24
+def quantile(p, y): return torch.maximum(.9*(y-p), .1*(p-y)).mean()
+
+means = [(class_weights, classes), (weights_of_its_own, rare), (per_positive, boxes), (per_positive, late), (at_least_five, boxes), (at_least_five, late),
+         (plus_eps, boxes), (masked, numbers), (by_index, numbers), (soft_mask, shares), (hard_items, classes), (detached_weights, classes),
+         (a_sum, classes), (quantile, numbers), (F.cross_entropy, ignored)]
+
+def dice(p, y): return 1 - 2*(p.sigmoid()*y).sum()/(p.sigmoid().sum() + y.sum() + 1)
+def rmse(p, y): return (p-y).square().mean().sqrt()
+def norm(p, y): return (p-y).norm()
+def mining(p, y): return each(p, y).topk(max(len(y)//2, 1)).values.mean()
+def centred(p, y): return each(p-p.mean(0), y).mean()
+def balanced(p, y):
+    times = torch.bincount(y, minlength=4)
+    return (each(p, y)/times.clamp(min=1)[y]).sum()/(times > 0).sum()
+def two_divisors(p, y): return bce(p, y).mean() + .1*((p-1).square()*y).sum()/y.sum().clamp(min=1)
+def attraction(p, y):
+    same = (y[:,None] == y[None]).to(p).fill_diagonal_(0)
+    return p.square().mean() + ((p[:,None]-p[None]).square().sum(-1)*same).sum()/len(p)
+def by_size(p, y): return each(p, y).mean() if len(y) < 20 else each(p, y).topk(len(y)//2).values.mean()
+def capped(p, y): return each(p, y).sum()/min(len(y), 15)
+def power(p, y): return bce(p, y).sum()/(y.sum()**.9 + 1)
+def by_the_largest(p, y): return (each(p, y)/each(p, y).detach().max()).mean()
+
+others = [(dice, boxes), (rmse, numbers), (norm, numbers), (mining, classes), (centred, classes), (balanced, classes), (two_divisors, boxes),
+          (attraction, classes), (by_size, classes), (capped, classes), (power, boxes), (by_the_largest, classes)]
+
+class Losses(Callback):
+    "Of the last step"
+    order,run_valid = 60,False
+    def after_batch(self): self.last = float(self.loss)
+
+class NoValidation(Callback):
+    def before_validate(self): raise CancelValidException
+
+def fit(loss, targets, *cbs, bs=24, seed=0, n_epoch=2):
+    "Weights before and after, warnings, and the last step's loss"
+    set_seed(seed)
+    y,x = targets(),torch.randn(48, 6).double()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    before,dl = flat(model),DataLoader(list(zip(x, y)), bs=bs)
+    learn = Learner(DataLoaders(dl, dl, device='cpu'), model, loss_func=loss, opt_func=SGD, lr=.1, cbs=[*cbs, Losses(), NoValidation()])
+    learn.remove_cbs([learn.progress, learn.recorder])                 # whose smooth loss is float32
+    with warnings.catch_warnings(record=True) as told, learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(n_epoch)
+    return before,flat(model),[str(w.message) for w in told if isinstance(w.message, FastaccumWarning)],learn.losses.last
+
+def flat(model): return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+splits = [(24, 7), (24, 1), (8, None), (2, None)]
+def accumulated(mbs): return GradientAccumulation(24, micro_batch_size=mbs, check_loss='always')
+
+def compared(loss, targets, bs, mbs, *cbs, **kwargs):
+    "(how far of the distance moved, warnings) of accumulation; its last loss is the whole batch's, where that is one loader batch"
+    before,whole,_,last = fit(loss, targets, *cbs, **kwargs)
+    _,ours,told,own_last = fit(loss, targets, accumulated(mbs), *cbs, bs=bs, **kwargs)
+    off = float((ours-whole).norm()/(whole-before).norm())
+    if bs == 24 and not told: assert own_last == pytest.approx(last, rel=1e-8)
+    return off,told
+
+def in_turn(losses, n):
+    "Each loss with `n` of the splits, the next ones with others"
+    return [pytest.param(f, y, *splits[(n*i+k)%4], id=f'{f.__name__}-{y.__name__}-{k}') for i,(f,y) in enumerate(losses) for k in range(n)]
+
+@pytest.mark.parametrize('loss,targets,bs,mbs', in_turn(means, 2))
+def test_means_are_exact(loss, targets, bs, mbs):
+    off,told = compared(loss, targets, bs, mbs)
+    assert off < 1e-9
+    assert all('a_sum is a sum, not a mean' in m for m in told) and len(told) == (loss is a_sum and bs < 24)
+
+@pytest.mark.parametrize('loss,targets,bs,mbs', in_turn(others, 1))
+def test_others_are_told(loss, targets, bs, mbs):
+    off,told = compared(loss, targets, bs, mbs)
+    assert off > 1e-9 and len(told) == 1 and loss.__name__ in told[0]
+
+def test_items_that_count_only_beside_others():
+    "Without positives its own loss is infinite, and yet its items count in the big batch"
+    def by_positives(p, y): return bce(p, y).sum()/y.sum()
+    off,told = compared(by_positives, late, 24, 1)
+    assert off < 1e-9 and told == []
+    _,told = compared(by_positives, late, 2, None)            # there is no reference yet: those of the first step are left out
+    assert len(told) == 1 and '100% of its items are left out' in told[0]
+
+class Penalty(Callback):
+    "A term that each item has, however many of its targets count"
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad + .1*self.pred.logsumexp(1).square().mean()
+
+class Elsewhere(Callback):
+    def after_loss(self):
+        if not self.training: return
+        self.learn.loss_grad = class_weights(self.pred, self.y.clamp(min=0))
+        self.learn.loss = self.loss_grad.detach()
+
+@pytest.mark.parametrize('bs,mbs', splits[:3:2])
+def test_terms_and_losses_of_callbacks(bs, mbs):
+    "A term with a divisor of its own is told; one that has the loss's is exact, as is a loss in the place of loss_func's"
+    off,told = compared(F.cross_entropy, classes, bs, mbs, Penalty())
+    assert off < 1e-9 and told == []
+    off,told = compared(nn.CrossEntropyLoss(), ignored, bs, mbs, Penalty())
+    assert off > 1e-6 and len(told) == 1
+    off,told = compared(lambda p, y: p.mean(), ignored, bs, mbs, Elsewhere())
+    assert off < 1e-9 and told == []
+
+class Stop(Callback):
+    "After the batch with this number"
+    order = 2000
+    def __init__(self, at): self.at = at
+    def after_batch(self):
+        if self.training and self.learn.train_iter == self.at: raise KeyboardInterrupt
+
+@pytest.mark.parametrize('at', [14, 30])
+def test_a_resumed_fit_is_the_same_to_the_bit(tmp_path, at):
+    def run(folder, *cbs): return fit(masked, numbers, accumulated(None), TrainingCheckpoint(tmp_path/folder, every_steps=1), *cbs, bs=2)
+    _,whole,*_ = run('whole')
+    with pytest.raises(KeyboardInterrupt): run('stopped', Stop(at))
+    _,ours,told,_ = run('stopped')
+    assert torch.equal(ours, whole) and len(told) == 1 and 'Stop was removed' in told[0]
+
+def test_after_running_out_of_memory_it_is_the_same_to_the_bit():
+    "The loader batch starts again from what was known before"
+    class Full(nn.Module):
+        def __init__(self): super().__init__(); self.l = nn.Linear(6, 4).double()
+        def forward(self, x):
+            if len(x) > 6: raise torch.OutOfMemoryError
+            return self.l(x)
+    def run(acc, model):
+        set_seed(0)
+        dl = DataLoader(list(zip(torch.randn(48, 6).double(), numbers())), bs=24)
+        learn = Learner(DataLoaders(dl, dl, device='cpu'), model(), loss_func=masked, opt_func=SGD, lr=.1, cbs=[acc, NoValidation()])
+        learn.remove_cbs([learn.progress, learn.recorder])
+        with learn.no_logging(): learn.fit(2)
+        return flat(learn.model)
+    sizes = [run(GradientAccumulation(24, micro_batch_size=k, check_loss='always'), Full) for k in (6, 'auto')]
+    assert torch.equal(*sizes)
