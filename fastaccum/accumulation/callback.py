@@ -64,7 +64,7 @@ class GradientAccumulation(LoopCallback):
         normalize:bool=True,         # Exact weighted mean? If False, the gradients are added up without weights
         weight:WeightFunction=None,  # `weight(learn)`: what the micro-batch's loss averaged over, if not known; `(n, 1)`: over `max(n, 1)`
         n_items:ItemCount=None,      # `n_items(learn)`: items of the loader batch, if it is not the first dimension of its inputs
-        check_loss:LossCheck=True,   # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each micro-batch
+        check_loss:LossCheck=True,   # Measure a loss that is not PyTorch's or fastai's, and check it now and then? 'always': each time
         unit:Unit='items',           # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
         count:CountFunction=None,    # `count(learn)`: how much a loader batch counts, or how much each of its items does
         pad_idx:Token=None,          # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it

@@ -9,7 +9,6 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, NamedTuple
 from fastai.basics import *
-from ..core.losses import loss_weight
 from ..core.measured import Items, float_tensors, with_gradients
 
 # %% auto #0
@@ -83,7 +82,7 @@ class MeasuredWeights:
         if self.facts.replaced is not None: self.facts.replaced.renew()
         if not self._can_measure(micro): return measure.leave()
         items = self._items(learn.pred, micro).put(yb=learn.yb)
-        measure.where = 'epoch {}, batch {}'.format(*self.batch.place)
+        measure.at('epoch {}, batch {}'.format(*self.batch.place))
         self.counted = measure.measure(items)
         if not self.acc.losses: self.acc.open(normalize=True)
         if measure.stuck: self.facts.values.leave(measure.stuck)

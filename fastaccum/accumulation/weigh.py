@@ -8,7 +8,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/weigh.html.md"""
 from __future__ import annotations
 from fastai.basics import *
 from ..core.accumulator import as_weight, check_scalar
-from ..core.losses import at_least, ignore_empty, loss_weight
+from ..core.losses import at_least, ignore_empty
+from ..core.values import weigh_by
 from .measuring import MeasuredWeights, Weight
 from .replaced import ReplacedLoss, term_reaches_outputs
 
@@ -177,7 +178,7 @@ def end_step(self:Weights):
 @patch
 def of_part(self:Weights, part):
     if self.measuring.is_on: return self.measuring.of_part(part)
-    return loss_weight(self.rule.info, part.yb, part.n)
+    return weigh_by(self.rule.info)(part)
 
 # Of parts of the present micro-batch, of these sizes
 @patch

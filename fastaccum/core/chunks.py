@@ -21,7 +21,7 @@ from .losses import LossInfo, LossRule, at_least, ignore_empty, is_known, loss_w
 from .microbatch import map_tensors, part_sizes, tensors_in
 from .private import check_parts, plain_tensors
 from .probe import LossProbe
-from .values import LossValues
+from .values import LossValues, weigh_by
 from .warnings import warn
 from .watch import batchnorms, buffers_of, changed_buffers, nodes_of
 
@@ -250,9 +250,6 @@ class Chunks:
         if info.reduction == 'sum': self.weights,self.total = [1.]*len(parts),1.
         else: self.weights,self.total = [at_least(info.floor, w) for w in weights],at_least(info.floor, sum(weights))
 
-    # What a part of them averages over, None for a sum
-    def _weigh(self, part): return loss_weight(self.info, part.yb, part.n)
-
     # How much a part counts. Nothing, if none of its targets does: its loss is NaN then
     def share(self, weight):
         if not isinstance(weight, Tensor): return weight/self.total
@@ -262,7 +259,7 @@ class Chunks:
         out = self.x.outputs(part)
         if isinstance(weight, Tensor): ignore_empty(out, weight)
         with torch.autocast(self.x.x.device.type, enabled=False) if self.x.amp is not None else nullcontext(): loss = self.f(out, *yb)
-        if self.values is not None: self.values.add(self.i, len(part), map_tensors(Tensor.detach, out), yb, self._weigh)
+        if self.values is not None: self.values.add(self.i, len(part), map_tensors(Tensor.detach, out), yb, weigh_by(self.info))
         return loss
 
     # The sum of the parts' losses. `each(loss, share, cut, part)` gets every part before the next is computed

@@ -69,6 +69,9 @@ class LossMeasure:
         self.least = math.inf                                  # the smallest divisor that was just what is added
         self.begin_step()
 
+    # The place in training, for messages
+    def at(self, where): self.where = where
+
     # The loss may have changed: look closely, and audit
     def begin_epoch(self):
         self.next = self.next_close = self.n

@@ -151,6 +151,9 @@ calls_change = ("{name} was called again to find out how its values of micro-bat
                 "`after_step` instead.")
 
 # %% ../../nbs/api/core/14_values.ipynb #4e6911de
+# What a part averages over by this rule, None for a sum: `part` has its targets
+def weigh_by(rule): return lambda part: loss_weight(rule, part.yb, part.n)
+
 # The object that a loss may write to, or None
 def holder_of(loss_func):
     f = loss_func

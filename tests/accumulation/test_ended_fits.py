@@ -15,12 +15,12 @@ def raises(ex):
 
 class Breaks(nn.Sequential):
     "In the third loader batch, in the forward pass or amid the backward pass"
-    def __init__(self, where, ex): super().__init__(*mlp()); self.where,self.ex,self.n = where,ex,0
+    def __init__(self, where, ex): super().__init__(*mlp()); self.where,self.ex,self.calls = where,ex,[0]
     def forward(self, x):
-        self.n += self.training
+        self.calls[0] += self.training
         h = self[1](self[0](x))
-        if self.n == 3 and self.where == 'forward': raise self.ex
-        if self.n == 3 and self.where == 'backward': h.register_hook(raises(self.ex))
+        if self.calls[0] == 3 and self.where == 'forward': raise self.ex
+        if self.calls[0] == 3 and self.where == 'backward': h.register_hook(raises(self.ex))
         return self[2](h)
 
 class BreaksLoss(ce):

@@ -1,4 +1,5 @@
-"Losses of one's own with check_loss='always', against plain fastai with the big batch: every mean is exact, whatever it divides by; others are told"
+"""Losses of one's own with check_loss='always', against plain fastai with the big batch: every mean is exact, whatever it divides by;
+others are told"""
 import warnings, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.basics import Callback, CancelValidException, DataLoader, DataLoaders, Learner, SGD, set_seed, tensor
 from fastaccum.all import FastaccumWarning, GradientAccumulation, TrainingCheckpoint
@@ -43,9 +44,9 @@ def detached_weights(p, y):
 def a_sum(p, y): return each(p, y).sum()/24
 def quantile(p, y): return torch.maximum(.9*(y-p), .1*(p-y)).mean()
 
-means = [(class_weights, classes), (weights_of_its_own, rare), (per_positive, boxes), (per_positive, late), (at_least_five, boxes), (at_least_five, late),
-         (plus_eps, boxes), (masked, numbers), (by_index, numbers), (soft_mask, shares), (hard_items, classes), (detached_weights, classes),
-         (a_sum, classes), (quantile, numbers), (F.cross_entropy, ignored)]
+means = [(class_weights, classes), (weights_of_its_own, rare), (per_positive, boxes), (per_positive, late), (at_least_five, boxes),
+         (at_least_five, late), (plus_eps, boxes), (masked, numbers), (by_index, numbers), (soft_mask, shares), (hard_items, classes),
+         (detached_weights, classes), (a_sum, classes), (quantile, numbers), (F.cross_entropy, ignored)]
 
 def dice(p, y): return 1 - 2*(p.sigmoid()*y).sum()/(p.sigmoid().sum() + y.sum() + 1)
 def rmse(p, y): return (p-y).square().mean().sqrt()
@@ -64,8 +65,8 @@ def capped(p, y): return each(p, y).sum()/min(len(y), 15)
 def power(p, y): return bce(p, y).sum()/(y.sum()**.9 + 1)
 def by_the_largest(p, y): return (each(p, y)/each(p, y).detach().max()).mean()
 
-others = [(dice, boxes), (rmse, numbers), (norm, numbers), (mining, classes), (centred, classes), (balanced, classes), (two_divisors, boxes),
-          (attraction, classes), (by_size, classes), (capped, classes), (power, boxes), (by_the_largest, classes)]
+others = [(dice, boxes), (rmse, numbers), (norm, numbers), (mining, classes), (centred, classes), (balanced, classes),
+          (two_divisors, boxes), (attraction, classes), (by_size, classes), (capped, classes), (power, boxes), (by_the_largest, classes)]
 
 class Losses(Callback):
     "Of the last step"

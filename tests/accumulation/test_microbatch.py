@@ -710,8 +710,8 @@ def test_auto_memory(amp, where):
             def before_fit(self): self.learn.model.follower = f
         learn = auto(model, cbs=Follow, amp=amp, loss_func=ScarceLoss())
     first,size = {},sum(4*p.numel() for p in model.parameters())
-    # measuring keeps a prediction
-    for i,_,live in learn.model.begun: assert abs(first.setdefault(i, live)-live) < .1*size, (i, first[i], live)
+    # measuring keeps a prediction, and a witness a sample of the weights, which is much of so small a model
+    for i,_,live in learn.model.begun: assert abs(first.setdefault(i, live)-live) < .15*size, (i, first[i], live)
     assert len(learn.model.begun)==12
     for i in (3,5,7): assert abs(first[i]-first[i-1]-size) < .1*size
     assert abs(first[6]-first[2]) < .1*size

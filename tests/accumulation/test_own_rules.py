@@ -61,7 +61,7 @@ def test_class_weights_made_inside():
     "They are told for what they are; outside the function they are found"
     x,y = items()
     d,told,_ = off(lambda: lambda p, t: F.cross_entropy(p, t, weight=torch.linspace(.5, 2, 3)), x, y)
-    told_once(d, told, 'class weights inside', 'weight=')
+    told_once(d, told, 'not found in its targets', "check_loss='always'", 'weight=')
     def outside(p, t, w=torch.linspace(.5, 2, 3)): return F.cross_entropy(p, t, weight=w)
     def attribute(p, t): return F.cross_entropy(p, t, weight=attribute.weight)
     attribute.weight = torch.linspace(.5, 2, 3)

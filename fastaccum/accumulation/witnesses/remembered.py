@@ -51,8 +51,8 @@ class RememberedCalls(Witness):
         m,k = key
         self.tell(message.format(f'{name_in(self.learn.model, m)}.{k}'.lstrip('.')))
 
-message = ("The model remembers its calls in `{}`, so the micro-batches of a step meet what those before have left there, where the big "
-           "batch is one call. Change it once a step, in a callback's `after_step`, or load the whole batch.")
+message = ("The model remembers its calls in `{}`: if its outputs depend on that, the micro-batches of a step meet what those before have "
+           "left there, where the big batch is one call. Change it once a step, in a callback's `after_step`, or load the whole batch.")
 
 # %% ../../../nbs/api/accumulation/witnesses/21_remembered.ipynb #d731d1d4
 # What the modules of a model keep beside weights and buffers, before a call: (module, name) -> ... Tensors are not held
