@@ -711,10 +711,10 @@ def test_auto_memory(amp, where):
         learn = auto(model, cbs=Follow, amp=amp, loss_func=ScarceLoss())
     first,size = {},sum(4*p.numel() for p in model.parameters())
     # measuring keeps a prediction, and a witness a sample of the weights, which is much of so small a model
-    for i,_,live in learn.model.begun: assert abs(first.setdefault(i, live)-live) < .15*size, (i, first[i], live)
+    for i,_,live in learn.model.begun: assert abs(first.setdefault(i, live)-live) < .2*size, (i, first[i], live)
     assert len(learn.model.begun)==12
-    for i in (3,5,7): assert abs(first[i]-first[i-1]-size) < .1*size
-    assert abs(first[6]-first[2]) < .1*size
+    for i in (3,5,7): assert abs(first[i]-first[i-1]-size) < .2*size
+    assert abs(first[6]-first[2]) < .2*size
 
 class ScarceCallback(Callback):
     order = 20
