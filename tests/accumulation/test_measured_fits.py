@@ -104,7 +104,10 @@ def compared(loss, targets, bs, mbs, *cbs, **kwargs):
 
 def in_turn(losses, n):
     "Each loss with `n` of the splits, the next ones with others"
-    return [pytest.param(f, y, *splits[(n*i+k)%4], id=f'{f.__name__}-{y.__name__}-{k}') for i,(f,y) in enumerate(losses) for k in range(n)]
+    def case(i, k, f, y):
+        slow = [pytest.mark.slow]*(k > 0)
+        return pytest.param(f, y, *splits[(n*i+k)%4], id=f'{f.__name__}-{y.__name__}-{k}', marks=slow)
+    return [case(i, k, *o) for i,o in enumerate(losses) for k in range(n)]
 
 @pytest.mark.parametrize('loss,targets,bs,mbs', in_turn(means, 2))
 def test_means_are_exact(loss, targets, bs, mbs):
