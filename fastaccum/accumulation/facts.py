@@ -59,6 +59,9 @@ class FitFacts:
     # In a validation
     def found_keeps(self): self.keeps = True
 
+    # The loss that trains
+    def loss_of(self, learn): return learn.loss_func if self.replaced is None else self.replaced
+
     # What measures this loss
     def measure_of(self, loss_func):
         if self.measure is not None and loss_func == self.measure.loss_func: return self.measure

@@ -38,14 +38,10 @@ class MeasuredWeights:
     @property
     def is_on(self):
         if not self.rule.probed or not self.rule.always or self.cb.ranks.world > 1: return False
-        measure = self.facts.measure
-        return measure is None or not measure.verdict.elsewhere or measure.loss_func != self._loss_func
+        return not self.measure.verdict.elsewhere
 
     @property
-    def _loss_func(self): return self.learn.loss_func if self.facts.replaced is None else self.facts.replaced
-
-    @property
-    def measure(self): return self.facts.measure_of(self._loss_func)
+    def measure(self): return self.facts.measure_of(self.facts.loss_of(self.learn))
 
     @property
     def is_sum(self): return self.measure.is_sum

@@ -92,8 +92,7 @@ def look_up(self:Weights, batch):
     cb,rule,facts = self.cb,self.rule,self.facts
     is_one_loss = batch.way.is_coupled and (batch.opens and batch.closes or cb.ranks.world > 1)
     before = rule.info
-    loss_func = self.learn.loss_func if facts.replaced is None else facts.replaced
-    rule.look_up(loss_func, self.is_measured and (not is_one_loss or rule.probe is not None))
+    rule.look_up(facts.loss_of(self.learn), self.is_measured and (not is_one_loss or rule.probe is not None))
     if rule.info is not before: cb.witnesses.call('new_rule')
     if not batch.opens: return
     is_mean = cb.normalize and (cb.weight is not None or self.measuring.is_on or not rule.is_sum)
@@ -169,29 +168,6 @@ def _is_replaced(self:Weights, changed):
     if not self.is_measured or self.batch.way.is_coupled or self.batch.loop.now.losses is not None: return False
     return changed == 'replaced' or self.rule.always and term_reaches_outputs(self.learn)
 
-# The gradients of the step are there
-@patch
-def end_step(self:Weights):
-    if self.measuring.is_on: self.measuring.end_step()
-
-# What a part of a micro-batch averages over, in any unit: `part` has its prediction and targets. None for a sum
-@patch
-def of_part(self:Weights, part):
-    if self.measuring.is_on: return self.measuring.of_part(part)
-    return weigh_by(self.rule.info)(part)
-
-# Of parts of the present micro-batch, of these sizes
-@patch
-def of_parts(self:Weights, sizes):
-    if self.measuring.is_on: return self.measuring.of_parts(sizes)
-    return [float(w) for w in self.rule.weights(self.learn.yb, sizes)[0]]
-
-# A warning for a sum that does not say so, with `n` loader batches in a step
-@patch
-def sum_message(self:Weights, n):
-    if self.measuring.is_on: return self.measuring.measure.sum_message(n)
-    return self.rule.sum_message(n, len(self.acc.losses))
-
 # If the rule changes, the weights of the micro-batches before this one are corrected
 @patch
 def _measure(self:Weights, micro):
@@ -225,3 +201,27 @@ def _replace(self:Weights):
     self.cb.witnesses.call('new_rule')
     self.forget()
     if self.measuring.is_on: self.measuring.begin(self.batch)
+
+# %% ../../nbs/api/accumulation/11_weigh.ipynb #5e1a0c02
+# The gradients of the step are there
+@patch
+def end_step(self:Weights):
+    if self.measuring.is_on: self.measuring.end_step()
+
+# What a part of a micro-batch averages over, in any unit: `part` has its prediction and targets. None for a sum
+@patch
+def of_part(self:Weights, part):
+    if self.measuring.is_on: return self.measuring.of_part(part)
+    return weigh_by(self.rule.info)(part)
+
+# Of parts of the present micro-batch, of these sizes
+@patch
+def of_parts(self:Weights, sizes):
+    if self.measuring.is_on: return self.measuring.of_parts(sizes)
+    return [float(w) for w in self.rule.weights(self.learn.yb, sizes)[0]]
+
+# A warning for a sum that does not say so, with `n` loader batches in a step
+@patch
+def sum_message(self:Weights, n):
+    if self.measuring.is_on: return self.measuring.measure.sum_message(n)
+    return self.rule.sum_message(n, len(self.acc.losses))
