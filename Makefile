@@ -45,10 +45,7 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
 	QUICK=1 $(TEST_ENV) $(PYTHON) -m pytest -n 2 $(BY_FILE)
 
-# Slow cells that a page shows are typed by `make snippets`. These notebooks have hidden ones, each in a process of its own
-HIDDEN := nbs/recipes.ipynb nbs/tutorials/many_devices.ipynb
-cases: $(INSTALLED) ## every case of every test, and hidden slow cells (some 20 minutes); REST=1: what `make test` leaves out, as few cases as have each pair of values
-	echo $(HIDDEN) | $(TEST_ENV) xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 1 --flags slow
+cases: $(INSTALLED) ## every case of every test (some 20 minutes); REST=1: what `make test` leaves out, as few cases as have each pair of values
 	$(if $(REST),REST=1) $(TEST_ENV) $(PYTHON) -m pytest -n 3 $(BY_FILE)
 
 bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness, host syncs, growth and batch sizes (some twenty minutes); make the pages of it; DEVICE=cuda: on a GPU
@@ -65,7 +62,7 @@ clients: .venv/clients/.installed ## do the clients of fastai and other librarie
 	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/works_with.ipynb
 	$(PYTHON) tools/export.py
 
-snippets: $(INSTALLED) ## type every page of the site from top to bottom, as a reader would (some minutes)
+snippets: $(INSTALLED) ## type the pages of the site from top to bottom, as a reader would, and run all slow cells (some minutes)
 	$(PYTHON) tools/snippets.py $(PAGES)
 
 check: REST := 1

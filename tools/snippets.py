@@ -1,12 +1,17 @@
-"""Type every page of the site from top to bottom, each in a process of its own: `make snippets`
+"""Type the pages of the site from top to bottom, each in a process of its own: `make snippets`
 
-What is typed is what a reader sees, in the order of the page: hidden cells do not run, and no setting of the tests holds. There are as many
-pages at once as processors, each with one thread. A page that fails, or does not end, is an error; one that takes longer than a minute is
-named, and so is a warning that the page does not show. Neither is an error, as both can be the machine's, too.
+What is typed is what a reader sees, in the order of the page: hidden cells do not run, and no setting of the tests holds. A hidden cell that
+is `slow`, which `make test` leaves out, is the exception: it checks the cell before it, and what it defines stays its own. Of the pages of
+internals, which nobody types, those with slow cells are: the others have run as notebooks, in `make test`.
+
+There is one page more at once than processors, as some wait for processes of theirs, each with one thread. A page that fails, or does not
+end, is an error; one that takes longer than a minute is named, and so is a warning that the page does not show. Neither is an error, as both
+can be the machine's, too.
 
 The processes are forks of one that has imported what most pages import, which takes longer than most pages."""
 import atexit, multiprocessing, os, re, runpy, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 
 limit = 60  # seconds for a page, of a processor that nobody else uses: what is counted is the time of the process
@@ -19,8 +24,22 @@ atexit.register(lambda: open({used!r}, "w").write(str(sum(os.times()[:4]))))'''
 
 def typed(page, used):
     "The snippets of a page as a script that says which one failed; `used` is the file for its seconds"
-    return '\n'.join([f'exec({begin.format(used=used)!r}, {{}})', '_file = None', *(
-        f'exec(compile({src!r}, "snippet {i}", "exec"))' for i,src in enumerate(map(plain, page.snippets())))])
+    lines,checks = [f'exec({begin.format(used=used)!r}, {{}})', '_file = None'],slow_checks(page.source)
+    for i,src in enumerate(map(plain, page.snippets())):
+        lines.append(f'exec(compile({src!r}, "snippet {i}", "exec"))')
+        lines += [f'exec(compile({check!r}, "the check of snippet {i}", "exec"), {{**globals()}})' for check in checks.get(src, [])]
+    return '\n'.join(lines)
+
+def slow_checks(nb):
+    "The hidden slow cells of a notebook, by the code of the visible cell before them"
+    found,before = {},''
+    for cell in nb.cells:
+        if cell.cell_type != 'code': continue
+        if 'hide' not in cell.directives: before = plain(cell.source)
+        elif 'slow' in cell.directives: found.setdefault(before, []).append(plain(cell.source))
+    return found
+
+def has_slow(nb): return any('slow' in c.directives for c in nb.cells if c.cell_type == 'code')
 
 def plain(src):
     "Without directives, magics and shell commands"
@@ -56,21 +75,24 @@ def type_in(script, cwd, said, root):
     finally: atexit._run_exitfuncs()             # a process of `multiprocessing` leaves them out
 
 def warm_up(root):
-    "Begin the process that the pages' processes are forks of"
+    "Begin the process that the pages' processes are forks of; it imports while this one reads the pages"
     os.environ.pop('IN_TEST', None)
     os.environ.update(PYTHONPATH=str(root), WANDB_MODE='offline', OMP_NUM_THREADS='1')
-    multiprocessing.get_context('forkserver').set_forkserver_preload(list(imported))
+    forkserver.set_forkserver_preload(list(imported))
+    forkserver.ensure_running()
 
 def main():
     import apidoc, pages
     from nbdev.config import get_config
     cfg = get_config()
-    proc,root = apidoc.proc_nbs(),cfg.config_path
+    root = cfg.config_path
+    warm_up(root)
+    proc = apidoc.proc_nbs()
     wrong,wanted,n_cpus = [],sys.argv[1:],os.cpu_count() or 1
     todo = [pages.Page(f, proc, Path(tempfile.gettempdir()), cfg) for f in sorted(proc.rglob('*.ipynb'))]
-    todo = [p for p in todo if p.snippets() and (not wanted or any(w in p.path for w in wanted))]
-    warm_up(root)
-    with ThreadPoolExecutor(n_cpus) as pool:
+    def is_wanted(p): return any(w in p.path for w in wanted) if wanted else not p.internal or has_slow(p.source)
+    todo = [p for p in todo if p.snippets() and is_wanted(p)]
+    with ThreadPoolExecutor(n_cpus+1) as pool:
         for page,(used,trouble,unseen) in zip(todo, pool.map(lambda p: run(p, root), todo)):
             print(f'{page.path:40} {used:5.1f} s  {"FAILS" if trouble else "is long" if used > limit else ""}', flush=True)
             for warning in unseen: print(f'    not on the page: {warning}', flush=True)

@@ -345,6 +345,14 @@ def test_snippets():
     assert re.search(r'(?s)snippet 1.*NameError', wrong('x = 1', 'y'))
     assert wrong('x = 1', '!ls', '%matplotlib inline\nassert x==1')==''
 
+def test_slow_checks_of_snippets():
+    "A hidden slow cell runs after the snippet that it checks; what it defines is not on the page"
+    def wrong(check, *more):
+        nb = new_nb([mk_cell('#| slow\nx = 1'), mk_cell(f'#| hide\n#| slow\n{check}'), mk_cell('#| hide\n1/0')])
+        return snippets.run(SimpleNamespace(snippets=lambda: ['#| slow: true\nx = 1', *more], source=nb), root)[1]
+    assert re.search(r'(?s)check of snippet 0.*AssertionError', wrong('assert x==2'))
+    assert wrong('assert x==1', 'x')=='' and re.search(r'(?s)snippet 1.*NameError', wrong('y = x', 'y'))
+
 def test_warnings_of_snippets():
     "A warning that a page does not show is named; its figures may be others"
     out = dict(output_type='stream', name='stderr', text='UserWarning: a loss is 12% off\n')
