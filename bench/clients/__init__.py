@@ -106,6 +106,7 @@ def run(cases): # A row for each case and way
 
 # -- The page
 KINDS = 'exact','told','refused','fails','bug'
+shown = dict(zip(KINDS, ('exact','warned','an error','fails','bug')))
 
 def results(): return json.loads(OUT.read_text())
 def installed(res): return {k: o for k,o in res.items() if 'read' not in o}    # Clients
@@ -119,7 +120,8 @@ def counts(res): return Counter(r['result'] for o in res.values() for r in o['ro
 
 def in_words(res): # What the page begins with
     ours,theirs = installed(res),libraries(res)
-    def said(n): return ', '.join(f"{n[k]} {'fail without fastaccum, too' if k == 'fails' else k}" for k in KINDS if n[k])
+    words = shown | dict(told='with a warning', refused='with an error', fails='fail without fastaccum, too')
+    def said(n): return ', '.join(f'{n[k]} {words[k]}' for k in KINDS if n[k])
     def rows(res): return f'{sum(counts(res).values())} configurations: {said(counts(res))}'
     n_claims = len({(k, r['case']) for k,o in theirs.items() for r in o['rows']})
     *most,last = [o['read']['name'] for o in theirs.values()]
@@ -128,33 +130,40 @@ def in_words(res): # What the page begins with
 def summary(res): # A row for each package
     def row(package, o):
         n = Counter(r['result'] for r in o['rows'])
-        return dict(package=f"{package} {o['version'] or ''}", **{k: n.get(k, 0) for k in KINDS}, run=o['date'], note=o['error'] or '')
+        return dict(package=f"{package} {o['version'] or ''}", **{shown[k]: n.get(k, 0) for k in KINDS})
     return pd.DataFrame([row(k, o) for k,o in res.items()])
 
-def claims_of(library): # A row for each claim: what it says, who tests it, and what comes of it in all ways
-    rows = {}
-    for r in library['rows']: rows.setdefault(r['case'], []).append(r)
-    def outcome(rs):
-        if rs[0]['off'] is None: return f"{rs[0]['result']}: {first_words(rs[0]['said'])}"
-        what,ways,offs = (', '.join(dict.fromkeys(v)) for v in zip(*((r['result'], r['way'], f"{r['off']:.0e}") for r in rs)))
-        return f'{what} ({ways}): {offs}'
-    def first_words(said): return re.split('[.:,;] ', re.sub(r'^\w+Error: |Exception occured in .*?: ', '', said))[0]
-    def breakable(path): return re.sub('([/_])', '\\1\u200b', path)      # a browser may begin a new line there
-    def there(theirs): return theirs.removeprefix(f"{library['read']['name']}: ")
-    return pd.DataFrame([dict(claim=k, where=breakable(rs[0]['where']), here=outcome(rs), there=there(rs[0]['theirs']))
-                         for k,rs in rows.items()])
+def first_words(said): # Of a message, without the name of the loss
+    said = re.sub(r'^\w+Error: |Exception occured in .*?: ', '', said.strip())
+    words = re.sub(r'\b(lf|\w+Loss)\b', 'the loss', re.split(r'[.:;] | \((?!\d)| "', said)[0])
+    return words[:1].upper() + words[1:]
 
-def read_from(library): # Which sources were read, and which version was measured
-    read = library['read']
+def others(res, what): # What was said to the cases with this result, and to which
+    found = {}
+    for k,o in res.items():
+        for r in o['rows']:
+            if r['result'] == what: found.setdefault(first_words(r['said']), {}).setdefault(k, []).append(r)
+    def cases(of): return '; '.join(f"{k}: {', '.join(dict.fromkeys(r['case'] for r in rs))}" for k,rs in of.items())
+    def off(of):
+        offs = [r['off'] for rs in of.values() for r in rs if r['off'] is not None]
+        return dict(off=' to '.join(dict.fromkeys(f'{o:.0%}' for o in (min(offs), max(offs))))) if offs else {}
+    return pd.DataFrame([dict(message=said, cases=cases(of), **off(of)) for said,of in found.items()])
+
+def worth_knowing(library): # Of claims that the library does not keep itself, or that are no exact fit here, a row each
+    rows = {r['case']: r for r in library['rows']}                              # its ways have the same result
+    def there(r): return r['theirs'].removeprefix(f"{library['read']['name']}: ")
+    def here(r): return 'exact' if r['result'] == 'exact' else f"{shown[r['result']]}: {first_words(r['said'])}"
+    return pd.DataFrame([dict(claim=k, here=here(r), there=there(r)) for k,r in rows.items()
+                         if r['result'] != 'exact' or any(o[-5:] not in ('', 'exact') for o in r['theirs'].split('; '))])
+
+def read_from(library): # Which sources were read, which version was measured, and what came of all claims
+    read,rows = library['read'],library['rows']
     what = (f"version {read['version']}, commit {read['commit'][:7]} of {read['date']}" if read['commit']
             else 'single files; a commit is named where it is known')
     below = f", below `{read['folder']}`" if read['folder'] else ''
-    return f"Read: {what}{below}. Measured: {read['name']} {library['measured']}. The claims were {about({'': library})}."
-
-def others(res, what): # The cases with this result, and what was said
-    rows = [dict(package=k, case=r['case'], way=r['way'], off='' if r['off'] is None else f"{r['off']:.0%}", said=r['said'])
-            for k,o in res.items() for r in o['rows'] if r['result'] == what]
-    return pd.DataFrame(rows)
+    exact = {r['case'] for r in rows if r['result'] == 'exact'}
+    return (f"{len(exact)} of {len({r['case'] for r in rows})} claims are exact. Read: {what}{below}. "
+            f"Measured: {read['name']} {library['measured']}. The claims were {about({'': library})}.")
 
 def markdown(df): # A table
     def cell(v): return str(v).replace('|', '\\|').replace('<', '&lt;').replace('__', r'\_\_')

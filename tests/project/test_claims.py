@@ -89,10 +89,21 @@ def row(result): return dict(case='a case', way='', result=result, off=None, sai
 def test_counts():
     few = dict(tsai=dict(rows=[row('exact'), row('told')]), timm=dict(rows=[row('exact')]),
                **{k: dict(read=dict(name=k.title()), rows=[row('refused')]) for k in READ})
-    assert clients.in_words(few)==('2 clients in 3 configurations: 2 exact, 1 told. 3 claims of the tests of Accelerate, Lightning and '
-                                   'Transformers in 3 configurations: 3 refused')
+    assert clients.in_words(few)==('2 clients in 3 configurations: 2 exact, 1 with a warning. 3 claims of the tests of Accelerate, '
+                                   'Lightning and Transformers in 3 configurations: 3 with an error')
     expected = clients.in_words(results).replace(' exact,', ' exact with dropout off and BatchNorm frozen,', 1)
     assert f'{expected}.' in (root/'nbs'/'works_with.ipynb').read_text(encoding='utf-8'), expected
+
+def test_what_is_said_stands_once():
+    "A row for each message, without figures and names; claims that are kept here and there have no row"
+    def row(case, said, off): return dict(case=case, way='', result='told', off=off, said=said)
+    few = dict(a=dict(rows=[row('x', 'ALoss is no mean: 3% off.', .03), row('y', 'BLoss is no mean: 9% off.', .09)]),
+               b=dict(rows=[row('z', 'BLoss is no mean: 1% off.', .01)]))
+    assert clients.others(few, 'told').values.tolist()==[['The loss is no mean', 'a: x, y; b: z', '1% to 9%']]
+    rows = [dict(case=c, result=what, said='TypeError: no size. Pass one.', theirs=theirs)
+            for c,what,theirs in (('p', 'exact', 'L: exact'), ('q', 'exact', 'L: 3% off; M: exact'), ('r', 'refused', ''), ('s', 'exact', ''))]
+    assert clients.worth_knowing(dict(read=dict(name='L'), rows=rows)).values.tolist()==[
+        ['q', 'exact', '3% off; M: exact'], ['r', 'an error: No size', '']]
 
 @pytest.mark.slow
 def test_page():
@@ -104,4 +115,4 @@ def test_page():
     assert shown==[f'The cases were {clients.about(ours)}.', clients.markdown(clients.summary(ours)),
                    *(clients.markdown(clients.others(ours, k)) for k in ('told','refused','fails')),
                    *(text for o in clients.libraries(results).values()
-                     for text in (clients.read_from(o), clients.markdown(clients.claims_of(o))))]
+                     for text in (clients.read_from(o), clients.markdown(clients.worth_knowing(o))))]
