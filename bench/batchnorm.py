@@ -80,7 +80,7 @@ class Way(NamedTuple):
 WAYS = {'whole batch':                             Way(split=False),
         'split':                                   Way(),
         'split, exact BatchNorm':                  Way(coupled='batchnorm'),
-        'split, statistics estimated anew':        Way(anew=True, is_timed=False),
+        'split, statistics estimated again':        Way(anew=True, is_timed=False),
         'whole batch, recomputed':                 Way(split=False, cbs=lambda: [ActivationCheckpointing()]),
         'whole batch, recomputed, offloaded':      Way(split=False,
                                                        cbs=lambda: [ActivationCheckpointing(), ActivationOffload()],
@@ -166,7 +166,7 @@ def pretrained(norm, seed):
 
 @lru_cache(None)
 def accuracies(way, seed, bs=16, k=2) -> tuple: # In %
-    "As it was trained, and with BatchNorm's statistics estimated anew"
+    "As it was trained, and with BatchNorm's statistics estimated again"
     model = deepcopy(pretrained('batch' if way.norm == 'frozen' else way.norm, seed))
     if way.norm == 'frozen': freeze_norm(model)
     set_seed(seed)

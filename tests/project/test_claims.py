@@ -101,7 +101,7 @@ def test_what_is_said_stands_once():
                b=dict(rows=[row('z', 'BLoss is no mean: 1% off.', .01)]))
     assert clients.others(few, 'told').values.tolist()==[['The loss is no mean', 'a: x, y; b: z', '1% to 9%']]
     rows = [dict(case=c, result=what, said='TypeError: no size. Pass one.', theirs=theirs)
-            for c,what,theirs in (('p', 'exact', 'L: exact'), ('q', 'exact', 'L: 3% off; M: exact'), ('r', 'refused', ''), ('s', 'exact', ''))]
+            for c,what,theirs in (('p', 'exact', 'L: exact'), ('q', 'exact', 'L: 3% off; M: exact'), ('r', 'refused', ''))]
     assert clients.worth_knowing(dict(read=dict(name='L'), rows=rows)).values.tolist()==[
         ['q', 'exact', '3% off; M: exact'], ['r', 'an error: No size', '']]
 
