@@ -1,4 +1,4 @@
-"""How exact is your trainer? Eighteen training runs, each compared with the same run in big batches
+"""How exact is your trainer? Eighteen training runs, each compared with the same run in large batches
 
 Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 

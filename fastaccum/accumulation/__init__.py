@@ -1,4 +1,4 @@
-"""Gradient accumulation for a `Learner`: every optimizer step is the big batch's step, and the accumulated batch may grow while you train
+"""Gradient accumulation for a `Learner`: every optimizer step is that of the whole accumulated batch, and the accumulated batch may grow while you train
 
 Docs: https://fastaccum.github.io/fastaccum/api/accumulation/index.html.md"""
 

@@ -1,4 +1,4 @@
-"""Train with any batch size on any device: every optimizer step is the big batch's step
+"""Train with any batch size on any device: every optimizer step is that of the whole accumulated batch
 
 Docs: https://fastaccum.github.io/fastaccum/api/accumulation/callback.html.md"""
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation whose step is the big batch's step, for any PyTorch loop
+"""Gradient accumulation whose step is that of the whole accumulated batch, for any PyTorch loop
 
 Docs: https://fastaccum.github.io/fastaccum/api/core/accumulator.html.md"""
 
