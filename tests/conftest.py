@@ -1,7 +1,7 @@
 "Settings for all tests: one thread (models are tiny), no windows, and what training saves goes to a temporary folder"
 import gc, os, re, signal, sys
-from collections import Counter
-from itertools import combinations
+from collections import Counter, defaultdict
+from itertools import permutations
 from pathlib import Path
 import matplotlib, pytest, torch
 import devices
@@ -65,14 +65,15 @@ longest = ('test_kill', 'test_site', 'test_checkpoint_files', 'test_accelerator'
 def pytest_collection_modifyitems(config, items):
     """All cases run; on the simulated device each tenth of a test, unless `ALL_CASES=1` is given. `QUICK=1`, as in
     `make test`, trains on the CPU alone, and leaves out what is `slow`, and cases of which each value was there.
-    `REST=1`, as in `make check`, is what `QUICK=1` leaves out, but cases of which each pair of values was there"""
+    `REST=1`, as in `make check`, is what `QUICK=1` leaves out, but cases of which each value was there beside three of
+    each other list"""
     items.sort(key=lambda i: i.module.__name__ not in longest)
     first = [*filter(on_first_device, items)]
     quick = {*fewest(values_of, (i for i in first if not is_slow(i)))}
     every = 'ALL_CASES' in os.environ
     keep = items if every else [*fewer_simulated(items)]
     if 'REST' in os.environ:
-        left_out = {*first} - {*fewest(pairs_of, first, quick)}
+        left_out = {*first} - {*fewest(partners_of, first, quick, n_partners)}
         keep = [i for i in keep if i not in quick and (every or i not in left_out)]
     if 'QUICK' in os.environ: keep = [i for i in items if i in quick]
     config.hook.pytest_deselected(items=[*{*items} - {*keep}])
@@ -93,34 +94,43 @@ def is_slow(item):
 
 def function(item): return item.nodeid.partition('[')[0]
 
-def fewest(has, items, taken=()):
-    """Few cases of each test with which all occurs that `has` finds in its cases, beside those that are `taken`: the next is
-    always the one with most that is new"""
+n_partners = 3
+
+def fewest(has, items, taken=(), n=1):
+    """Few cases of each test with which all keys occur that `has` finds in its cases, with `n` of their partners if they have as
+    many, beside those that are `taken`: the next is always the one with most that is new"""
     tests = {}
     for i in items: tests.setdefault(function(i), []).append((i, has(i)))
     for cases in tests.values():
-        cases = without(set().union(*(found for i,found in cases if i in taken)), cases)
-        while cases:
+        known = defaultdict(set)
+        for i,found in cases:
+            if i in taken: add(known, found)
+        while cases := [(i, new) for i,found in cases if (new := [o for o in found if is_new(known, *o, n)])]:
             best,found = max(cases, key=lambda case: len(case[1]))
             yield best
-            cases = without(found, cases)
+            add(known, found)
 
-def without(known, cases): return [(i, new) for i,found in cases if (new := found - known)]
+def add(known, found):
+    for key,partner in found: known[key].add(partner)
+
+def is_new(known, key, partner, n): return len(known[key]) < n and partner not in known[key]
 
 def values_of(item):
-    return {(name, repr(value)) for name,value in item.callspec.params.items()} if hasattr(item, 'callspec') else {''}
+    return [((name, repr(value)), '') for name,value in item.callspec.params.items()] if hasattr(item, 'callspec') else [('', '')]
 
-def pairs_of(item):
-    "Each pair of the values that a case takes from the lists of its test. A case of one list or two is itself such a pair"
+def partners_of(item):
+    "Each value that a case takes from a list of its test, and the list, with the value that it takes from that. One list alone is taken whole"
     values = [*values_of_lists(item)]
-    return {*combinations(values, 2)} if len(values) > 2 else {item.nodeid}
+    if len(values) < 2: return [(item.nodeid, '')]
+    return [((own, names), other) for own,(names,other) in permutations(values, 2)]
 
 def values_of_lists(item):
-    "Of each `parametrize`, and each fixture with parameters, what a case takes; the device is not asked for"
+    "Of each `parametrize`, and each fixture with parameters, names and what a case takes; the device is not asked for"
     left = {name: repr(value) for name,value in item.callspec.params.items() if name != 'device'} if hasattr(item, 'callspec') else {}
     for mark in item.iter_markers('parametrize'):
         names = mark.args[0].split(',') if isinstance(mark.args[0], str) else mark.args[0]
-        yield tuple((name.strip(), left.pop(name.strip())) for name in names)
+        names = tuple(map(str.strip, names))
+        yield names,tuple(map(left.pop, names))
     yield from left.items()
 
 def fewer_simulated(items):

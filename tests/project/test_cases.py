@@ -1,8 +1,9 @@
 "Which cases run where: conftest.py has the rules"
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 import pytest
-from conftest import fewest, function, on_first_device, pairs_of, values_of
+from conftest import add, fewest, function, n_partners, on_first_device, partners_of, values_of
 
 tests = Path(__file__).resolve().parents[1]
 
@@ -19,10 +20,14 @@ def cases(monkeypatch, **env):
 
 @pytest.mark.slow
 def test_each_case_runs_in_test_or_in_check(monkeypatch):
-    "`make test` and the tests of `make check` have no case in common, and both together have each pair of values of `make cases`"
+    """`make test` and the tests of `make check` have no case in common, and both together have each value of `make cases` beside three
+    of each other list, or as many as it is beside there"""
     quick,rest,every = (cases(monkeypatch, **env) for env in (dict(QUICK='1'), dict(REST='1'), {}))
-    def pairs(cases): return {(function(i), pair) for i in cases.values() for pair in pairs_of(i)}
-    assert not quick.keys() & rest.keys() and pairs({**quick, **rest}) == pairs(every)
+    def partners(cases):
+        found = defaultdict(set)
+        for i in cases.values(): add(found, [((function(i), key), partner) for key,partner in partners_of(i)])
+        return {key: min(n_partners, len(known)) for key,known in found.items()}
+    assert not quick.keys() & rest.keys() and partners({**quick, **rest}) == partners(every)
     left_out = every.keys() - quick.keys() - rest.keys()
     assert all(on_first_device(every[k]) for k in left_out) and 1000 < len(left_out) < len(rest)
     assert len(quick) > 1000 and len(rest) > len(quick)/4
@@ -39,12 +44,16 @@ def test_each_value_occurs_in_few_cases():
     assert [(i.callspec.params['a'], i.callspec.params['b']) for i in few[:3]] == [(0, 'x'), (1, 'y'), (2, 'x')]
     assert few[3:] == [alone]
 
-def test_each_pair_of_values_occurs_in_few_cases():
-    "What stands in one list is not taken apart, and all cases of two lists are pairs"
-    listed = [(0, 'x'), (0, 'y'), (1, 'x')]
-    items = [case('test', 'a, b', 'c', ['d'], a=a, b=b, c=c, d=d, device='cpu') for a,b in listed for c in range(3) for d in range(3)]
-    few = [*fewest(pairs_of, items)]
-    assert 9 <= len(few) <= 10 and set().union(*map(pairs_of, few)) == set().union(*map(pairs_of, items))
-    assert [*fewest(pairs_of, items, few[:4])] == few[4:]
-    two = [case('two', 'a, b', 'c', a=a, b=b, c=c) for a,b in listed for c in range(3)]
-    assert [*fewest(pairs_of, two)] == two and [*fewest(pairs_of, two, two[2:])] == two[:2]
+def test_each_value_is_beside_three_of_each_other_list():
+    "Or beside all, where these are fewer, of a list that names several parameters too. All cases of one list are taken"
+    listed = [(a, b) for a in range(6) for b in 'xy'][:-1]
+    items = [case('test', 'a, b', 'c', ['d'], a=a, b=b, c=c, d=d, device='cpu') for a,b in listed for c in range(9) for d in range(2)]
+    def found(cases):
+        known = defaultdict(set)
+        for i in cases: add(known, partners_of(i))
+        return known
+    few,every = [*fewest(partners_of, items, n=n_partners)],found(items)
+    assert all(len(found(few)[key]) >= min(3, len(known)) for key,known in every.items()) and len(few) < 45 < len(items)/4
+    assert [*fewest(partners_of, items, few[:4], n_partners)] == few[4:]
+    one = [case('one', 'a, b', a=a, b=b) for a,b in listed]
+    assert [*fewest(partners_of, one, n=n_partners)] == one and [*fewest(partners_of, one, one[2:], n_partners)] == one[:2]
