@@ -639,13 +639,13 @@ limits = {  # largest number of items that fit in each loader batch, sizes that 
 
 # it runs out while it is measured, too
 @pytest.mark.filterwarnings('ignore:What ScarceLoss averages over could not be measured .OutOfMemoryError')
+@pytest.mark.parametrize('accum_bs', [None, 32, 48])
 @pytest.mark.parametrize('where', ['start', 'middle', 'back', 'loss'])
 @pytest.mark.parametrize('limit', quickly(['later', 'ever less', 'one item'], limits))
-def test_auto(limit, where):
+def test_auto(limit, where, accum_bs):
     "Dropout, BatchNorm, random numbers of Python and numpy, the order of the items in the next epoch, losses: all as with known sizes"
     f,sizes = limits[limit]
-    for accum_bs in (None, 32, 48):
-        check_auto(sizes, Scarce(f, where), accum_bs=accum_bs, loss_func=ScarceLoss())
+    check_auto(sizes, Scarce(f, where), accum_bs=accum_bs, loss_func=ScarceLoss())
 
 @pytest.mark.parametrize('error', full)
 @pytest.mark.parametrize('amp', ['to_fp16', 'to_bf16'])

@@ -407,6 +407,20 @@ def in_forks(names, to):
         main(names)
     for code,errors in without_agent(ranks): assert code == 0, errors
 
+def in_agent(names, n):
+    "What `torchrun --max-restarts n` runs over two ranks, with its agent in this process, whose forks they are in each attempt"
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, start_method='fork', max_restarts=n, monitor_interval=.1,
+                          run_id='ranks', rdzv_backend='c10d', rdzv_endpoint='127.0.0.1:0', local_addr='127.0.0.1')
+    elastic_launch(config, as_rank)(names)
+
+def as_rank(names):
+    global many,rank,world
+    many = start_group(timeout=60)
+    rank,world = dist.get_rank(),dist.get_world_size()
+    try: main(names)
+    except Exception: sys.excepthook(*sys.exc_info()); raise       # as Python does at the end of a script
+
 def failures():
     def at_5(f, only):
         def do(learn):
@@ -812,5 +826,6 @@ def main(names):
 if __name__ == '__main__':
     folder,other = Path(sys.argv[1]),os.environ.get('OTHER')
     defaults.callbacks = [cb for cb in defaults.callbacks if cb is not ProgressCallback]
+    if 'RESTARTS' in os.environ: in_agent(sys.argv[2:], int(os.environ['RESTARTS'])); sys.exit()
     if 'TWO' in os.environ: in_forks(sys.argv[2:], Path(os.environ['TWO']))
     main(sys.argv[2:])

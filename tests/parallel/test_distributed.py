@@ -222,7 +222,7 @@ def test_another_number_of_ranks_goes_on(results, kind):
 @pytest.mark.parametrize('time', range(5 if os.environ.get('ALL_CASES') else 1))
 def test_torchrun_starts_it_anew(results, tmp_path, time):
     "A rank kills itself; in the second attempt one fails when all is trained, which is not trained again"
-    start(*torchrun, '--max-restarts', '2', script, tmp_path, 'elastic')
+    checked(fresh.run(script, tmp_path, 'elastic', env={**env, 'RESTARTS': '2'}))
     assert sorted(f.name for f in tmp_path.glob('attempt*')) == [f'attempt_{i}_{r}' for i in range(3) for r in range(2)]
     ends = [torch.load(tmp_path/f'elastic_{r}.pt', weights_only=False)['ends'][0] for r in range(2)]
     for end,r in zip(ends, results('checkpoint')[1:]):

@@ -1,6 +1,6 @@
 "The site, built once and driven in headless Chromium: from the disk, and from below a path of a server"
 import ast, html, importlib, inspect, json, os, re, shutil, subprocess, sys, threading
-from functools import partial
+from functools import lru_cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,13 +95,17 @@ def is_passing_on(sym):
     to = getattr(sym, '__delwrap__', None) or getattr(sym.__init__, '__delwrap__', None)
     return to and to.__qualname__.partition('.')[0]
 
+@lru_cache
+def examples():
+    "The code of all pages that defines nothing of the package, and is seen"
+    cells = [c for f in (root/'nbs').rglob('*.ipynb') for c in read_nb(f).cells if c.cell_type=='code']
+    return '\n'.join(c.source for c in cells if not {'export', 'exporti', 'hide'} & set(c.directives))
+
 @pytest.mark.parametrize('name', modules)
 def test_symbols(site, name):
     """Every symbol: heading, link to its source, signature, what it is for; parameters in a table; for users: all of
     these described, and a live example"""
     mod,text = importlib.import_module(f'fastaccum.{name}'),api_page(site, name)
-    cells = [c for f in (root/'nbs').rglob('*.ipynb') for c in read_nb(f).cells if c.cell_type=='code'
-             and not {'export', 'exporti', 'hide'} & set(c.directives)]
     found,users = symbols(mod)
     for n,sym in found.items():
         about = re.search(rf'(?s)<(?:h[234] class="api[^>]*|code) id="{n.lower()}".*?(?=<h[234]|$)', text)
@@ -120,7 +124,7 @@ def test_symbols(site, name):
         if any(told.values()): assert '<table' in about[0] and all(f'<code>{k}</code>' in about[0] for k in shown), n
         if n in users or n.partition('.')[0] in users: assert all(told.values()) or n in untold, (n, told)
         if n in users and n not in unshown:
-            assert any(re.search(rf'\b{n.rpartition(".")[2]}\b', c.source) for c in cells), f'{n}: no example'
+            assert re.search(rf'\b{n.rpartition(".")[2]}\b', examples()), f'{n}: no example'
 
 # What fastai leaves open, and methods that only callbacks call
 untold = {'FastaccumWarning', 'LoopCallback', 'BatchLoop.forward', 'GradientAccumulation.predict', 'WandbCallback',
