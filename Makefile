@@ -68,8 +68,8 @@ snippets: $(INSTALLED) ## type the pages of the site from top to bottom, as a re
 check: REST := 1
 check: cases snippets ## what `make test` leaves out: both of these, with each value of a test beside three others (20 minutes)
 
-versions: ## do the quick tests pass with the lowest and newest versions that are promised, and each PyTorch between? 6 GB and ten minutes each; ONLY="lowest newest"
-	$(or $(wildcard $(PYTHON)),python3) tools/versions.py $(ONLY)
+versions: ## do the quick tests pass with the lowest and newest versions that are promised, and each PyTorch between? 6 GB and ten minutes each; ONLY="lowest newest"; INSTALL=1: make their environments
+	$(or $(wildcard $(PYTHON)),python3) tools/versions.py $(if $(INSTALL),--install) $(ONLY)
 
 mutants: $(INSTALLED) $(MUTANTS) ## do the tests notice a change of the code? Of all modules (many hours), or MODULES="scaler events"; MOST=20 mutants of each (an hour)
 	$(TEST_ENV) $(if $(MOST),MOST=$(MOST)) $(PYTHON) tools/mutants.py $(MODULES)

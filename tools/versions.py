@@ -1,7 +1,7 @@
 """Do the quick tests pass with the lowest and the newest versions of settings.ini, and with each PyTorch between? `make versions`
 
-Each set of versions has an environment of its own in `.venv/versions`, which is made once; remove it to get newer ones.
-Arguments: the sets to run, default all"""
+Each set of versions has an environment of its own in `.versions`, which is made once; remove it to get newer ones.
+Arguments: the sets to run, default all; after `--install` they are only installed"""
 import os, re, shutil, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
@@ -52,7 +52,7 @@ def environment(name, version, args):
     "The Python of an environment with these versions, or None"
     python = python_of(version)
     if python is None: return None
-    env = root/'.venv'/'versions'/name
+    env = root/'.versions'/name
     own = env/('Scripts' if os.name == 'nt' else 'bin')/'python'
     wanted = '\n'.join([python, *args, *(f'{k}={v}' for k,v in cfg.items() if k.endswith('requirements'))])
     made = env/'made-with'
@@ -92,13 +92,15 @@ def table(rows):
     widths = [max(map(len, column)) for column in zip(*rows)]
     return '\n'.join('  '.join(cell.ljust(w) for cell,w in zip(r, widths)).rstrip() for r in rows)
 
-def main(names):
+def main(args):
+    names = [a for a in args if a != '--install']
     sets = ends if names and set(names) <= set(ends) else dict(lowest=ends['lowest'], **between(), newest=ends['newest'])
     unknown = [n for n in names if n not in sets]
     if unknown: sys.exit(f"There is no {unknown[0]!r}: choose from {', '.join(sets)}.")
     # an installation keeps one processor busy: one after the other they would take twice as long
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = {name: pool.submit(environment, name, *sets[name]) for name in names or sets}
+        if '--install' in args: sys.exit(any(env.result() is None for env in made.values()))
         rows = [row(name, sets[name][0], env) for name,env in made.items()]
     print(table(r for r,_ in rows))
     sys.exit(any(failed for _,failed in rows))

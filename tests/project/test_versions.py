@@ -47,6 +47,12 @@ def test_installed_at_once(runs, monkeypatch):
     monkeypatch.setattr(versions, 'environment', lambda name, *args: name if both.wait() < 2 else None)
     assert runs(*versions.ends)[1] is True
 
+def test_only_installed(runs, monkeypatch):
+    "Before there is time for the tests; a set whose Python is not here is none that could be tested"
+    monkeypatch.setattr(versions, 'tested', None)
+    assert runs('--install', 'lowest') == (dict(lowest=['-c', str(root/'tests/lowest.txt')]), False)
+    assert [*runs('--install')[0]] == ['lowest', 'newest'] and runs('--install')[1]
+
 def test_pythons_of_the_ends():
     assert [v for v,_ in versions.ends.values()] == [cfg['pythons'].split()[0], cfg['pythons'].split()[-1]]
 
@@ -61,4 +67,5 @@ def test_the_same_everywhere(tmp_path):
     job = yaml.safe_load((root/'.github/workflows/test.yml').read_text(encoding='utf-8'))['jobs']['versions']
     assert job['steps'][-1]['run'] == 'make versions ONLY=${{ matrix.versions }}'
     assert [o['versions'] for o in job['strategy']['matrix']['include']] == [*versions.ends]
-    assert planned(tmp_path, 'versions', 'ONLY=lowest').strip().endswith('tools/versions.py lowest')
+    assert planned(tmp_path, 'versions', 'ONLY=lowest').split()[-2:] == ['tools/versions.py', 'lowest']
+    assert planned(tmp_path, 'versions', 'ONLY=lowest', 'INSTALL=1').split()[-2:] == ['--install', 'lowest']
