@@ -1,6 +1,6 @@
 "Which saved fit a fit continues; what may change between start and restart, and what not"
 import linecache, os, subprocess, sys, textwrap, warnings
-import pytest
+import fresh, pytest
 import torch.utils.data as torch_data
 from fastai.callback.progress import CSVLogger, ProgressCallback
 from fastai.callback.tracker import EarlyStoppingCallback
@@ -89,28 +89,22 @@ def test_no_seed(tmp_path):
         torch.seed()
         learn = script(None, fits=2, stop=(1, 2) if sys.argv[1] == 'stop' else None)
     """ % sys.path)
-    runs = [subprocess.run([sys.executable, '-c', code, what], capture_output=True, text=True, cwd=tmp_path) for what in ('stop', 'go')]
+    runs = [fresh.run('-c', code, what, cwd=tmp_path) for what in ('stop', 'go')]
     assert 'stopped' in runs[0].stderr
     out = runs[1].stdout
     assert runs[1].returncode == 0 and 'fit 1 continues in epoch 1' in out and out.count('another seed, or none') == 1, runs[1].stderr
 
 @pytest.mark.slow
 def test_hash_seed():
-    "The order of a set is another one in each process"
-    code = "from fastaccum.checkpoint.fingerprint import setting; print(setting([set('abcdefgh'), frozenset(map(str, range(100)))]))"
-    one,other = (subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True,
-                                env={**os.environ, 'PYTHONHASHSEED': seed}).stdout for seed in '12')
-    assert one == other != ''
-
-@pytest.mark.slow
-def test_hash_seed_of_a_lambda():
-    "A set of texts in its code, and one in a tuple"
+    "The order of a set is another one in each process, also of one in the code of a lambda, and of one in a tuple there"
     code = """if 1:
         from fastaccum.checkpoint.fingerprint import setting
-        print(setting(lambda x: x in {'one', 'two', 'three'} or x in ({'four', 'five'}, 1)))"""
-    seen = [subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True,
-                           env={**os.environ, 'PYTHONHASHSEED': str(seed)}).stdout for seed in range(3)]
-    assert len({*seen}) == 1 and seen[0]
+        values = [set('abcdefgh'), frozenset(map(str, range(100)))]
+        print(setting(values), setting(lambda x: x in {'one', 'two', 'three'} or x in ({'four', 'five'}, 1)))
+        print(*map(list, (*values, {'one', 'two', 'three'}, {'four', 'five'})), sep='\\n')"""
+    (one,*orders),(other,*others) = (subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True,
+                                     env={**os.environ, 'PYTHONHASHSEED': seed}).stdout.splitlines() for seed in '01')
+    assert one == other and len(orders) == 4 and all(a != b for a,b in zip(orders, others))
 
 def test_the_same_learner_again(capsys):
     "It has trained since the fit began: no seed is to blame"

@@ -96,8 +96,8 @@ def train(case, *cbs, stop=None):
     learn.remove_cb(ProgressCallback)
     with learn.no_logging():
         if stop:
-            with pytest.raises(RuntimeError, match='stopped'): learn.fit(3, 1e-2)
-        else: learn.fit(3, 1e-2); learn.fit(1, 1e-3)
+            with pytest.raises(RuntimeError, match='stopped'): learn.fit(2, 1e-2)
+        else: learn.fit(2, 1e-2); learn.fit(1, 1e-3)
     return learn
 
 @pytest.mark.parametrize('case', quickly(['aug_transforms','texts'], cases))
