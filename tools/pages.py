@@ -199,7 +199,8 @@ class Page:
         colab = self.cfg.git_url.replace('https://github.com', 'https://colab.research.google.com/github')
         links = [f'[notebook at GitHub]({self.cfg.git_url}/blob/{self.cfg.branch}/{at})',
                  f'[download]({Path(self.name).name}){{ download }}',
-                 f'[open in Colab]({colab}/blob/{self.cfg.branch}/{at}) (there, first `!pip install git+{self.cfg.git_url}`)']
+                 f'[open in Colab]({colab}/blob/{self.cfg.branch}/{at})']
+        if not self.mod or is_public(self.mod): links[-1] += f' (there, first `!pip install git+{self.cfg.git_url}`)'
         return ' · '.join(links) + '\n{ .notebook data-search-exclude }'
 
     def helpers(self, cell):
