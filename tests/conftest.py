@@ -119,7 +119,8 @@ def values_of(item):
     return [((name, repr(value)), '') for name,value in item.callspec.params.items()] if hasattr(item, 'callspec') else [('', '')]
 
 def partners_of(item):
-    "Each value that a case takes from a list of its test, and the list, with the value that it takes from that. One list alone is taken whole"
+    """Each value that a case takes from a list of its test, and another list, with the value that it takes from that. One list
+    alone is taken whole"""
     values = [*values_of_lists(item)]
     if len(values) < 2: return [(item.nodeid, '')]
     return [((own, names), other) for own,(names,other) in permutations(values, 2)]

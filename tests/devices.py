@@ -18,13 +18,15 @@ torch.backends.cudnn.allow_tf32 = False
 
 # Tests that a device cannot run, and why
 _host = 'it feeds the model itself, with tensors of the host, or asks for what the CPU does'
-_simulated = 'the simulated device has no sparse tensors, no classes of tensors, and files of its own, and processes of a test train on the CPU'
+_simulated = 'the simulated device has no sparse tensors, no classes of tensors, files of its own, and no forks'
 _cannot = {
     _host: (
         'test_computes_in test_call_within_a_call test_exception_at test_exception_in test_gives_up test_refuses '
         'test_device_cannot test_training_metrics '
         'test_auto_memory test_auto_tries_more_where_memory_can_be_read test_cost test_memory test_memory_of_predictions').split(),
-    _simulated: 'test_sparse test_auto_unusual_models test_batch_is_put_back test_cancelled test_damaged test_killed test_fit test_ends'.split()}
+    _simulated: (
+        'test_sparse test_auto_unusual_models test_batch_is_put_back test_cancelled test_damaged test_killed test_fit '
+        'test_ends').split()}
 
 def cannot(name, test) -> str|None: # Why the device of that name cannot run it
     return next((why for why,tests in _cannot.items() if test in tests and (name != 'cpu' if why is _host else name == 'sim')), None)

@@ -1,12 +1,12 @@
 """Type the pages of the site from top to bottom, each in a process of its own: `make snippets`
 
-What is typed is what a reader sees, in the order of the page: hidden cells do not run, and no setting of the tests holds. A hidden cell that
-is `slow`, which `make test` leaves out, is the exception: it checks the cell before it, and what it defines stays its own. Of the pages of
-internals, which nobody types, those with slow cells are: the others have run as notebooks, in `make test`.
+What is typed is what a reader sees, in the order of the page: hidden cells do not run, and no setting of the tests holds. The exception is
+a hidden cell that is `slow`, which `make test` leaves out: it checks the cell before it, and what it defines stays its own. Of the pages of
+internals, which nobody types, only those with slow cells are typed: the others have run as notebooks, in `make test`.
 
-There is one page more at once than processors, as some wait for processes of theirs, each with one thread. A page that fails, or does not
-end, is an error; one that takes longer than a minute is named, and so is a warning that the page does not show. Neither is an error, as both
-can be the machine's, too.
+There is one page more at once than processors, each with one thread, as some wait for their own processes. A page that fails, or does not
+end, is an error; one that takes longer than a minute is named, and so is a warning that the page does not show. Neither is an error, as
+both can be the machine's, too.
 
 The processes are forks of one that has imported what most pages import, which takes longer than most pages."""
 import atexit, multiprocessing, os, re, runpy, sys, tempfile

@@ -49,7 +49,7 @@ def watch(at):
 
 def train(cbs):
     set_seed(0)
-    items = [(x, x[:1]) for x in torch.randn(24, 3)]
+    items = [(x, x[:1]) for x in torch.randn(16, 3)]
     dls = DataLoaders(*[TfmdDL(items, bs=4, shuffle=s, num_workers=0) for s in (True, False)])
     learn = Learner(dls, nn.Sequential(nn.Linear(3, 8), nn.Dropout(.2), nn.Linear(8, 1)), loss_func=MSELossFlat(),
                     cbs=[GradientAccumulation(8), *cbs])

@@ -85,9 +85,7 @@ def test_fresh_processes(alone, tmp_path):
 # -- At every write ----------------------------------------------------------------------------------------------
 class Writes:
     def __init__(self, tmp):
-        self.p,self.tmp,self.n = (subprocess.Popen([*script[:3], str(Path(__file__).with_name('kill_at_writes.py'))],
-                                                   env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                                   bufsize=1),tmp,0)
+        self.p,self.tmp,self.n = fresh.start(Path(__file__).with_name('kill_at_writes.py'), env=env),tmp,0
     def folder(self):
         self.n += 1
         (self.tmp/str(self.n)).mkdir()
