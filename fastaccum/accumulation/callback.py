@@ -283,7 +283,9 @@ def step_values(self:GradientAccumulation) -> dict: # Name -> value
 @patch
 def before_fit(self:GradientAccumulation):
     learn = self.learn
-    if learn.opt is None: return                     # a loaded Learner that only predicts has no optimizer
+    if learn.opt is None:                            # it only predicts: before the first fit, or after `load_learner`
+        self.facts = FitFacts.of_fit(self)
+        return
     self.ranks = ranks_of(learn.cbs)
     check_learner(self, way_of(self))
     learn.gradient_accumulation = self
@@ -302,6 +304,7 @@ def _begin(self:GradientAccumulation):
 # All that each fit has anew, and that is there before the first one, without a Learner
 @patch
 def _renew(self:GradientAccumulation):
+    self.looked_at_validation = False
     learn = self.learn
     self.params = None if learn is None else AccumulatedParams(learn)
     if learn is not None: self.params.look_up()
@@ -467,6 +470,16 @@ def give_up_batch(self:GradientAccumulation) -> Tensor|None: # The accumulated l
 def _present(self:GradientAccumulation):
     if self.batch is None or self.batch.place != _place_of(self.learn): self.before_batch()
     return self.batch
+
+@patch
+def before_validate(self:GradientAccumulation): self.looked_at_validation = False
+
+# Once in each validation: is it the first loader batch that is split there?
+@patch
+def looks_at_validation(self:GradientAccumulation):
+    is_first = not self.looked_at_validation
+    self.looked_at_validation = True
+    return is_first
 
 @patch
 def is_done(self:GradientAccumulation) -> bool:

@@ -87,11 +87,15 @@ class Sorted:
 
     # What `call` predicts for the parts; in one piece, if an output has no row for each item
     def predict(self, call, xb):
+        outs = self.outputs(call, xb)
+        return call(*xb) if outs is None else self.join(outs)
+
+    def outputs(self, call, xb):
         outs = []
         for p in self.parts:
             outs.append(call(*self.inputs(xb, p)))
-            if not all(t.dim() and len(t) == len(p.rows) for t in tensors_in(outs[-1])): return call(*xb)
-        return self.join(outs)
+            if not all(t.dim() and len(t) == len(p.rows) for t in tensors_in(outs[-1])): return None
+        return outs
 
     # The outputs of the micro-batches as those of the loader batch
     def join(self, outs): return map_tensors(lambda *ts: self._join(ts), *outs)
@@ -150,11 +154,31 @@ class Cut(Sorted):
         return self.map(lambda t: (self.pick if next(places) in kept else self.trimmed)(t, p), xb)
 
     def as_wide(self, ts):
-        varies = len({p.end-p.start for p in self.parts}) > 1
-        for d in range(1, ts[0].dim()):                     # classes may stand before the tokens
-            of_tokens = all(t.shape[d] == p.end-p.start for t,p in zip(ts, self.parts)) and (varies or self.of_targets and d == 1)
-            if of_tokens: ts = [F.pad(t.transpose(d, -1), (p.start, self.width-p.end)).transpose(d, -1) for t,p in zip(ts, self.parts)]
+        for d in self._dims_of_tokens(ts):
+            ts = [F.pad(t.transpose(d, -1), (p.start, self.width-p.end)).transpose(d, -1) for t,p in zip(ts, self.parts)]
         return ts
+
+    # Classes may stand before the tokens
+    def _dims_of_tokens(self, ts):
+        varies = len({p.end-p.start for p in self.parts}) > 1
+        return [d for d in range(1, ts[0].dim()) if (varies or self.of_targets and d == 1)
+                and all(t.shape[d] == p.end-p.start for t,p in zip(ts, self.parts))]
+
+    # Where it says something of each token, nothing is trimmed: a metric may count what it says of padding
+    def predict(self, call, xb):
+        if self.wide.of_outputs: return self._untrimmed().predict(call, xb)
+        outs = self.outputs(call, xb)
+        if outs is None: return call(*xb)
+        if self.trims and any(map(self._dims_of_tokens, zip(*map(tensors_in, outs)))):
+            self.wide.found_outputs()
+            return self._untrimmed().predict(call, xb)
+        return self.join(outs)
+
+    # Micro-batches of no more tokens than these, as they are padded in the loader batch
+    def _untrimmed(self):
+        most,rows = max(len(p.rows)*(p.end-p.start) for p in self.parts),self.order
+        k = max(1, most//self.width)
+        return Sorted([Part(rows[i:i+k], 0, self.width) for i in range(0, len(rows), k)])
 
 def is_wide(t, width): return t.dim() > 1 and t.shape[1] == width
 
@@ -164,13 +188,15 @@ def of_features(t, width):
                      "features as (n, 1, features), by `x[:,None]`; or use micro_batch_size.")
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b016
-# Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`; and are its targets, or are they of another text?
+# Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`; and are its targets, or are they of another text? Are its
+# outputs?
 class Wide:
     def __init__(self):
         self.features = set()
         self.tokens = set()
         self.widths = {}
         self.of_targets = True
+        self.of_outputs = False                  # in a validation
         self.tried = False                       # in this epoch: is padding masked?
 
     def begin_epoch(self): self.tried = False
@@ -192,6 +218,8 @@ class Wide:
             elif self.widths.setdefault(i, width) != width: self.tokens.add(i)
             if t is not text and i not in self.features | self.tokens and not (t.is_floating_point() or t.is_complex()): unsure.append(i)
         return unsure
+
+    def found_outputs(self): self.of_outputs = True
 
     def settle(self, features, of_targets): self.features,self.of_targets = self.features.union(features),self.of_targets and of_targets
 

@@ -15,7 +15,7 @@ from ..core.lockstep.run import LockstepBatch
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, split_batch
 from ..core.private import check_parts
-from ..core.watch import batchnorms, hooks_of_others, keeps_of_items, kept_by
+from ..core.watch import Traces, batchnorms, hooks_of_others
 from .arguments import places
 from .checks import check_coupled, check_encoder, check_head, check_lockstep, check_with_tokens
 from .lengths import padding_message
@@ -207,7 +207,7 @@ class Tokens(Whole):
         most = cb.fitting.of(xb, n) if cb.auto else cb.micro_bs
         parts = self._cut(cb.counter.spans(cb.learn, n), most)
         if parts is None: return call(*xb)
-        return where_hooks_see_all(cb, call, xb, n, max(parts.sizes), partial(parts.predict, call, xb))
+        return where_all_are_seen(cb, call, xb, parts.sizes, partial(parts.predict, xb=xb))
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #b63b9146
 class Coupled(Whole):
@@ -325,24 +325,27 @@ sees_one_rank = ("The model has BatchNorm without running statistics, which sees
 def validate_in_parts(cb, call, xb, views=False):
     n = cb._count_items()
     size = cb.fitting.of(xb, n) if cb.auto else cb.micro_bs
-    return where_hooks_see_all(cb, call, xb, n, size, partial(predict_in_parts, call, xb, n, size, views, cb.facts.lists))
+    if n <= size: return call(*xb)
+    def in_parts(call): return predict_in_parts(call, xb, n, size, views, cb.facts.lists)
+    return where_all_are_seen(cb, call, xb, part_sizes(n, size), in_parts)
 
-# What `in_parts()` predicts. In one piece, if that fits memory, where the model has hooks, which should see all items, or
-# keeps what a loss or callback may read there
-def where_hooks_see_all(cb, call, xb, n, size, in_parts):
+# What `in_parts(call)` predicts, in parts of these `sizes`. In one piece, if that fits memory, where the model has hooks, which should see all
+# items, or keeps something of them, which a loss, a metric or a callback may read there
+def where_all_are_seen(cb, call, xb, sizes, in_parts):
     model,facts = cb.learn.model,cb.facts
-    if n <= size: return in_parts()
     if not facts.keeps and not hooks_of_others(model):
-        before = kept_by(model)
-        out = in_parts()
-        if not keeps_of_items(model, before, n, size): return out
+        if not cb.looks_at_validation(): return in_parts(call)
+        traces = Traces(model)
+        out = in_parts(traces.noting(call))
+        if not traces.of_items(sizes[-1]): return out
+        traces.put_back()
         facts.found_keeps()
     try: return call(*xb)
     except Exception as e:
         if not is_out_of_memory(e): raise
     free_memory(device_of(model))                # outside `except`: the traceback would keep the activations alive
-    cb.warn_once(hooks_see_parts.format(n=n, size=size), 'troubleshooting.html#out-of-memory')
-    return in_parts()
+    cb.warn_once(hooks_see_parts.format(n=sum(sizes), size=max(sizes)), 'troubleshooting.html#out-of-memory')
+    return in_parts(call)
 
 hooks_see_parts = ("Memory ran out with a validation batch of {n} items, which now goes through the model in "
                    "micro-batches of {size}, so its forward hooks, and whoever reads what it keeps of a call, get the last one's. "

@@ -112,6 +112,12 @@ class Part:
         self.write = write
         self.old = read()
 
+    # Is there now what `is_other(before, now)` says is something else?
+    def differs(self, is_other):
+        if self._is_as_before(): return False
+        try: return is_other(self.old, self.read())
+        except Exception: return True          # it has changed, and cannot be compared
+
     # Put it back. False if it cannot be
     def put_back(self):
         if self._is_as_before(): return True
@@ -226,6 +232,10 @@ class TensorPart:
         self.version = None if t.is_inference() else same_version(t)
         self.number = None if t.is_inference() else t._version
         self.old = t.detach().as_subclass(Tensor).clone() if copied else None
+
+    def differs(self, is_other):
+        if self._is_as_before(): return False
+        return self.old is None or is_other(self.old, self.t.detach().as_subclass(Tensor))
 
     def put_back(self):
         t = self.t

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import deque
 from contextlib import contextmanager
 from functools import partial
-import torch
+from numbers import Number
+import numpy as np, torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .memory import device_of
 from .microbatch import check_others, is_list_of_dicts, map_tensors, others_in, part_sizes, split_items, tensors_in
 from .private import next_number, number_of
 from .random import RandomState, Snapshot, generator_types
-from .untouched import Moved, Untouched
+from .untouched import Kept, Moved, Untouched, _no_collection, package_of
 
 # %% auto #0
 __all__ = []
@@ -165,12 +166,6 @@ def order_of_rows(t, n, parts, sizes):
     found = min((v for v in range(1, each+1) if each%v == 0), key=off)
     return found if off(found) < off(1)/2 else 1
 
-# What the modules of a model keep beside weights and buffers, as tensors or in lists and dicts of them: (module, name, place) -> a mark
-# and a tensor
-def kept_by(model):
-    mine = ((m, k, v) for m in model.modules() for k,v in vars(m).items() if k[:1] != '_')
-    return {(m, k, i): (id(t), t._version, t) for m,k,v in mine for i,t in enumerate(_tensors_of(v)) if t.is_floating_point()}
-
 # The tensor that `v` is, or those in it. Longer lists are data
 def _tensors_of(v):
     if isinstance(v, Tensor): return [v]
@@ -179,12 +174,6 @@ def _tensors_of(v):
 
 # Of one of its modules, for messages
 def name_in(model, module): return next((n for n,m in model.named_modules() if m is module), '')
-
-# Have calls with at most `size` of `n` items changed numbers, or tensors with a row for each item of the last call?
-def keeps_of_items(model, before, n, size):
-    k = part_sizes(n, size)[-1]
-    def is_new(key, mark): return key not in before or before[key][:2] != mark[:2]
-    return any(is_new(key, mark) and (not mark[2].dim() or len(mark[2]) == k) for key,mark in kept_by(model).items())
 
 # The random generators that modules have as attributes
 def generators_of(module): return [g for m in module.modules() for g in vars(m).values() if type(g) in generator_types]
@@ -262,3 +251,51 @@ def changed_buffers(model, before):
         return not torch.equal(now, b if old is None else old)
     found = [f'{names[m]}.{k}'.lstrip('.') + ' (a frozen weight)'*(k in m._parameters) for m,k,*rest in before if has_changed(m, k, *rest)]
     return ', '.join(found[:3]) + (', ...' if len(found) > 3 else '') if found else None
+
+# %% ../../nbs/api/core/12_watch.ipynb #4f1c7a02
+# Calls of a model with parts of a batch: what do they leave in all that the model holds or refers to? Made before the first one
+class Traces:
+    def __init__(self, model):
+        self.model = model
+        with _no_collection(): self.before = KeptByCalls([model])
+        self.random = RandomState(device_of(model), self.before.generators)
+        self.first = None                          # what it held after the first call
+
+    # `call`, whose first call is noted
+    def noting(self, call):
+        def noted(*xb):
+            out = call(*xb)
+            if self.first is None:
+                with _no_collection(): self.first = KeptByCalls([self.model], nbytes=2**20)
+            return out
+        return noted
+
+    # Does what was left depend on the items, of which the last call had `k`? Then somebody may read it, and want that of all
+    def of_items(self, k): return self.first is not None and any(part.differs(partial(is_other, k=k)) for part in self.first.parts)
+
+    # As if the model had not been called
+    def put_back(self):
+        self.before.put_back()
+        self.random.restore(self.before.generators)
+
+# But for what fastai's layers keep for themselves (the state of AWD_LSTM, what a U-Net's blocks see), and W&B's hooks
+class KeptByCalls(Kept):
+    def _look_at_attributes(self, o, d, name):
+        if package_of(type(o).__module__) in ('fastai', 'wandb'): self._add([*d.values()], name)
+        else: super()._look_at_attributes(o, d, name)
+
+# Is `b` another value than `a`, or a new one with a row for each of `k` items? Integers count calls, or are sizes
+def is_other(a, b, k, depth=8):
+    if a is b or not depth or isinstance(b, (int,str,bytes,type(None))): return False
+    if isinstance(b, Tensor): return _is_other_tensor(a, b, k)
+    if isinstance(b, (Number,np.ndarray)): return not np.array_equal(a, b)
+    was,now = _inside(a),_inside(b)
+    return any(is_other(was.get(key), v, k, depth-1) for key,v in now.items())
+
+def _is_other_tensor(a, b, k):
+    if not b.dim() and not b.is_floating_point(): return False
+    return not isinstance(a, Tensor) or a.shape != b.shape or b.dim() > 0 and len(b) == k or not torch.equal(a, b)
+
+def _inside(v):
+    if isinstance(v, (list,tuple,deque)): return dict(enumerate(v))
+    return v if isinstance(v, dict) else getattr(v, '__dict__', {})

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 import pytest
 from reference import *
 from fastaccum.core.chunks import HeadInput
-from fastaccum.core.watch import kept_by
 
 torch.manual_seed(0)
 data = Data(torch.randn(32, 6), torch.arange(32)%4)
@@ -72,47 +71,3 @@ def test_joined_predictions(form, read):
         learner(data, 16, cb, *cbs, model=As(form), loss_func=loss).fit(1, .01)
         return torch.cat([*cb.seen])
     for k in (8, 5): assert rel_err(seen(GradientAccumulation(micro_batch_size=k)), seen()) < 1e-6
-
-# --- validation
-class Term(nn.Module):
-    "Keeps a number for the loss, and features"
-    def __init__(self): super().__init__(); self.body = mlp()
-    def forward(self, x):
-        out = self.body(x)
-        self.term,self.features = out.mean(0).pow(2).sum(),[out.detach()]
-        return out
-class Collects(Callback):
-    rows = 0
-    def after_pred(self):
-        if not self.training: self.rows += len(self.learn.model.features[0])
-
-@pytest.mark.filterwarnings("ignore:The model's number")
-def test_validation_has_all_that_the_model_keeps():
-    def result(*cbs):
-        set_seed(0)
-        model,cb = Term(),Collects()
-        learn = learner(data, 16, cb, *cbs, model=model, loss_func=lambda p, y: ce(p, y))
-        learn.loss_func = lambda p, y: ce(p, y) + learn.model.term
-        return learn.validate()[0],cb.rows,learn
-    for make in (lambda: GradientAccumulation(micro_batch_size=5), lambda: GradientAccumulation(32, micro_batch_size=1)):
-        (loss,rows,_),(plain,all_rows,_) = result(make()),result()
-        assert loss == pytest.approx(plain, rel=1e-6) and rows == all_rows == 32
-
-def test_validation_in_parts():
-    "Where the model keeps nothing, or what has no items"
-    calls = []
-    class Notes(nn.Module):
-        def forward(self, x):
-            calls.append(len(x))
-            self.state = torch.zeros(1, 9)
-            return x
-    learn = learner(data, 16, GradientAccumulation(micro_batch_size=5), model=nn.Sequential(Notes(), mlp()), loss_func=ce)
-    learn.validate()
-    assert max(calls) == 5
-
-def test_what_a_model_keeps_may_be_long_or_hold_itself():
-    "A look at it ends, and long lists are left alone"
-    model = nn.Linear(2, 1)
-    model.log,model.itself,model.kept = [torch.zeros(1)]*1000,[],dict(a=torch.ones(2), b='text')
-    model.itself.append(model.itself)
-    assert [(k, i) for _,k,i in kept_by(model)] == [('kept', 0)]
