@@ -255,9 +255,13 @@ class BatchValues:
     # Those of the loader batch
     def join(self):
         batch,acc = self.batch,self.batch.acc
-        if self.has_parts and len(batch.micros) > 1: self.values.join(batch.first, acc.so_far.weights, acc.normalize)
+        if self.has_parts and len(batch.micros) > 1: self._join(batch.first, acc.so_far)
 
     # Those of the step, which has several loader batches
     def join_step(self):
         batch,acc = self.batch,self.batch.acc
-        if self.has_parts and batch.first: self.values.join(0, acc.closed.weights, acc.normalize)
+        if self.has_parts and batch.first: self._join(0, acc.closed)
+
+    # `record`: an `Accumulated`
+    def _join(self, start, record):
+        self.values.join(start, record.weights, self.batch.acc.normalize, record.divided, record.once)

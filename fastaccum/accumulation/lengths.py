@@ -188,8 +188,8 @@ def of_features(t, width):
                      "features as (n, 1, features), by `x[:,None]`; or use micro_batch_size.")
 
 # %% ../../nbs/api/accumulation/09_lengths.ipynb #70c3b016
-# Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`; and are its targets, or are they of another text? Are its
-# outputs?
+# Which of a fit's inputs are of tokens, by their places in the order of `tensors_in`; and are its targets, or are they of another text? Are
+# its outputs?
 class Wide:
     def __init__(self):
         self.features = set()

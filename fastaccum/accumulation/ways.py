@@ -329,8 +329,8 @@ def validate_in_parts(cb, call, xb, views=False):
     def in_parts(call): return predict_in_parts(call, xb, n, size, views, cb.facts.lists)
     return where_all_are_seen(cb, call, xb, part_sizes(n, size), in_parts)
 
-# What `in_parts(call)` predicts, in parts of these `sizes`. In one piece, if that fits memory, where the model has hooks, which should see all
-# items, or keeps something of them, which a loss, a metric or a callback may read there
+# What `in_parts(call)` predicts, in parts of these `sizes`. In one piece, if that fits memory, where the model has hooks,
+# which should see all items, or keeps something of them, which a loss, a metric or a callback may read there
 def where_all_are_seen(cb, call, xb, sizes, in_parts):
     model,facts = cb.learn.model,cb.facts
     if not facts.keeps and not hooks_of_others(model):

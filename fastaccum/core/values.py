@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fastcore.basics import patch
-from .accumulator import mean_loss
-from .losses import is_known, loss_weight, mixer_of, of_outputs
+from .accumulator import mean_loss, mean_of_divided
+from .losses import at_least, is_known, loss_weight, mixer_of, of_outputs
+from .microbatch import join_items, map_tensors
 from .probe import _Batch, _own_copy
 from .untouched import Moved, Untouched, name_of
 
@@ -28,8 +29,9 @@ class LossValues:
         loss_func = of_outputs(loss_func)
         none = loss_func is None or mixer_of(loss_func) is not None or is_known(loss_func)
         self.loss_func,self.holder = loss_func,None if none else holder_of(loss_func)
-        self.fits = {}             # ways in which micro-batches may make up a value
+        self.fits = {}             # ways in which micro-batches may make up each number or tensor of a value
         self.parts = []
+        self._single = None        # the last micro-batch, if it was a single item
         self.news = []
         self._before = {}
         self._looks = {}
@@ -38,9 +40,9 @@ class LossValues:
         self.stuck,self.told = None,False                                          # why the loss cannot be called again
         self.end()
 
-    # How a value is made of those of micro-batches; None: not known
+    # How a value is made of those of micro-batches, or its numbers, if they differ in that; None: not known
     @property
-    def kinds(self): return {k: fits[0] if fits else None for k,fits in self.fits.items()}
+    def kinds(self): return {k: _one_of([ways[0] for ways in fits]) if fits else None for k,fits in self.fits.items()}
 
     # A loader batch begins, after `start` micro-batches of its accumulated batch
     def begin(self, start):
@@ -54,22 +56,32 @@ class LossValues:
         held = vars(self.holder)
         new = [k for k,v in held.items() if k not in (*self.fits, *self.given) and v is not self._before.get(k) and leaves_of(v)]
         unsure = [k for k,left in self._looks.items() if left]
-        if new or unsure: self._measure(new + unsure, pred, yb, n, weigh, shown)
+        if new or unsure: self._look(new + unsure, pred, yb, n, weigh, shown)
         done = sum(n for _,n,*_ in self.parts)
         places = range(done, done+n) if rows is None else [self._start+j for j in rows]
-        self.parts.append((i, n, places, {k: tree_map(_detached, held[k]) for k,kind in self.kinds.items() if kind and k in held}))
+        names = [k for k in (*self.fits, *new) if k in held and self.fits.get(k, True)]
+        self.parts.append((i, n, places, {k: tree_map(_detached, held[k]) for k in names}))
 
-    # Put the values of the micro-batches from number `start` on together, which count with `weights`
-    def join(self, start, weights, normalize):
+    # A single item has no parts: it is looked at together with the next one
+    def _look(self, names, pred, yb, n, weigh, shown):
+        single,self._single = self._single,None
+        if n > 1: return self._measure(names, lambda: _Batch(pred, yb, n, shown), weigh)
+        if single is not None: return self._measure(names, lambda: _Batch(*join_items([single, (pred, yb)]), 2), weigh)
+        self._single = map_tensors(Tensor.detach, (pred, yb))
+
+    # Put the values of the micro-batches from number `start` on together. They count with `weights`; `divided`: what their
+    # losses divided by, if that is something else; `once`: what each adds once
+    def join(self, start, weights, normalize, divided=(), once=0.):
         parts = [o for o in self.parts if o[0] >= start]
-        for k,kind in self.kinds.items():
+        for k,fits in self.fits.items():
             own = [(i, n, places, leaves_of(vals[k])) for i,n,places,vals in parts if k in vals]
-            if kind is None or not own or len({len(vals) for *_,vals in own}) > 1: continue
+            if not fits or not own or {len(vals) for *_,vals in own} != {len(fits)}: continue
             places = [j for _,_,places,_ in own for j in places]
             order = sorted(range(len(places)), key=places.__getitem__)
+            count = partial(_of, [i for i,*_ in own])
             try:
-                leaves = [joined(kind, vals, [weights[i] for i,*_ in own], [n for _,n,*_ in own], normalize, order)
-                          for vals in zip(*(vals for *_,vals in own))]
+                leaves = [joined(ways[0], vals, count(weights), [n for _,n,*_ in own], normalize, order, count(divided), once)
+                          for ways,*vals in zip(fits, *(vals for *_,vals in own))]
             except (RuntimeError,TypeError,ValueError): self._give_up(k); continue         # other shapes than at first
             last = next(vals[k] for *_,vals in reversed(parts) if k in vals)
             vars(self.holder)[k] = tree_unflatten(leaves, tree_flatten(last)[1])
@@ -90,32 +102,35 @@ def look(self:LossValues, n):
 # %% ../../nbs/api/core/14_values.ipynb #1b6d626f
 # Compare the values of a micro-batch with those of two parts of it, on a copy of the loss
 @patch
-def _measure(self:LossValues, names, pred, yb, n, weigh, shown):
-    seen,k,trace = None,n//2,Untouched(self.loss_func)
+def _measure(self:LossValues, names, make, weigh):
+    seen,trace = None,Untouched(self.loss_func)
     try:
         if self.stuck: raise Moved([])
         with trace, torch.no_grad():
-            batch = _Batch(pred, yb, n, shown)
+            batch = make()
+            n,k = batch.n,batch.n//2
             if not self.fits: trace.try_out(partial(self._call, batch.part(0, n)))
             copy = _own_copy(self.loss_func)
-            cuts = [batch.part(*o) for o in ([(0, n), (0, n), (0, k), (k, n)] if k else [(0, n), (0, n)])]
+            cuts = [batch.part(*o) for o in [(0, n), (0, n), (0, k), (k, n)]]
             found = []
             for part in cuts:
                 with part.seen(): copy(part.pred, *part.yb)
                 held = vars(holder_of(copy))
                 found.append({name: [_detached(v) for v in leaves_of(held.get(name))] for name in names})
-            weights,sizes = [weigh(o) for o in cuts[2:]],[o.n for o in cuts[2:]]
+            weights,divided = _two_numbers([weigh(o) for o in cuts[2:]])
+            sizes = [o.n for o in cuts[2:]]
         seen = found
     except Exception: pass                               # it cannot be called so
     if trace.moved: self.stuck = str(Moved(trace.moved))
     for name in names:
-        vals,fits = [o[name] for o in seen or ()],self.fits.get(name, _kinds)
+        vals = [o[name] for o in seen or ()]
         # it counts, or goes on from its last value
-        if not seen or not alike(vals[0], vals[1]): fits = []
-        elif not k: fits = ['rows' if all(isinstance(v, Tensor) and v.dim() for v in vals[0]) else 'mean']
-        else: fits = [kind for kind in fits if alike(vals[0], _joined_leaves(kind, vals[2:], weights, sizes))]
-        self.fits[name],self._looks[name] = fits,self._looks.get(name, 4)-1 if len(fits) > 1 else 0
-        if not fits: self._give_up(name)
+        is_steady = bool(vals) and alike(vals[0], vals[1]) and len({*map(len, vals)}) == 1
+        leaves = zip(self.fits.get(name) or [_kinds]*len(vals[0]), *vals) if is_steady else ()
+        fits = [[kind for kind in ways if alike([whole], _joined_leaves(kind, [[a], [b]], weights, sizes, divided))]
+                for ways,whole,_,a,b in leaves]
+        self.fits[name],self._looks[name] = fits,self._looks.get(name, 4)-1 if max(map(len, fits), default=0) > 1 else 0
+        if not fits or not all(fits): self._give_up(name)
 
 @patch
 def _call(self:LossValues, batch):
@@ -127,6 +142,15 @@ def _give_up(self:LossValues, name):
     self.news.append(name)
 
 _kinds = 'mean','items','sum','rows'
+
+def _one_of(kinds): return kinds[0] if len({*kinds}) == 1 else tuple(kinds)
+
+def _of(places, values): return [values[i] for i in places] if len(values) else ()
+
+# What parts add to the divisor of the whole, and what their losses divided by; empty if that is the same
+def _two_numbers(weights):
+    if not any(isinstance(w, tuple) for w in weights): return weights,()
+    return [[*o] for o in zip(*(w if isinstance(w, tuple) else (w, w) for w in weights))]
 
 # %% ../../nbs/api/core/14_values.ipynb #7c019ee4
 # The names of values that were found to be neither means nor sums since the last call
@@ -151,8 +175,12 @@ calls_change = ("{name} was called again to find out how its values of micro-bat
                 "`after_step` instead.")
 
 # %% ../../nbs/api/core/14_values.ipynb #4e6911de
-# What a part averages over by this rule, None for a sum: `part` has its targets
-def weigh_by(rule): return lambda part: loss_weight(rule, part.yb, part.n)
+# What a part averages over by this rule, None for a sum: `part` has its targets. With a floor also what its loss divides by
+def weigh_by(rule):
+    def weigh(part):
+        weight = loss_weight(rule, part.yb, part.n)
+        return weight if weight is None or rule.floor is None else (weight, at_least(rule.floor, weight))
+    return weigh
 
 # The object that a loss may write to, or None
 def holder_of(loss_func):
@@ -173,20 +201,23 @@ def _same(v, left): return left is not None and left[0] is v and left[1] == v._v
 
 # %% ../../nbs/api/core/14_values.ipynb #c0a3d009
 # One value of those of micro-batches; `order`: which of their items comes first, second, ..., if not in this order
-def joined(kind, vals, weights, sizes, normalize=True, order=()):
+def joined(kind, vals, weights, sizes, normalize=True, order=(), divided=(), once=0.):
     if kind == 'rows': return torch.cat(vals) if [*order] == sorted(order) else in_order(torch.cat(vals), order)
     ts = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for v in vals]
     if kind == 'sum' or kind == 'mean' and not normalize: res = torch.stack(ts).sum(0)
     elif any(t.dim() for t in ts): raise TypeError('only numbers have a mean')
-    else: res = mean_loss([t if t.is_floating_point() else t.double() for t in ts], weights if kind == 'mean' else sizes)[0]
+    else:
+        ts = [t if t.is_floating_point() else t.double() for t in ts]
+        if kind == 'mean' and len(divided): res = mean_of_divided(divided, once, ts, weights)[0]
+        else: res = mean_loss(ts, weights if kind == 'mean' else sizes)[0]
     return res if isinstance(vals[0], Tensor) else type(vals[0])(res.item())
 
 def in_order(t, order):
     if len(t) != len(order): raise TypeError('the rows belong to no item')
     return t[torch.as_tensor(order).to(t.device, non_blocking=True)]
 
-def _joined_leaves(kind, parts, weights, sizes):
-    try: return [joined(kind, vals, weights, sizes, weights[0] is not None) for vals in zip(*parts, strict=True)]
+def _joined_leaves(kind, parts, weights, sizes, divided=()):
+    try: return [joined(kind, vals, weights, sizes, weights[0] is not None, divided=divided) for vals in zip(*parts, strict=True)]
     except (RuntimeError,TypeError,ValueError): return []     # of other shapes, or no numbers
 
 def alike(a, b):

@@ -147,3 +147,22 @@ def test_weights_of_items(bs, acc, in_place, recwarn):
     learn.add_cb(Whole())
     for o in (whole, learn): o.fit(2, .05)
     assert rel_err(weights(learn.model), weights(whole.model)) < 1e-6
+
+class Parted(nn.Module):
+    "Keeps numbers that add up in different ways in one dict. Averages over the targets that count, over one at least"
+    def forward(self, pred, y):
+        counts = y >= 0
+        each = F.cross_entropy(pred, y.clamp(min=0), reduction='none')*counts
+        loss = each.sum()/counts.sum().clamp(min=1)
+        self.parts = dict(ce=loss.item(), size=pred.abs().mean().detach(), n=int(counts.sum()), each=each.detach())
+        return loss
+
+@pytest.mark.parametrize('acc', [dict(), dict(check_loss='always')], ids=str)
+@pytest.mark.parametrize('bs,k', [(8, None), (32, 7), (32, 1), (1, None)])
+def test_each_number_of_a_value_is_weighed_by_itself(bs, k, acc):
+    "Also where no micro-batch has two items, or one has no target that counts"
+    of = Data(data.x, targets)
+    whole,_ = fitted(of, 32, Parted(), ['parts'])
+    learn,told = fitted(of, bs, Parted(), ['parts'], GradientAccumulation(32, micro_batch_size=k, **acc))
+    assert not told
+    for a,b in zip(learn.reads.seen, whole.reads.seen, strict=True): assert all(map(same, a, b)), (a, b)
