@@ -133,8 +133,7 @@ def close(self:BatchPass):
     self.closes = self.ends(acc.n_items)                                   # False if a micro-batch was cancelled
     if not self.closes: return None
     cb.witnesses.call('before_step')
-    loss = acc.finish()
-    cb.weights.end_step()
+    loss = cb.weights.finish()
     if self.values is not None: self.values.join_step()
     cb.params.end()
     return loss

@@ -388,7 +388,7 @@ def loss_rule(self:GradientAccumulation) -> str:
 def warn_of_loss(self:GradientAccumulation):
     "Say once that no rule fits the loss, or that another one does"
     several = "With coupled, this step has several loader batches, each with a loss of its own: "
-    for message in (*self.rule.take_news(), self.rule.message, self.facts.message):
+    for message in (*self.rule.take_news(), self.facts.message):
         if message: self.warn_once(several*way_of(self).is_coupled + message, 'troubleshooting.html#the-loss-is-off')
 
 @patch
@@ -497,8 +497,7 @@ def predict(self:GradientAccumulation, call, model, *xb):
 @patch
 def close(self:GradientAccumulation):
     self.witnesses.call('before_step')
-    loss = self.acc.finish()
-    self.weights.end_step()
+    loss = self.weights.finish()
     self.params.end()
     return loss
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import io, json
 from base64 import b64decode, b64encode
 from contextlib import suppress
+from copy import copy
 from pickle import UnpicklingError
 import torch
+from fastcore.basics import patch
 from ..core.lockstep.run import LockstepFacts
 from ..core.losses import LossRule, of_outputs
 from ..core.measured import LossMeasure, as_now
@@ -19,6 +21,7 @@ from ..core.probe import LossProbe
 from ..core.values import LossValues
 from ..core.watch import OutputNumbers, OutputViews
 from .lengths import Wide
+from .measuring import Trust
 
 # %% auto #0
 __all__ = []
@@ -28,7 +31,8 @@ class FitFacts:
     def __init__(self, rule=None, rounding=None):
         self.rule = LossRule() if rule is None else rule    # what the loss averages over
         self.measure = None                                 # what measures a loss that is not known: a `LossMeasure`
-        self.saved = None                                   # its `state_dict` from a checkpoint, until the loss comes
+        self.trust = Trust()                                # is its rule enough?
+        self.saved = None                                   # states of both from a checkpoint, until the loss comes
         self.values = LossValues()                          # what the loss keeps of its last call
         self.looked_at = None                               # the loss function that it was seen at
         self.replaced = None                                # the loss that callbacks put in the place of loss_func's
@@ -65,52 +69,67 @@ class FitFacts:
     # What measures this loss
     def measure_of(self, loss_func):
         if self.measure is not None and loss_func == self.measure.loss_func: return self.measure
-        self.measure = LossMeasure(loss_func, always=self.rule.always)
+        self.measure,self.trust = LossMeasure(loss_func, always=self.rule.always),Trust()
         if self.saved is not None and self.replaced is None: self._go_on()
         return self.measure
 
     # A state of another loss, or from a file that somebody has changed, is left
     def _go_on(self):
-        state,self.saved = self.saved,None
-        with suppress(AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError): self.measure.load_state_dict(state)
+        (measure,trust),self.saved = self.saved,None
+        for o,state in ((self.measure, measure), (self.trust, trust)):
+            if state is None: continue
+            with suppress(AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError): o.load_state_dict(state)
 
-    # What the loss averages over: its rule says it, unless it is measured and depends on the outputs
-    def __str__(self):
-        measure = self.measure
-        return str(self.rule if measure is None or measure.verdict.elsewhere else measure)
-
-    # A warning of the measure, or None
+    # Is it told what was measured? What cannot be measured is left to the rule
     @property
-    def message(self): return None if self.measure is None else self.measure.message
+    def is_measured(self):
+        if self.measure is None: return False
+        verdict = self.measure.verdict
+        return not verdict.elsewhere if self.rule.always else verdict.is_sure
+
+    # What the loss averages over
+    def __str__(self): return str(self.measure if self.is_measured and not self.trust.agreed else self.rule)
+
+    # What is to be told of the loss, or None
+    @property
+    def message(self):
+        if not self.is_measured: return self.rule.message
+        by_rule = self.rule.message if self.trust.holds and self.measure.verdict.off is None else None
+        return self.measure.message or by_rule
 
     # What is known of it now: `put_back` returns to it
-    def measured_so_far(self): return as_now(self.measure)
-    def put_back(self, measure): self.measure = measure
+    def measured_so_far(self): return as_now(self.measure),copy(self.trust)
+    def put_back(self, before):
+        measure,trust = before
+        self.measure,self.trust = as_now(measure),copy(trust)
 
     def begin_epoch(self):
         self.rule.begin_epoch()
         self.wide.begin_epoch()
-        if self.measure is not None: self.measure.begin_epoch()
 
     # The fit ends
     def end(self):
         self.rule.end()
         if self.measure is not None: self.measure.end()
 
-    # What the rest of an epoch may be too short to tell, for a process that goes on with the fit. As text, so that a
-    # checkpoint need not compare what one fit knows with what another one does
-    def state_dict(self):
-        own = self.replaced is None
-        rule,measure = (o.state_dict() if own and o is not None else None for o in (self.rule, self.measure))
-        return json.dumps(dict(rule=rule, lists=self.lists.state_dict(), measure=None if measure is None else as_text(measure)))
+# %% ../../nbs/api/accumulation/13_facts.ipynb #f7ed04d4
+# What the rest of an epoch may be too short to tell, for a process that goes on with the fit. As text, so that a
+# checkpoint need not compare what one fit knows with what another one does
+@patch
+def state_dict(self:FitFacts):
+    own = self.replaced is None
+    rule,measure = (o.state_dict() if own and o is not None else None for o in (self.rule, self.measure))
+    measure = None if measure is None else as_text(measure)
+    return json.dumps(dict(rule=rule, lists=self.lists.state_dict(), measure=measure, trust=self.trust.state_dict() if own else None))
 
-    # A text of another form comes from a file that somebody has changed: the fit finds out by itself
-    def load_state_dict(self, text):
-        try: state = json.loads(text)
-        except ValueError: return
-        for name in ('rule','lists'):
-            with suppress(KeyError, TypeError, ValueError): getattr(self, name).load_state_dict(state[name])
-        self.saved = from_text(state.get('measure')) if isinstance(state, dict) else None
+# A text of another form comes from a file that somebody has changed: the fit finds out by itself
+@patch
+def load_state_dict(self:FitFacts, text):
+    try: state = json.loads(text)
+    except ValueError: return
+    for name in ('rule','lists'):
+        with suppress(KeyError, TypeError, ValueError): getattr(self, name).load_state_dict(state[name])
+    if isinstance(state, dict): self.saved = from_text(state.get('measure')),state.get('trust')
 
 # Plain values and tensors
 def as_text(state):

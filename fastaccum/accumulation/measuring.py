@@ -7,8 +7,10 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/measuring.html.md""
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #bde5c099
 from __future__ import annotations
 from itertools import accumulate
+import math, random
 from typing import Any, NamedTuple
 from fastai.basics import *
+from ..core.accumulator import scale_grads
 from ..core.measured import Items, float_tensors, with_gradients
 
 # %% auto #0
@@ -21,6 +23,40 @@ class Weight(NamedTuple):
     divided_by:Any=None  # what its own loss divided by, if that is something else
     n_sharing:int=1      # how many ranks share the loss: these numbers are the part of one
 
+# %% ../../nbs/api/accumulation/17_measuring.ipynb #c6a53a02
+# May the rule say what micro-batches count, or are those of this step measured?
+class Trust:
+    def __init__(self):
+        self.n = 0                       # steps so far
+        self.epoch = 0
+        self.agreed = 0                  # in how many did the rule say what was measured?
+        self.next = 0                    # the step that is measured next
+        self.refused = False             # has it said something else?
+        self.holds = False               # in this step
+
+    # A loss that cannot be measured is left to the rule
+    def begin_step(self, can_measure):
+        self.n += 1
+        self.holds = not can_measure or not self.refused and self.agreed >= 2 and self.n < self.next
+
+    # At random, the same in each run
+    def agree(self):
+        self.agreed += 1
+        self.next = self.n + 1 + round(self.n*random.Random(self.n).uniform(.5, 1.5))
+
+    # There is another rule
+    def renew(self): self.agreed = self.next = 0
+    def refuse(self): self.refused = True
+
+    # Is it another one? Not known by an event, as a fit may go on with what was saved at the end of an epoch
+    def begin_epoch(self, epoch):
+        if epoch == self.epoch: return False
+        self.epoch,self.next = epoch,self.n
+        return True
+
+    def state_dict(self): return dict(vars(self))
+    def load_state_dict(self, state): vars(self).update({k: type(v)(state[k]) for k,v in vars(Trust()).items()})
+
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8c9e
 class MeasuredWeights:
     def __init__(self, cb):
@@ -32,13 +68,29 @@ class MeasuredWeights:
         self.batch = None
         self.counted = None              # what the present micro-batch counts, if it was measured
         self.step = []                   # the same for those of the step so far; None where it was not
+        self.by_rule = []                # what the rule says of them
         self.alone = None                # targets and items of a micro-batch that was a step
 
     # Is the present loss measured here? On several ranks, and where it does not depend on the outputs, its rule is
     @property
     def is_on(self):
-        if not self.rule.probed or not self.rule.always or self.cb.ranks.world > 1: return False
-        return not self.measure.verdict.elsewhere
+        if not self.rule.probed or self.cb.ranks.world > 1: return False
+        return not self.measure.verdict.elsewhere and (self.rule.always or not self.trust.holds)
+
+    @property
+    def trust(self): return self.facts.trust
+
+    # Is no rule looked for beside it?
+    @property
+    def needs_no_rule(self): return self.is_on and (self.rule.always or self.trust.refused)
+
+    # A step begins
+    def open(self):
+        self.counted = None
+        if not self.rule.probed or self.cb.ranks.world > 1: return
+        measure = self.measure                   # of another loss: then trust begins anew, too
+        if self.trust.begin_epoch(self.learn.__dict__.get('epoch', 0)): measure.begin_epoch()
+        if not self.rule.always: self.trust.begin_step(measure.verdict.why is None)
 
     @property
     def measure(self): return self.facts.measure_of(self.facts.loss_of(self.learn))
@@ -52,6 +104,7 @@ class MeasuredWeights:
         self.counted = None
         if batch.opens:
             self.step = []
+            self.by_rule = []
             measure.begin_step()
         micros = batch.micros if len(batch.micros) > 1 else ()
         measure.begin_batch([self._items((), micro) for micro in micros], batch.opens and batch.closes)
@@ -63,7 +116,7 @@ class MeasuredWeights:
     # It is all of a step, and needs no weight. It is remembered, as its step may be cancelled, and go on with others
     def pass_over(self, micro):
         self.counted = None
-        self.alone = self.learn.yb,micro.n
+        self.alone = (self.learn.yb, micro.n) if self.is_on else None
 
     def _measure_alone(self):
         yb,n = self.alone
@@ -77,6 +130,7 @@ class MeasuredWeights:
         self.counted = None
         if self.facts.replaced is not None: self.facts.replaced.renew()
         if not self._can_measure(micro): return measure.leave()
+        if not self.rule.always and self.rule.probe.stuck: measure.give_up(self.rule.probe.stuck)
         items = self._items(learn.pred, micro).put(yb=learn.yb)
         measure.at('epoch {}, batch {}'.format(*self.batch.place))
         self.counted = measure.measure(items)
@@ -160,20 +214,67 @@ def gradients_of(loss, pred):
 def end_step(self:MeasuredWeights):
     measure = self.measure
     if not (measure.counted or measure.verdict.waits): return
+    counted = measure.counted
     measure.end_step()
+    if not self.rule.always and measure.verdict.why is None: self._compare_with_rule(counted)
     self.cb.warn_of_loss()
 
-# Memory has run out, and the loader batch starts again from what was known before
+# What was left out of the step as it is not finite, in hope of a reference beside which it is, stays so in the big batch
 @patch
-def so_far(self:MeasuredWeights): return self.facts.measured_so_far(),list(self.step),self.alone
+def before_finish(self:MeasuredWeights):
+    if self.measure.is_lost: scale_grads(self.acc.params, math.nan)
+
+# Memory has run out, and the loader batch starts again from what was known before: perhaps not for the last time
+@patch
+def so_far(self:MeasuredWeights): return self.facts.measured_so_far(),list(self.step),list(self.by_rule),self.alone
 
 @patch
 def put_back(self:MeasuredWeights, before):
-    measure,self.step,self.alone = before
+    measure,step,by_rule,self.alone = before
+    self.step,self.by_rule = list(step),list(by_rule)
     self.facts.put_back(measure)
 
+# %% ../../nbs/api/accumulation/17_measuring.ipynb #c6a53a05
+# What it says of this micro-batch. A sum adds nothing to the divisor
+@patch
+def ask_rule(self:MeasuredWeights, micro):
+    rule = self.rule
+    del self.by_rule[len(self.acc.losses):]
+    if rule.measuring or rule.message or rule.info.floor == 0: said = None
+    elif rule.is_sum: said = Weight(0., 1.)
+    else:
+        adds = rule.weight(self.learn.yb, micro.n, self.acc.dtype)
+        divided_by = rule.divided_by([adds])
+        said = Weight(adds, adds if divided_by is None else divided_by[0])
+    self.by_rule.append(said)
+
+# `counted`: what was measured. Where items get other gradients than their own loss gives them, no rule is enough
+@patch
+def _compare_with_rule(self:MeasuredWeights, counted):
+    trust,said = self.trust,self.by_rule
+    if trust.refused or None in said or len(said) != len(counted) or len(said) < 2: return
+    if any(c.seed is not None for c in counted): return trust.refuse()
+    ours,once = [Weight(c.adds, c.divided_by) for c in counted],float(self.measure.extra)
+    off = float((factors(said) - (now := factors(ours, once))).abs().max()/now.max())
+    if off != off: return                                  # nothing counts
+    if off < 10*self.measure.reference.tol: trust.agree()
+    else: self._distrust(off)
+
+@patch
+def _distrust(self:MeasuredWeights, off):
+    if self.trust.agreed >= 2: self.measure.note_change(off)
+    self.trust.refuse()
+
+# Of the losses of micro-batches in the step's
+def factors(weights, once=0.):
+    def column(vs): return torch.stack([torch.as_tensor(v).double().cpu() for v in vs])
+    adds,divided_by,_ = zip(*weights)
+    adds,divided_by = column(adds),column(divided_by)
+    return divided_by/torch.maximum(adds.sum() + once, divided_by.max())
+
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #2827688d
-# What a part averages over, in any unit: `part` has its prediction and targets. None for a sum
+# What a part adds, and what its loss divides by, if that is something else, in any unit: `part` has its prediction and
+# targets. None for a sum
 @patch
 def of_part(self:MeasuredWeights, part):
     weights = self.measure.weigh([Items(part.pred, part.yb, part.n)])
@@ -183,4 +284,5 @@ def of_part(self:MeasuredWeights, part):
 @patch
 def of_parts(self:MeasuredWeights, sizes):
     items,ends = Items(self.learn.pred, self.learn.yb, sum(sizes)),[0, *accumulate(sizes)]
-    return self.measure.weigh([items.some(range(a, z)) for a,z in zip(ends, ends[1:])])
+    weights = self.measure.weigh([items.some(range(a, z)) for a,z in zip(ends, ends[1:])])
+    return weights and [w[0] if isinstance(w, tuple) else w for w in weights]

@@ -38,9 +38,10 @@ class Weights:
         self.batch = batch
         self.forget()
         if self.cb.weight is not None or not self.acc.normalize or batch.way.is_shared: return
-        if not self.rule.measuring: self._weigh_all()
+        measured = self.measuring.is_on
+        if not (self.rule.measuring or measured): self._weigh_all()
         elif batch.is_alone: self._weigh_alone()
-        elif self.measuring.is_on: self.measuring.begin(batch)
+        elif measured: self.measuring.begin(batch)
 
     # By the rule, all micro-batches at once
     def _weigh_all(self):
@@ -95,6 +96,7 @@ def look_up(self:Weights, batch):
     rule.look_up(facts.loss_of(self.learn), self.is_measured and (not is_one_loss or rule.probe is not None))
     if rule.info is not before: cb.witnesses.call('new_rule')
     if not batch.opens: return
+    self.measuring.open()
     is_mean = cb.normalize and (cb.weight is not None or self.measuring.is_on or not rule.is_sum)
     if is_mean != self.acc.normalize: self.acc.open(normalize=is_mean)
 
@@ -159,8 +161,23 @@ def after_loss(self:Weights, micro):
         if changed == 'replaced': self._weigh_alone()
         return
     if changed is not None and self.facts.replaced is None and self._is_replaced(changed): self._replace()
-    if measuring.is_on: measuring.count(micro)
-    if rule.probed and not measuring.is_on and rule.due(): self._measure(micro)
+    if not rule.probed: return
+    if not measuring.needs_no_rule: self._look(micro)
+    if measuring.is_on and self.acc.normalize: self._measure(micro)
+
+@patch
+def _measure(self:Weights, micro):
+    measuring = self.measuring
+    needs_no_rule = measuring.needs_no_rule
+    measuring.count(micro)
+    if measuring.is_on: return measuring.ask_rule(micro)
+    # it is not measured at all
+    if needs_no_rule: self._look(micro)
+    elif not self.acc.losses: self._open()
+
+# A step begins as its loss is: a mean, or a sum
+@patch
+def _open(self:Weights): self.acc.open(normalize=self.cb.normalize and not self.rule.is_sum)
 
 # Is there another loss of the outputs than loss_func's?
 @patch
@@ -168,9 +185,10 @@ def _is_replaced(self:Weights, changed):
     if not self.is_measured or self.batch.way.is_coupled or self.batch.loop.now.losses is not None: return False
     return changed == 'replaced' or self.rule.always and term_reaches_outputs(self.learn)
 
-# If the rule changes, the weights of the micro-batches before this one are corrected
+# Does the rule fit? If another one does, the weights of the micro-batches before this one are corrected
 @patch
-def _measure(self:Weights, micro):
+def _look(self:Weights, micro):
+    if not self.rule.due(): return
     learn,rule,acc,facts,batch = self.learn,self.rule,self.acc,self.facts,self.batch
     before,old = len(acc.losses),rule.info
     if facts.replaced is not None: facts.replaced.renew()
@@ -178,10 +196,12 @@ def _measure(self:Weights, micro):
     late = rule.measure(learn.pred, learn.yb, micro.n, before, learn.loss_grad, batch.loop.now.losses,
                         partial(batch.shown.items, micro.n), f'epoch {epoch}, batch {i}')
     if rule.probe.stuck: facts.values.leave(rule.probe.stuck)
-    if before == 0: acc.open(normalize=self.cb.normalize and not rule.is_sum)
+    if self.measuring.is_on: rule.take_news()          # nothing was off: its numbers do not count here
+    elif before == 0: self._open()
     elif late is not None: self._correct(late)
     if rule.info is not old:
         self.forget()                                  # of the micro-batches that follow, too
+        facts.trust.renew()
         self.cb.witnesses.call('new_rule')
     self.cb.warn_of_loss()
 
@@ -203,10 +223,14 @@ def _replace(self:Weights):
     if self.measuring.is_on: self.measuring.begin(self.batch)
 
 # %% ../../nbs/api/accumulation/11_weigh.ipynb #5e1a0c02
-# The gradients of the step are there
+# All losses of the step have been counted. Returns that of the step
 @patch
-def end_step(self:Weights):
-    if self.measuring.is_on: self.measuring.end_step()
+def finish(self:Weights):
+    measured = self.measuring.is_on
+    if measured: self.measuring.before_finish()
+    loss = self.acc.finish()
+    if measured: self.measuring.end_step()
+    return loss
 
 # What a part of a micro-batch averages over, in any unit: `part` has its prediction and targets. None for a sum
 @patch
@@ -223,5 +247,6 @@ def of_parts(self:Weights, sizes):
 # A warning for a sum that does not say so, with `n` loader batches in a step
 @patch
 def sum_message(self:Weights, n):
+    if self.rule.declares_sum: return None
     if self.measuring.is_on: return self.measuring.measure.sum_message(n)
     return self.rule.sum_message(n, len(self.acc.losses))

@@ -159,6 +159,11 @@ def is_sum(self:LossRule) -> bool:
     return self.info.reduction == 'sum'
 
 @patch(as_prop=True)
+def declares_sum(self:LossRule) -> bool:
+    "Does the loss itself say that it is one, by its `reduction`?"
+    return self._of_outputs is not None and LossInfo(self._of_outputs).reduction == 'sum'
+
+@patch(as_prop=True)
 def may_be_nan(self:LossRule) -> bool:
     "Are gradients NaN, and not 0, if no target of a micro-batch counts?"
     return self.info.nan_if_empty

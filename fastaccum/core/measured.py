@@ -31,6 +31,7 @@ class Counted:
         self.seed = seed                               # gradients of the numerator, if those of its own loss do not serve
         self.seed_of_blocks = None                     # those of each block, in its own units
         self.waits = False                             # is there no reference yet by which it is known?
+        self.silenced = False                          # does its own loss have no finite gradients, so that it got none?
 
     # One number of each, where blocks of outputs have numbers of their own: that of the block `i`
     def of_block(self, i):
@@ -123,7 +124,7 @@ class LossMeasure:
         if self.verdict.why is None and self.counted:
             try:
                 if self.reference is not None: self._check_step()
-                else: self.verdict.why = self.references.why_none
+                elif not self.is_lost: self.verdict.why = self.references.why_none
             except Stuck as e: self._refuse(e)
         if self.verdict.waits: self._say_how_far()
         self.audit.end_step(self.n_steps)
@@ -220,6 +221,7 @@ def _nothing(self:LossMeasure, f, items):
     if not bool(own.isfinite()):
         finite = all(bool(t.isfinite().all()) for t in float_tensors(items.pred))
         counted = Counted(n*0, n*0, n*0, [torch.zeros_like(g) for g in grads] if finite else None)
+        counted.silenced = finite
     counted.waits = True
     return counted
 
@@ -324,6 +326,12 @@ def note(self:LossMeasure, offs):
     if self.supposed: self._suppose_nothing(off)
     else: self.verdict.off = max(off, self.verdict.off or 0.)
 
+# What it divides by has changed since the last look
+@patch
+def note_change(self:LossMeasure, off):
+    self.verdict.when = f' (seen in {self.where})'
+    self.verdict.changed = max(off, self.verdict.changed or 0.)
+
 @patch
 def _suppose_nothing(self:LossMeasure, off):
     self.verdict.changed = max(off, self.verdict.changed or 0.)
@@ -397,6 +405,15 @@ _own_state = 'n','n_steps','predicted','next','next_close','least','most'
 def adopt(self:LossMeasure, items):
     with self.look(self.loss_func) as look: self.references.replace(look.loss, Reference(look.loss, items))
 
+# Another one that has called the loss found that each call changes what cannot be put back
+@patch
+def give_up(self:LossMeasure, why):
+    if self.stuck is None: self._refuse(Stuck(why))
+
+# Is the big batch's loss not finite either?
+@patch(as_prop=True)
+def is_lost(self:LossMeasure): return any(c.silenced for c in self.counted)
+
 # It is measured in another way
 @patch
 def leave(self:LossMeasure): self.verdict.refuse(Elsewhere('its outputs are not there'))
@@ -420,14 +437,20 @@ def sum_message(self:LossMeasure, n):
 @patch
 def end(self:LossMeasure): self.verdict.waits = False
 
-# What parts of a micro-batch divide by, in any unit; None for a sum
+# What parts of a micro-batch add, and divide by, if that is something else, in any unit; None for a sum
 @patch
 def weigh(self:LossMeasure, parts):
     if self.reference is None or self.verdict.why is not None: return [float(o.n) for o in parts]
     if not self.reference.adds and self.is_sum: return None
     with self.look(self.loss_func) as look:
         self.reference.renew(look.loss)
-        return [_one(self.reference.measure(o)[0].adds) for o in parts]
+        counted = [self.reference.measure(o)[0] for o in parts]
+        return [self._as_one(_one(c.adds), _one(c.divided_by)) for c in counted]
+
+# They differ by more than rounding, or not at all
+@patch
+def _as_one(self:LossMeasure, adds, divided_by):
+    return adds if abs(divided_by-adds) <= 100*self.reference.tol*(1+adds) else (adds, divided_by)
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e48ee
 # In a look the loss leaves no trace: `loss` is one that may be called, `drawn` tells whether it has drawn random numbers
@@ -476,13 +499,18 @@ class Verdict:
     def refuse(self, error):
         self.why,self.elsewhere = str(error),isinstance(error, Elsewhere)
         if isinstance(error, NotAMean):
+            if self.off is None: self.of_means = error.of_means
             self.off = math.nan
             self.waits = True
-            self.of_means = error.of_means
         if isinstance(error, Stuck): self.stuck = str(error)
 
     # What differs from what a mean would show: gradients, or only divisors?
-    def saw(self, by_gradients, by_divisors): self.of_means = by_divisors and not by_gradients
+    def saw(self, by_gradients, by_divisors):
+        if self.off is None: self.of_means = by_divisors and not by_gradients
+
+    # Does it say what the loss averages over, or that there is no such thing? A random loss compares badly with itself
+    @property
+    def is_sure(self): return not (self.elsewhere or self.draws) and (self.why is None or self.off is not None)
 
     @property
     def message(self):
@@ -651,7 +679,7 @@ class Reference:
     def renew(self, f, anew=True):
         before,self.f = self.alone,f
         self.value,self.alone = loss_and_grads(f, self.items)
-        if anew or not all(map(torch.equal, before, self.alone)): self._look_at_copies()
+        if anew or before is None or not all(map(torch.equal, before, self.alone)): self._look_at_copies()
 
     def _look_at_copies(self):
         self.dead = self.blocks.dot(self.alone, self.alone) == 0                # columns in which nothing counts
@@ -840,6 +868,7 @@ class References:
         if 'base' not in state: return
         self.now = Reference(f, again(state['base']), Blocks(state['by']), state['scale'])
         self.now.padding = state['padding']
+        self.now.alone = None                                  # the loss may have changed since they were saved
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ed6ea
 # What was counted without a reference that adds waits for one; a few items may be wanted to let it grow
@@ -861,6 +890,7 @@ def _settle(self:References):
 @patch
 def _settle_all(self:References, c, now):
     c.divided_by,c.numerator,c.waits = now.divided_by,now.numerator,False
+    c.silenced = c.silenced and not bool(now.numerator.isfinite())
     if now.seed is None: return
     if self.can_wait: c.seed = now.seed
     elif bool(square(now.seed) > 0): self.lost = True

@@ -134,8 +134,7 @@ def test_sum_is_still_told():
         assert not y.any() or len(told) == 1 and 'is a sum, not a mean' in told[0]
 
 def test_division_by_none():
-    "Without positive targets the value is infinite: told where that occurs, and silent where it does not"
+    "Without positive targets the value is infinite, but its items count beside the positives of others"
     def loss(pred, boxes, y): return retina()(pred, boxes, y)*(y > 0).sum().clamp(min=1)/(y > 0).sum()
     exact(loss, items(.5), bs=4)
-    _,_,told,learn = off(loss, items(.3, empty=range(8, 16)), bs=4)
-    assert len(told) == 1 and 'clamp(min=1)' in told[0] and '100%' in told[0], (told, learn.gradient_accumulation.loss_rule)
+    exact(loss, items(.3, empty=range(8, 16)), bs=4)

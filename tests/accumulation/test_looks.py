@@ -98,7 +98,7 @@ def test_first_step_of_two():
         def after_step(self): rules.append(self.learn.gradient_accumulation.loss_rule)
     learn = learner(over_valid, 8, GradientAccumulationSchedule(8, 16, start=.5, finish=.5, schedule=lambda pos: 16), Rules())
     fit(learn, 1)
-    assert [r[:14] for r in rules] == ['not looked at:']*5 + ['valid targets ']*3
+    assert [r[:14] for r in rules[:5]] == ['not looked at:']*5 and all('measured' in r for r in rules[5:])
     assert 'measured' in learn.gradient_accumulation.loss_rule
 
 def test_step_is_cancelled():

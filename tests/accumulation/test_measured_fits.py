@@ -1,5 +1,5 @@
-"""Losses of one's own with check_loss='always', against plain fastai with the big batch: every mean is exact, whatever it divides by;
-others are told"""
+"""Losses of one's own, against plain fastai with the big batch: every mean is exact, whatever it divides by; others are told. With
+check_loss='always' no rule is trusted"""
 import warnings, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.basics import Callback, CancelValidException, DataLoader, DataLoaders, Learner, SGD, set_seed, tensor
 from fastaccum.all import FastaccumWarning, GradientAccumulation, TrainingCheckpoint
@@ -92,33 +92,63 @@ def fit(loss, targets, *cbs, bs=24, seed=0, n_epoch=2):
 def flat(model): return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
 
 splits = [(24, 7), (24, 1), (8, None), (2, None)]
-def accumulated(mbs): return GradientAccumulation(24, micro_batch_size=mbs, check_loss='always')
+def accumulated(mbs, check='always'): return GradientAccumulation(24, micro_batch_size=mbs, check_loss=check)
 
-def compared(loss, targets, bs, mbs, *cbs, **kwargs):
+def compared(loss, targets, bs, mbs, *cbs, check='always', **kwargs):
     "(how far of the distance moved, warnings) of accumulation; its last loss is the whole batch's, where that is one loader batch"
     before,whole,_,last = fit(loss, targets, *cbs, **kwargs)
-    _,ours,told,own_last = fit(loss, targets, accumulated(mbs), *cbs, bs=bs, **kwargs)
+    _,ours,told,own_last = fit(loss, targets, accumulated(mbs, check), *cbs, bs=bs, **kwargs)
     off = float((ours-whole).norm()/(whole-before).norm())
     if bs == 24 and not told: assert own_last == pytest.approx(last, rel=1e-8)
     return off,told
 
 def in_turn(losses, n):
-    "Each loss with `n` of the splits, the next ones with others"
+    "Each loss with `n` of the splits, the next ones with others; every second one trusts no rule"
     def case(i, k, f, y):
         slow = [pytest.mark.slow]*(k > 0)
-        return pytest.param(f, y, *splits[(n*i+k)%4], id=f'{f.__name__}-{y.__name__}-{k}', marks=slow)
+        return pytest.param(f, y, *splits[(n*i+k)%4], (True, 'always')[k], id=f'{f.__name__}-{y.__name__}-{k}', marks=slow)
     return [case(i, k, *o) for i,o in enumerate(losses) for k in range(n)]
 
-@pytest.mark.parametrize('loss,targets,bs,mbs', in_turn(means, 2))
-def test_means_are_exact(loss, targets, bs, mbs):
-    off,told = compared(loss, targets, bs, mbs)
+@pytest.mark.parametrize('loss,targets,bs,mbs,check', in_turn(means, 2))
+def test_means_are_exact(loss, targets, bs, mbs, check):
+    off,told = compared(loss, targets, bs, mbs, check=check)
     assert off < 1e-9
     assert all('a_sum is a sum, not a mean' in m for m in told) and len(told) == (loss is a_sum and bs < 24)
 
-@pytest.mark.parametrize('loss,targets,bs,mbs', in_turn(others, 1))
-def test_others_are_told(loss, targets, bs, mbs):
-    off,told = compared(loss, targets, bs, mbs)
+@pytest.mark.parametrize('loss,targets,bs,mbs,check', in_turn(others, 2))
+def test_others_are_told(loss, targets, bs, mbs, check):
+    off,told = compared(loss, targets, bs, mbs, check=check)
     assert off > 1e-9 and len(told) == 1 and loss.__name__ in told[0]
+
+class Trusted(Callback):
+    "In which steps was the rule enough?"
+    order = 60
+    def before_fit(self): self.steps = []
+    def after_step(self):
+        if hasattr(self.learn, 'gradient_accumulation'): self.steps.append(self.learn.gradient_accumulation.facts.trust.holds)
+
+def by_mask(p, y): return (each(p, y)*(y > 0)).sum()/(y > 0).sum().clamp(min=1)
+
+def test_a_rule_is_trusted_until_it_is_wrong():
+    "It is measured in two steps, ever more rarely, and in the first step of each epoch. There it shows that the loss is another one"
+    class Changing(nn.Module):
+        late = False
+        def forward(self, p, y): return by_mask(p, y) if self.late else F.cross_entropy(p, y)
+    class Late(Callback):
+        def before_epoch(self): self.learn.loss_func.late = self.learn.epoch >= 8
+    trusted = Trusted()
+    off,told = compared(Changing(), classes, 8, 3, trusted, n_epoch=8)
+    assert off < 1e-9 and told == [] and not any(trusted.steps)           # 'always'
+    off,told = compared(Changing(), classes, 8, 3, trusted, check=True, n_epoch=8)
+    assert off < 1e-9 and told == [] and not any(trusted.steps[:3]) and sum(trusted.steps) >= 5 and not any(trusted.steps[::2])
+    off,told = compared(Changing(), classes, 8, 3, Late(), trusted, check=True, n_epoch=12)
+    assert off < 1e-9 and len(told) == 1 and '%' in told[0]
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_what_is_not_finite_stays_so(value):
+    "No items count beside others whose loss is not finite either"
+    _,ours,told,_ = fit(lambda p, y: each(p, y).mean()*value, classes, accumulated(8, True))
+    assert ours.isnan().any()
 
 def test_items_that_count_only_beside_others():
     "Without positives its own loss is infinite, and yet its items count in the big batch"
@@ -157,8 +187,11 @@ class Stop(Callback):
         if self.training and self.learn.train_iter == self.at: raise KeyboardInterrupt
 
 @pytest.mark.parametrize('at', [14, 30])
-def test_a_resumed_fit_is_the_same_to_the_bit(tmp_path, at):
-    def run(folder, *cbs): return fit(masked, numbers, accumulated(None), TrainingCheckpoint(tmp_path/folder, every_steps=1), *cbs, bs=2)
+@pytest.mark.parametrize('loss,check', [(masked, True), (quantile, True), (masked, 'always')])
+def test_a_resumed_fit_is_the_same_to_the_bit(tmp_path, at, loss, check):
+    "Where each micro-batch is measured, where a rule is trusted from the third step on, and where none is"
+    def run(folder, *cbs):
+        return fit(loss, numbers, accumulated(None, check), TrainingCheckpoint(tmp_path/folder, every_steps=1), *cbs, bs=2, n_epoch=3)
     _,whole,*_ = run('whole')
     with pytest.raises(KeyboardInterrupt): run('stopped', Stop(at))
     _,ours,told,_ = run('stopped')
@@ -169,7 +202,7 @@ def test_after_running_out_of_memory_it_is_the_same_to_the_bit():
     class Full(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(6, 4).double()
         def forward(self, x):
-            if len(x) > 6: raise torch.OutOfMemoryError
+            if len(x) > 5: raise torch.OutOfMemoryError
             return self.l(x)
     def run(acc, model):
         set_seed(0)
@@ -178,5 +211,5 @@ def test_after_running_out_of_memory_it_is_the_same_to_the_bit():
         learn.remove_cbs([learn.progress, learn.recorder])
         with learn.no_logging(): learn.fit(2)
         return flat(learn.model)
-    sizes = [run(GradientAccumulation(24, micro_batch_size=k, check_loss='always'), Full) for k in (6, 'auto')]
+    sizes = [run(accumulated(k), Full) for k in (3, 'auto')]           # 24, 12, 6, 3
     assert torch.equal(*sizes)

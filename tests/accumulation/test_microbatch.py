@@ -619,10 +619,14 @@ def auto(model, sizes=None, accum_bs=32, data=ragged, amp='to_fp32', cbs=None, l
     fit(learn)
     return learn
 
-def check_auto(sizes, model, **kwargs):
+def nearly_alike(a, b):
+    if isinstance(a, (tuple,list)): return len(a)==len(b) and all(map(nearly_alike, a, b))
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-6) if isinstance(a, Tensor) and a.is_floating_point() else alike(a, b)
+
+def check_auto(sizes, model, same=alike, **kwargs):
     "'auto' ends with micro-batches of these sizes, and does what they do, to the bit"
     (found,a),(known,b) = [(l, state(l)) for l in (auto(model, s, **kwargs) for s in (None, sizes))]
-    for o,p in zip(a, b): assert alike(o, p)
+    for o,p in zip(a, b): assert same(o, p)
     for i in range_of(sizes):
         x,y = ([n for j,n in l.model.calls if j==i] for l in (found,known))
         assert x[-len(y):]==y
@@ -645,7 +649,8 @@ limits = {  # largest number of items that fit in each loader batch, sizes that 
 def test_auto(limit, where, accum_bs):
     "Dropout, BatchNorm, random numbers of Python and numpy, the order of the items in the next epoch, losses: all as with known sizes"
     f,sizes = limits[limit]
-    check_auto(sizes, Scarce(f, where), accum_bs=accum_bs, loss_func=ScarceLoss())
+    same = nearly_alike if where == 'loss' else alike               # what was measured in smaller groups adds up to rounding
+    check_auto(sizes, Scarce(f, where), same, accum_bs=accum_bs, loss_func=ScarceLoss())
 
 @pytest.mark.parametrize('error', full)
 @pytest.mark.parametrize('amp', ['to_fp16', 'to_bf16'])
