@@ -46,7 +46,7 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 	QUICK=1 $(TEST_ENV) $(PYTHON) -m pytest -n 2 $(BY_FILE)
 
 cases: $(INSTALLED) ## every case of every test (some 20 minutes); REST=1: what `make test` leaves out, as few as have each value beside three of each other list
-	$(if $(REST),REST=1) $(TEST_ENV) $(PYTHON) -m pytest -n 4 $(BY_FILE)
+	$(if $(REST),REST=1) $(TEST_ENV) $(PYTHON) -m pytest -n 3 $(BY_FILE)
 
 bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness, host syncs, growth and batch sizes (some twenty minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(PYTHON) -m bench

@@ -44,10 +44,10 @@ def run(n_steps, folder, *cbs, n_fits=10):
         learn.training_checkpoint.finish()
     return meter,learn,Counter(f'{w.category.__name__}: {w.message}' for w in caught)
 
-def per_step(meter, name, first=5):
-    "How much more of it each step leaves, from the end of the `first` fit to the last"
-    v = getattr(meter, name)
-    return (v[-1]-v[first-1])/(meter.steps[-1]-meter.steps[first-1])
+def per_step(meter, name, first=3):
+    """How much more of it a step leaves, in the middle one of the fits after the `first`: what comes once, such as a table that Python
+    makes larger, is no leak"""
+    return float(np.median((np.diff(getattr(meter, name))/np.diff(meter.steps))[first-1:]))
 
 def summary(meter, learn, caught):
     "Time in quarters of the run, what is in memory at the end of each fit"

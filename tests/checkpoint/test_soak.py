@@ -35,15 +35,15 @@ def test_soak():
     assert p.returncode == 0, p.stderr
     res = json.loads(p.stdout.splitlines()[-1])
     assert res['steps'] >= STEPS and res['last_loss'] < res['first_loss']
-    assert res['tensors_per_step']==0 and res['blocks_per_step'] < MAX_BLOCKS
+    assert res['tensors_per_step']==0 and res['blocks_per_step'] < MAX_BLOCKS, res
     assert res['mib'][-1] < res['mib'][1] + 20
     assert all(n==1 for n in res['warnings'].values()), res['warnings']
 
 @pytest.mark.parametrize('make,name,least',
-                         [(lambda: bytes(100), 'blocks', MAX_BLOCKS), (lambda: torch.zeros(25), 'tensors', 1)],
+                         [(lambda: [bytes(100)], 'blocks', MAX_BLOCKS), (lambda: torch.zeros(25), 'tensors', 1)],
                          ids=['bytes','tensors'])
 def test_would_notice(make, name, least):
-    "100 bytes a step: `test_soak` would fail, even if it were shorter"
+    "A list of 100 bytes a step: `test_soak` would fail, even if it were shorter"
     meter,*_ = run(STEPS//3, Path.cwd(), Leak(make))
     assert per_step(meter, name) >= least
 
