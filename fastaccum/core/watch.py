@@ -278,8 +278,11 @@ class Traces:
         self.before.put_back()
         self.random.restore(self.before.generators)
 
-# But for what fastai's layers keep for themselves (the state of AWD_LSTM, what a U-Net's blocks see), and W&B's hooks
+# But for weights, which no call changes and which would be copied, what fastai's layers keep for themselves (the state of
+# AWD_LSTM, what a U-Net's blocks see), and W&B's hooks
 class KeptByCalls(Kept):
+    def _look_at_content(self, o, name): return isinstance(o, nn.Parameter) or super()._look_at_content(o, name)
+
     def _look_at_attributes(self, o, d, name):
         if package_of(type(o).__module__) in ('fastai', 'wandb'): self._add([*d.values()], name)
         else: super()._look_at_attributes(o, d, name)
