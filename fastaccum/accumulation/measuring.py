@@ -267,7 +267,7 @@ def _distrust(self:MeasuredWeights, off):
 
 # Of the losses of micro-batches in the step's
 def factors(weights, once=0.):
-    def column(vs): return torch.stack([torch.as_tensor(v).double().cpu() for v in vs])
+    def column(vs): return torch.stack([torch.as_tensor(v).cpu().double() for v in vs])
     adds,divided_by,_ = zip(*weights)
     adds,divided_by = column(adds),column(divided_by)
     return divided_by/torch.maximum(adds.sum() + once, divided_by.max())

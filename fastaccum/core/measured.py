@@ -135,7 +135,7 @@ class LossMeasure:
 
     # What each call adds once to the divisor: it counts once in a step
     @property
-    def extra(self): return torch.zeros((), dtype=torch.float64) if self.reference is None else self.reference.extra
+    def extra(self): return torch.zeros(()) if self.reference is None else self.reference.extra
 
     @property
     def is_sum(self):
@@ -216,7 +216,7 @@ def _closely(self:LossMeasure, items, own):
 def _nothing(self:LossMeasure, f, items):
     own,grads = loss_and_grads(f, items)
     if 0 < float(square(grads)) < math.inf: raise NotAMean('beside copies of themselves its items have no gradients')
-    n = torch.full((), float(items.n), dtype=torch.float64, device=own.device)
+    n = torch.full((), float(items.n), dtype=_double_on(own.device), device=own.device)
     counted = Counted(n, n, n*own)
     if not bool(own.isfinite()):
         finite = all(bool(t.isfinite().all()) for t in float_tensors(items.pred))
@@ -1175,9 +1175,12 @@ def _call(f, pred, yb, wanted):
 # In float32 at least: a divisor that is counted in half precision does not add up (256 + 1 is 256)
 def _exact(t): return t.float() if isinstance(t, Tensor) and t.is_floating_point() and t.itemsize < 4 else t
 
+# mps has no float64
+def _double_on(device): return torch.float32 if device.type == 'mps' else torch.float64
+
 # In float64, as divisors that are whole numbers should come out as such: rounding errors in them are the same for all items of a step
 def _sum_of_products(x, y, dims=()):
-    double = torch.float32 if x.device.type == 'mps' else torch.float64
+    double = _double_on(x.device)
     if x.numel() <= 2**14: x,y = x.to(double),y.to(double)
     return (x*y).sum(dims, dtype=double)
 

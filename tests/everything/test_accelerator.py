@@ -261,6 +261,27 @@ def test_memory_of_measuring(amp):
     assert chunked < 6*outputs/8 + 4*grads + 2**16 < .4*whole, (chunked/outputs, whole/outputs, grads)
     assert rel_err(b, a) < (1e-6 if amp == 'to_fp32' else 1e-3)
 
+# --- losses of one's own
+
+def class_weights(pred, y):
+    w = 1 + (y == 0)*4.
+    return (F.cross_entropy(pred, y, reduction='none')*w).sum()/w.sum()
+def by_zeros(pred, y): return (F.cross_entropy(pred, y, reduction='none')*(y == 0)).sum()/(y == 0).sum()
+def of_elements(pred, y): return F.cross_entropy(pred, y, reduction='none').sum()/len(y)
+
+@pytest.mark.parametrize('amp', ['to_fp32', 'to_fp16'])
+@pytest.mark.parametrize('loss', [class_weights, by_zeros, of_elements])
+def test_losses_of_ones_own(loss, amp):
+    "What is measured beside reference items is on the device: in each step, without a loss of some items, and until a rule is trusted"
+    runs = []
+    y = torch.arange(48)%3
+    for name,mbs in ((accelerators[0], 5), (accelerators[0], 1), ('cpu', 24)):
+        devices.use(name)
+        learn = make(Data(x[:48], y), 24, Acc(24, micro_batch_size=mbs), loss_func=loss, opt_func=SGD, amp=amp, lr=.1)
+        learn.fit(3)
+        runs.append(weights(learn.model))
+    for run in runs[:2]: assert rel_err(run, runs[2]) < (1e-5 if amp == 'to_fp32' else 1e-2)
+
 # --- 'auto'
 
 def state(learn):
