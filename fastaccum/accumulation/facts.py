@@ -88,7 +88,9 @@ class FitFacts:
         return not verdict.elsewhere if self.rule.always else verdict.is_sure
 
     # What the loss averages over
-    def __str__(self): return str(self.measure if self.is_measured and not self.trust.agreed else self.rule)
+    def __str__(self):
+        by_rule = self.trust.agreed and not self.trust.refused
+        return str(self.rule if by_rule or not self.is_measured else self.measure)
 
     # What is to be told of the loss, or None
     @property

@@ -125,7 +125,9 @@ class Trusted(Callback):
     order = 60
     def before_fit(self): self.steps = []
     def after_step(self):
-        if hasattr(self.learn, 'gradient_accumulation'): self.steps.append(self.learn.gradient_accumulation.facts.trust.holds)
+        if not hasattr(self.learn, 'gradient_accumulation'): return
+        self.steps.append(self.learn.gradient_accumulation.facts.trust.holds)
+        self.said = self.learn.gradient_accumulation.loss_rule
 
 def by_mask(p, y): return (each(p, y)*(y > 0)).sum()/(y > 0).sum().clamp(min=1)
 
@@ -142,7 +144,7 @@ def test_a_rule_is_trusted_until_it_is_wrong():
     off,told = compared(Changing(), classes, 8, 3, trusted, check=True, n_epoch=8)
     assert off < 1e-9 and told == [] and not any(trusted.steps[:3]) and sum(trusted.steps) >= 5 and not any(trusted.steps[::2])
     off,told = compared(Changing(), classes, 8, 3, Late(), trusted, check=True, n_epoch=12)
-    assert off < 1e-9 and len(told) == 1 and '%' in told[0]
+    assert off < 1e-9 and len(told) == 1 and '%' in told[0] and trusted.said == 'measured at each micro-batch'
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_what_is_not_finite_stays_so(value):
