@@ -11,7 +11,7 @@ import math, random
 from typing import Any, NamedTuple
 from fastai.basics import *
 from ..core.accumulator import scale_grads
-from ..core.measured import Items, float_tensors, with_gradients
+from ..core.measured import Items, divisor, float_tensors, with_gradients
 
 # %% auto #0
 __all__ = []
@@ -238,6 +238,7 @@ def put_back(self:MeasuredWeights, before):
 # What it says of this micro-batch. A sum adds nothing to the divisor
 @patch
 def ask_rule(self:MeasuredWeights, micro):
+    if self.needs_no_rule: return
     rule = self.rule
     del self.by_rule[len(self.acc.losses):]
     if rule.measuring or rule.message or rule.info.floor == 0: said = None
@@ -254,8 +255,8 @@ def _compare_with_rule(self:MeasuredWeights, counted):
     trust,said = self.trust,self.by_rule
     if trust.refused or None in said or len(said) != len(counted) or len(said) < 2: return
     if any(c.seed is not None for c in counted): return trust.refuse()
-    ours,once = [Weight(c.adds, c.divided_by) for c in counted],float(self.measure.extra)
-    off = float((factors(said) - (now := factors(ours, once))).abs().max()/now.max())
+    now = factors(counted, float(self.measure.extra))
+    off = float((factors(said) - now).abs().max()/now.max())
     if off != off: return                                  # nothing counts
     if off < 10*self.measure.reference.tol: trust.agree()
     else: self._distrust(off)
@@ -267,10 +268,9 @@ def _distrust(self:MeasuredWeights, off):
 
 # Of the losses of micro-batches in the step's
 def factors(weights, once=0.):
-    def column(vs): return torch.stack([torch.as_tensor(v).cpu().double() for v in vs])
-    adds,divided_by,_ = zip(*weights)
-    adds,divided_by = column(adds),column(divided_by)
-    return divided_by/torch.maximum(adds.sum() + once, divided_by.max())
+    def number(v): return torch.as_tensor(v).cpu().double()
+    weights = [Weight(number(w.adds), number(w.divided_by)) for w in weights]
+    return torch.stack([w.divided_by for w in weights])/divisor(weights, once)
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #2827688d
 # What a part adds, and what its loss divides by, if that is something else, in any unit: `part` has its prediction and

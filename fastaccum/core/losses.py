@@ -161,7 +161,7 @@ def is_sum(self:LossRule) -> bool:
 @patch(as_prop=True)
 def declares_sum(self:LossRule) -> bool:
     "Does the loss itself say that it is one, by its `reduction`?"
-    return self._of_outputs is not None and LossInfo(self._of_outputs).reduction == 'sum'
+    return self.probe is not None and self.probe.info.reduction == 'sum'
 
 @patch(as_prop=True)
 def may_be_nan(self:LossRule) -> bool:

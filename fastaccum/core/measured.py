@@ -275,7 +275,7 @@ def _predicted(self:LossMeasure, counts, loss):
 def _learn(self:LossMeasure, counted, w, d):
     if not self.reference.adds or self.reference.blocks.by is not None or not hasattr(counted, 'counts'): return
     off = None if counted.counts is None else self.table.learn(counted.counts, w)
-    if off is not None and self.predicted: self.verdict.changed = max(off, self.verdict.changed or 0.)
+    if off is not None and self.predicted: self.verdict.found_change(off)
     if w > 0 and abs(d-w-float(self.extra)) <= 10*self.reference.tol*(1+w): self.least = min(self.least, w)
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ebb6b
@@ -330,11 +330,11 @@ def note(self:LossMeasure, offs):
 @patch
 def note_change(self:LossMeasure, off):
     self.verdict.when = f' (seen in {self.where})'
-    self.verdict.changed = max(off, self.verdict.changed or 0.)
+    self.verdict.found_change(off)
 
 @patch
 def _suppose_nothing(self:LossMeasure, off):
-    self.verdict.changed = max(off, self.verdict.changed or 0.)
+    self.verdict.found_change(off)
     self.table.alive,self.least,self.next_close = False,math.inf,self.n
     self.audit.renew(self.n_steps)
 
@@ -503,6 +503,9 @@ class Verdict:
             self.off = math.nan
             self.waits = True
         if isinstance(error, Stuck): self.stuck = str(error)
+
+    # The largest one counts
+    def found_change(self, off): self.changed = max(off, self.changed or 0.)
 
     # What differs from what a mean would show: gradients, or only divisors?
     def saw(self, by_gradients, by_divisors):
