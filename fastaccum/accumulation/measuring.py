@@ -11,7 +11,7 @@ import math, random
 from typing import Any, NamedTuple
 from fastai.basics import *
 from ..core.accumulator import scale_grads
-from ..core.measured import Items, divisor, float_tensors, with_gradients
+from ..core.measured import Items, as_beside_others, divisor, float_tensors
 
 # %% auto #0
 __all__ = []
@@ -193,21 +193,7 @@ def assumed(self:MeasuredWeights, n):
 @patch
 def _replace_gradients(self:MeasuredWeights):
     learn,counted = self.learn,self.counted
-    loss,pred = learn.loss_grad,learn.pred
-    wanted = [g/self._divided_by(counted).to(g.dtype) for g in counted.seed]
-    own = gradients_of(loss, pred)
-    if own is None: learn.loss_grad = with_gradients(pred, wanted)
-    else: learn.loss_grad = loss + with_gradients(pred, [w-g for w,g in zip(wanted, own)])
-
-# Gradients of `loss` with respect to the outputs; None if they are not finite
-def gradients_of(loss, pred):
-    ts = float_tensors(pred)
-    wanted = [t for t in ts if t.requires_grad]
-    grads = [None]*len(wanted)
-    if loss.requires_grad: grads = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
-    found = iter([torch.zeros_like(t) if g is None else g for t,g in zip(wanted, grads)])
-    res = [next(found) if t.requires_grad else torch.zeros_like(t) for t in ts]
-    return res if all(bool(g.isfinite().all()) for g in res) else None
+    learn.loss_grad = as_beside_others(learn.loss_grad, learn.pred, counted.seed, self._divided_by(counted))
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6233255
 @patch

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from .checks import is_count
-from .losses import at_least, ignore_empty, loss_weight, n_items  # your own loop needs the last two
+from .losses import LossInfo, at_least, ignore_empty, is_known, loss_weight, n_items  # your own loop needs the last two
+from .measured import Items, LossMeasure, as_beside_others, as_now
 from .warnings import warn
 
 # %% auto #0
@@ -28,9 +29,11 @@ class GradientAccumulator:
         accum_bs:int,        # Target number of items of the accumulated batch, at least 1
         normalize:bool=True, # Use the weighted mean of the losses? If False, add the losses up without weights
         reduce=None,         # With several ranks, `reduce(loss, weight, n_items, target)`: the first three for all; sets the gradients
-        floor:float|None=None# Least divisor, of a loss that divides by `max(floor, weight)`, such as 1 for a detection loss
+        floor:float|None=None,# Least divisor, of a loss that divides by `max(floor, weight)`, such as 1 for a detection loss
+        loss_func=None       # The loss, called as `loss_func(pred, *yb)`: `add` measures with it what each micro-batch counts
     ):
         check_accum_bs(accum_bs)
+        self.weigher = None if loss_func is None else LossWeigher(loss_func, reduce)
         self.params = list(params) if iter(params) is params else params      # a generator ends
         self.accum_bs = int(accum_bs)
         self.normalize,self.reduce = normalize,reduce
@@ -46,13 +49,14 @@ class GradientAccumulator:
     def so_far(self) -> Accumulated:
         "The record of the accumulated batch. Keep it to return to it with `rollback`"
         return Accumulated(self.n_items, tuple(self.losses), tuple(self._weights), self.target, self._planned, self._computed, self._n_own,
-                           tuple(self._divided), tuple(self._sharing), self._once)
+                           tuple(self._divided), tuple(self._sharing), self._once, self.weigher and self.weigher.so_far)
 
     def rollback(self,
         record:Accumulated # An earlier `so_far`
     ) -> None:
         "Return to an earlier record; the gradients stay as they are"
-        self.n_items,losses,weights,self.target,self._planned,self._computed,self._n_own,divided,sharing,self._once = record
+        self.n_items,losses,weights,self.target,self._planned,self._computed,self._n_own,divided,sharing,self._once,measured = record
+        if measured is not None: self.weigher.put_back(measured)
         self.losses = list(losses)       # of the micro-batches so far, detached, on their device
         self._weights = list(weights)    # what each adds to the divisor of the accumulated loss
         self._divided = list(divided)    # what each loss divided by; empty if that is always its weight
@@ -83,16 +87,21 @@ class GradientAccumulator:
     def add(self,
         loss:Tensor,            # Loss of the micro-batch, one element
         n_items:int,            # Number of items in it
-        weight:float|Tensor|None=None, # What `loss` averaged over (see `loss_weight`), default `n_items`
+        weight:float|Tensor|None=None, # What `loss` averaged over (see `loss_weight`), default `n_items`, or as measured with `loss_func`
         nominal:float|None=None,# What `weight` would be if no target were ignored; for a `weight` on the device
-        pred=None               # Model output(s), for losses whose gradient is NaN if `weight` is 0
+        pred=None,              # Model output(s), for losses whose gradient is NaN if `weight` is 0, and for `loss_func`
+        yb=None                 # Target(s), for `loss_func`: a tensor, or a tuple of all
     ) -> Tensor: # Call `backward` on it
         "Count a micro-batch, and return the loss to back-propagate"
         check_scalar(loss)
         if n_items > self.accum_bs and not self.n_items: self._tell(n_items)
+        divided_by = None
+        if weight is None and self.weigher is not None and self.normalize:
+            check_shown(pred, yb)
+            loss,weight,divided_by,nominal = self.weigher.weigh(self, loss, n_items, pred, yb)
         weight = as_weight(n_items if weight is None else weight, loss.device)
-        divided_by = None if self.floor is None else at_least(self.floor, weight)
-        share, = self.shares([weight], n_items, nominal, divided_by=divided_by and [divided_by])
+        if self.floor is not None: divided_by = at_least(self.floor, weight)
+        share, = self.shares([weight], n_items, nominal, divided_by=None if divided_by is None else [divided_by])
         self.count(loss.detach(), weight, n_items, divided_by)
         if pred is not None and self.normalize: ignore_empty(pred, self.counted(loss, weight, divided_by))
         return weighted(loss, share)
@@ -235,6 +244,7 @@ class GradientAccumulator:
         elif self.normalize and self.losses and self._planned != n_items:
             divisor = self.divisor(weight)
             rescale(self.params, self.target, _double(divisor) if self.dtype is torch.float64 else divisor)
+        if self.weigher is not None: self.weigher.end_step(self.params)
         self.closed = Accumulated(n_items, tuple(self.losses), tuple(self._weights), self.target, self._planned, (loss, weight),
                                   self._n_own, tuple(self._divided), tuple(self._sharing), self._once)
         self.rollback(Accumulated())
@@ -256,12 +266,14 @@ class GradientAccumulator:
         if opt is not None: opt.zero_grad()
         else:
             for p in self.params: p.grad = None
+        if self.weigher is not None: self.weigher.begin_step()
         self.rollback(Accumulated())
 
-    def state_dict(self) -> dict: # Plain numbers
+    def state_dict(self) -> dict: # Plain numbers; with a `loss_func` that is measured, tensors, too
         "What has been counted so far. It does not contain the gradients, so save it when an accumulated batch has ended"
         loss,weight,target = (v.item() if isinstance(v, Tensor) else v for v in (*self.mean(), self.target))
-        return dict(accum_bs=self.accum_bs, n_items=self.n_items, loss=loss, weight=weight, target=target)
+        state = dict(accum_bs=self.accum_bs, n_items=self.n_items, loss=loss, weight=weight, target=target)
+        return state if self.weigher is None else dict(state, measured=self.weigher.state_dict())
 
     def load_state_dict(self,
         state:dict # From `state_dict`
@@ -271,6 +283,7 @@ class GradientAccumulator:
         self.rollback(Accumulated(target=state['target']))
         if state['n_items']:
             self.count(torch.tensor(state['loss'], dtype=self.dtype), state['weight'], state['n_items'])
+        if self.weigher is not None: self.weigher.load_state_dict(state.get('measured'))
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #c55c41a2
 # What an accumulated batch contains
@@ -285,6 +298,7 @@ class Accumulated(NamedTuple):
     divided:tuple=()               # what each loss divided by; empty if that is always its weight
     sharing:tuple=()               # how many ranks share each loss
     once:float|Tensor=0            # what is added once to the divisor
+    measured:LossMeasure|None=None # what is known of a `loss_func`
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #71ca502b
 # The divisor of a mean whose weights add up to `total`: 1 if that is 0
@@ -361,6 +375,63 @@ def mean_of_divided(divided, once, losses, weights, *_):
     loss = torch.where((w > 0) | loss.isfinite(), loss*stack(divided), 0.)
     return (loss.sum()/larger(total + once, largest(divided))).to(loss.dtype),total
 
+# %% ../../nbs/api/core/01_accumulator.ipynb #48b0c002
+# What micro-batches of `loss_func` count, in a loop of one's own: known, or measured
+class LossWeigher:
+    def __init__(self, loss_func, reduce=None):
+        self.loss_func,self.told = loss_func,None
+        self.measure = None if is_known(loss_func) and not LossInfo(loss_func).inexact else LossMeasure(loss_func, cure=cure)
+        if reduce is not None and self.measure is not None:
+            raise ValueError("With `reduce` each rank would measure loss_func in units of its own: leave loss_func out, and pass "
+                             "weight=, what the loss averaged over, to `add`.")
+
+    # (the loss, what it adds to the divisor, what it divided by if that is something else, the nominal weight)
+    def weigh(self, acc, loss, n, pred, yb):
+        yb = tuple(yb) if isinstance(yb, (tuple,list)) else (yb,)
+        if self.measure is not None: return self._measured(acc, loss, n, pred, yb)
+        weight = loss_weight(self.loss_func, yb, n)
+        if weight is not None: return loss,weight,None,None
+        acc.add_once(1.)                       # a sum adds nothing, and divides by 1
+        return loss,0.,1.,1.
+
+    def _measured(self, acc, loss, n, pred, yb):
+        measure = self.measure
+        measure.at('a later step')
+        counted = measure.measure(Items(pred, yb, n))
+        if counted is None:                    # by items, in the unit of the step
+            return loss,n*acc.mean()[1]/acc.n_items if acc.losses else n,None,None
+        if measure.take_settled() and 0 < len(acc.losses) == len(measure.counted)-1:
+            acc.revise(*zip(*(c.of_block(measure.block) for c in measure.counted[:-1])))
+        acc.add_once(once := measure.extra.reshape(-1)[measure.block])
+        adds,divided_by = counted.of_block(measure.block)
+        if counted.seed is not None:
+            divided_by = torch.where(divided_by > 0, divided_by, (adds + once).clamp(min=1e-3))
+            seeded = as_beside_others(loss, pred, counted.seed, divided_by)
+            loss = seeded + ((counted.numerator/divided_by).to(seeded.dtype) - seeded.detach())
+        return loss,adds,divided_by,torch.where(divided_by > 0, divided_by, 1.)
+
+    def begin_step(self):
+        if self.measure is not None: self.measure.begin_step()
+
+    # The gradients are those of the step. What is not finite in the big batch is not so here
+    def end_step(self, params):
+        if self.measure is None: return
+        if self.measure.is_lost: scale_grads(params, float('nan'))
+        self.measure.end_step()
+        message = self.measure.message
+        if message is not None and message != self.told: warn(message, 'api/core/accumulator.html#in-your-own-loop')
+        self.told = message
+
+    @property
+    def so_far(self): return as_now(self.measure)
+    def put_back(self, measure): self.measure = as_now(measure)
+
+    def state_dict(self): return self.measure and self.measure.state_dict()
+    def load_state_dict(self, state):
+        if state is not None and self.measure is not None: self.measure.load_state_dict(state)
+
+cure = "Call it once for the outputs of all micro-batches of a step, or pass weight=, what it averaged over, to `add`."
+
 # %% ../../nbs/api/core/01_accumulator.ipynb #81a29307
 # Multiply all gradients in place, with one foreach multiply per device. `factor`: a number, or a tensor without
 # dimensions on any device
@@ -387,6 +458,11 @@ def check_scalar(loss):
     raise ValueError(f"The loss has the shape {tuple(loss.shape)}, but backward needs one number: use reduction='mean' "
                      "or 'sum'.")
 
+def check_shown(pred, yb):
+    if pred is not None and yb is not None: return
+    raise ValueError("With loss_func, what a micro-batch counts is measured on its outputs and targets: call add(loss, n_items, pred=pred, "
+                     "yb=y), with a tuple of all targets if there are several; or pass weight=.")
+
 def check_accum_bs(accum_bs):
     if is_count(accum_bs): return
     if isinstance(accum_bs, bool) or not is_count(accum_bs, least=-float('inf')):
@@ -405,4 +481,5 @@ def as_weight(weight, device):
 def weighted(loss, share):
     if not isinstance(share, Tensor) and share: return loss if share == 1 else loss*share
     share = as_tensor(share, loss.device)
+    share = share.to(torch.promote_types(loss.dtype, torch.float32))
     return torch.where(share > 0, loss*share, 0.)

@@ -53,16 +53,33 @@ def joint_value(counted, extra=0.):
 def with_gradients(pred, seed):
     return sum((t*g.to(t.dtype)).sum() for t,g in zip(float_tensors(pred), seed) if t.requires_grad)
 
+# `loss`, with the gradients of the outputs that it has beside others, instead of its own. What depends on something else, stays
+def as_beside_others(loss, pred, seed, divided_by):
+    wanted = [g/divided_by.to(g.dtype) for g in seed]
+    own = gradients_of(loss, pred)
+    if own is None: return with_gradients(pred, wanted)
+    return loss + with_gradients(pred, [w-g for w,g in zip(wanted, own)])
+
+# Gradients of `loss` with respect to the outputs; None if they are not finite
+def gradients_of(loss, pred):
+    ts = float_tensors(pred)
+    wanted = [t for t in ts if t.requires_grad]
+    grads = [None]*len(wanted)
+    if loss.requires_grad: grads = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    found = iter([torch.zeros_like(t) if g is None else g for t,g in zip(wanted, grads)])
+    res = [next(found) if t.requires_grad else torch.zeros_like(t) for t in ts]
+    return res if all(bool(g.isfinite().all()) for g in res) else None
+
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ec774
 # What the micro-batches of a loss count, during a fit: each is measured beside reference items.
 #
 # look: context in which the loss may be called, as its attribute `loss`; can_wait: are graphs kept until there is a reference?
-# always: audit each step; most: elements of outputs in a call of the loss
+# always: audit each step; most: elements of outputs in a call of the loss; cure: what messages say is to be written
 class LossMeasure:
     most = 2**21
-    def __init__(self, loss_func, look=None, can_wait=False, always=False):
+    def __init__(self, loss_func, look=None, can_wait=False, always=False, cure=None):
         self.loss_func,self.look = loss_func,look or Look
-        self.verdict = Verdict(getattr(loss_func, '__name__', type(loss_func).__name__))
+        self.verdict = Verdict(getattr(loss_func, '__name__', type(loss_func).__name__), cure)
         self.references,self.audit,self.floor,self.table = References(can_wait),Audit(always),Floor(),Table()
         self.n = self.n_steps = self.predicted = 0             # micro-batches, steps
         self.where = ''                                        # the place in training, for messages
@@ -480,8 +497,9 @@ class Look:
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e9c61
 # What was found out about a loss, and what is said of it
 class Verdict:
-    def __init__(self, name):
+    def __init__(self, name, cure=None):
         self.name = name
+        self.cure = cure                                       # what to write, where it is not `GradientAccumulation` that accumulates
         self.why,self.elsewhere = None,False                   # why it is not measured; since the model computes it?
         self.off = None                                        # how far gradients of a step are off, as it is no mean
         self.moves = None                                      # how far a second call is from the first
@@ -518,7 +536,10 @@ class Verdict:
     @property
     def message(self):
         found = None if self.waits else self._found()
-        return found and self.said.setdefault(found[0], found[0].format(name=self.name, **found[1]))
+        return found and self.said.setdefault(found[0], self._words(found[0]).format(name=self.name, **found[1]))
+
+    # The first sentence says what was seen
+    def _words(self, words): return words if self.cure is None else f"{words.split('. ')[0]}. {self.cure}"
 
     @property
     def _how_far(self):
@@ -855,6 +876,7 @@ class References:
     def is_plain(self): return all(o is None or _is_plain((o.pred, o.yb, list(o.xb))) for o in (self.now and self.now.base, self.spare))
 
     def state_dict(self):
+        if self.saved is not None: return self.saved
         ref = self.now
         res = dict(lives=self.lives, spare=self.spare and self.spare.as_dict())
         return res if ref is None else dict(res, base=ref.base.as_dict(), by=ref.blocks.by, scale=ref.scale, padding=ref.padding)
