@@ -105,7 +105,7 @@ def is_check(check_loss):
 LossCheck = Annotated[bool|str, is_check]
 
 # %% ../../nbs/api/accumulation/16_arguments.ipynb #f0c65d27
-taken_columns = 'step','fit','epoch','accum_bs','loss','lr','skipped','micro_bs'   # of `StepLogger`
+taken_columns = 'step','fit','epoch','accum_bs','loss','lr','skipped','micro_bs','grad_off'   # of `StepLogger`
 
 def is_unit(unit):
     if isinstance(unit, str) and unit.isidentifier() and unit not in taken_columns: return

@@ -70,6 +70,7 @@ class MeasuredWeights:
         self.step = []                   # the same for those of the step so far; None where it was not
         self.by_rule = []                # what the rule says of them
         self.alone = None                # targets and items of a micro-batch that was a step
+        self.off = None                  # how far the gradient of the step is off, if it was looked at
 
     # Is the present loss measured here? On several ranks, and where it does not depend on the outputs, its rule is
     @property
@@ -86,7 +87,7 @@ class MeasuredWeights:
 
     # A step begins
     def open(self):
-        self.counted = None
+        self.counted = self.off = None
         if not self.rule.probed or self.cb.ranks.world > 1: return
         measure = self.measure                   # of another loss: then trust begins anew, too
         if self.trust.begin_epoch(self.learn.__dict__.get('epoch', 0)): measure.begin_epoch()
@@ -202,6 +203,7 @@ def end_step(self:MeasuredWeights):
     if not (measure.counted or measure.verdict.waits): return
     counted = measure.counted
     measure.end_step()
+    self.off = measure.audited
     if not self.rule.always and measure.verdict.why is None: self._compare_with_rule(counted)
     self.cb.warn_of_loss()
 

@@ -85,6 +85,7 @@ class LossMeasure:
         self.where = ''                                        # the place in training, for messages
         self.next = self.next_close = 0                        # the next micro-batch that is looked at, and closely
         self.least = math.inf                                  # the smallest divisor that was just what is added
+        self.audited = None                                    # how far the gradient of the last step was off, if it was looked at
         self.begin_step()
 
     # The place in training, for messages
@@ -138,6 +139,7 @@ class LossMeasure:
     # Do gradients and divisors add up?
     def end_step(self):
         self.n_steps += 1
+        self.audited = None
         if self.verdict.why is None and self.counted:
             try:
                 if self.reference is not None: self._check_step()
@@ -318,7 +320,10 @@ def _calls(self:LossMeasure, total):
     ref = self.reference
     with self.look(self.loss_func) as look:
         ref.f = look.loss
-        try: return [ref.test(total), self.audit.off(ref, self.extra)]
+        try:
+            offs = [ref.test(total), self.audit.off(ref, self.extra)]
+            if len(self.audit.kept) > 1: self.audited = offs[1]
+            return offs
         except Stuck: raise
         except NotMeasured: return []                      # more items than it takes at once
         except Exception as e:
@@ -376,7 +381,7 @@ def _unmeasured(self:LossMeasure, items, counts, loss):
 def _say_how_far(self:LossMeasure):
     self.verdict.waits = False
     with self.look(self.loss_func) as look:
-        try: self.verdict.off = self.audit.off_by_items(look.loss)
+        try: self.verdict.off = self.audited = self.audit.off_by_items(look.loss)
         except NotMeasured: pass
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ec40a
@@ -558,8 +563,8 @@ class Verdict:
         if self.changed is not None: return has_changed,dict(off=self.changed, when=self.when)
 
     def __str__(self):
-        if self.why is not None: return f'items (assumed: {self.why})'
-        return 'measured at each micro-batch' + ('' if self.off is None else f'; not a mean: {self.off:.2%} off')
+        how_far = '' if self.off is None or self.off != self.off else f'; not a mean: {self.off:.2%} off'
+        return ('measured at each micro-batch' if self.why is None else f'items (assumed: {self.why})') + how_far
 
 changes_itself = (
     "{name} changes itself at each call, and its gradients with it, by {off:.2%}, and accumulation calls it once "
