@@ -3,7 +3,7 @@ long of PyTorch
 
 `run` and `start` are `subprocess.run` and `subprocess.Popen` of a Python with a script, or with code after '-c'. Where there is no
 fork, they are these."""
-import array, atexit, json, os, runpy, signal, socket, subprocess, sys, threading, traceback, types, warnings
+import array, atexit, json, multiprocessing, os, runpy, signal, socket, subprocess, sys, threading, traceback, types, warnings
 from pathlib import Path
 
 can_fork = hasattr(os, 'fork') and hasattr(socket, 'SCM_RIGHTS')
@@ -130,6 +130,7 @@ def become(request, std):
     os.environ.clear()
     os.environ.update(request['env'])
     os.chdir(request['cwd'])
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # where a process that it spawns looks for the script
     what,*args = request['args']
     code = args.pop(0) if what == '-c' else None
     sys.argv = [what, *args]

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/checkpoint/folder.html.md"""
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #30107b4a
 from __future__ import annotations
-import atexit, errno, multiprocessing, socket, sys, threading, weakref
+import atexit, errno, inspect, multiprocessing, socket, sys, threading, weakref
 from contextlib import suppress
 from math import inf
 from multiprocessing.util import Finalize
@@ -57,6 +57,7 @@ class CheckpointFolder:
             if first_rank: lock(path)
             self = cls.in_use[path] = (cls if first_rank else OthersFolder)(path, ranks)
             self._call_off = _call_at_exit(self._at_exit)
+            self.first_frame = _first_frame()
             self._tidy()
         return cls.in_use[path]
 
@@ -170,10 +171,18 @@ def size_of(state):
     _changed(state, Tensor, note)
     return int(1.02*sum(sizes.values())) + 2**16
 
-# Did an error end the script, or the last cell of the notebook?
-def _failed():
-    e = sys.exc_info()[1]                           # the error that ends a process of `multiprocessing`
+# Where a process of `multiprocessing` began, or None for another process
+def _first_frame():
+    if multiprocessing.parent_process() is None: return
+    frames = inspect.getouterframes(sys._current_frames()[threading.main_thread().ident], context=0)
+    return next((f.frame for f in frames if f.function == '_bootstrap'), None)
+
+# Did an error end the script, or the last cell of the notebook? In a process of `multiprocessing`, the error is still there
+# at the end; since Python 3.13 it is gone, and the first frame alone knows the exit status
+def _failed(first_frame):
+    e = sys.exc_info()[1]
     if e is not None: return not isinstance(e, SystemExit) or e.code not in (None, 0)
+    if first_frame is not None: return first_frame.f_locals.get('exitcode', 0) != 0
     if not IN_IPYTHON: return getattr(sys, 'last_value', None) is not None
     from IPython import get_ipython
     return not getattr(get_ipython(), 'last_execution_succeeded', True)
@@ -207,7 +216,7 @@ def _at_exit(self:CheckpointFolder):
     if os.getpid() != self.pid: return
     self._unlock_unused()
     later = any(fit_of(f) > self.n_fits for f in self.files)   # fits that another process had begun
-    if not self.n_fits or self.unfinished or self.stopped or later or _failed(): return
+    if not self.n_fits or self.unfinished or self.stopped or later or _failed(self.first_frame): return
     if not self.ranks.all_ended(): return
     self.finish()
     if not self.files: return

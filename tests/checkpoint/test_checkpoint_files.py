@@ -124,10 +124,11 @@ def job(end):
     train('run1')
     if end == 'error': raise ValueError('x')
     sys.exit(end)
-for end,complete in (('error', False), (1, False), (0, True)):
-    p = multiprocessing.get_context('fork').Process(target=job, args=(end,))
-    p.start(); p.join()
-    assert Path('models/run1-finished').exists() == complete and Path('models/run1').exists() != complete, end
+if __name__ == '__main__':
+    for how,end,complete in (('spawn', 'error', False), ('fork', 'error', False), ('fork', 1, False), ('fork', 0, True)):
+        p = multiprocessing.get_context(how).Process(target=job, args=(end,))
+        p.start(); p.join()
+        assert Path('models/run1-finished').exists() == complete and Path('models/run1').exists() != complete, (how, end)
 '''
 
 @pytest.mark.slow

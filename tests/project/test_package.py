@@ -64,7 +64,8 @@ def test_clean_environment(dist, tmp_path):
     venv = tmp_path/'venv'
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', venv], check=True, timeout=120)
     pip = [sys.executable, '-m', 'pip', '--python', venv/'bin/python', 'install', '--no-deps', '--no-index', *dist.glob('*.whl')]
-    res = subprocess.run(pip, capture_output=True, text=True, timeout=120)
+    env = {k: v for k,v in os.environ.items() if k!='PYTHONPATH'} | dict(PYTHONWARNINGS='ignore', MPLBACKEND='Agg')
+    res = subprocess.run(pip, env=env, capture_output=True, text=True, timeout=120)
     assert res.returncode==0, res.stdout + res.stderr
     site = next(venv.glob('lib/python*/site-packages'))
     (site/'borrowed.pth').write_text(sysconfig.get_path('purelib'))     # after its own packages; a .pth in there is not read
@@ -77,7 +78,6 @@ from fastaccum.all import *
 learn = synth_learner(cbs=[GradientAccumulation(64), StepLogger()])
 with learn.no_bar(), learn.no_logging(): learn.fit(2)
 print(fastaccum.__file__, version('fastaccum'), len(learn.step_logger.to_df()))'''
-    env = {k: v for k,v in os.environ.items() if k!='PYTHONPATH'} | dict(PYTHONWARNINGS='ignore', MPLBACKEND='Agg')
     res = subprocess.run([venv/'bin/python', '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert res.returncode==0, res.stderr
     file,version,steps = res.stdout.split()[-3:]
