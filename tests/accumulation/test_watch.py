@@ -4,6 +4,7 @@ import pytest
 from reference import *
 from reference import GradientAccumulation    # ours
 from test_silent import moved
+from fastai.callback.hook import ActivationStats, hook_output
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastaccum.all import MixedPrecision
 from fastaccum.accumulation import witnesses
@@ -147,3 +148,44 @@ def test_opens(order):
     seen = []
     fitted(8, GradientAccumulation(32), On('before_batch', lambda l: seen.append(l.gradient_accumulation.opens), order=order), epochs=2)
     assert seen == [True, False, False, False]*4
+
+module_hooks = {'unit': (lambda m, i, o: (i[0]/i[0].norm(),), True), 'clipped': (lambda m, i, o: (i[0]*(.01/i[0].norm()).clamp(max=1),), True),
+                'in place': (lambda m, i, o: (i[0].div_(i[0].norm()), None)[1], True),
+                'reversed': (lambda m, i, o: (-i[0],), False), 'each item': (lambda m, i, o: (i[0].clamp(min=0),), False),
+                'looks': (lambda m, i, o: None, False), 'own rows': (lambda m, i, o: (i[0]*m.rows,), False)}
+
+@pytest.mark.parametrize('way', ways)
+@pytest.mark.parametrize('name', module_hooks)
+def test_module_hooks(way, name):
+    f,wrong = module_hooks[name]
+    def hook(model):
+        model[2].register_forward_pre_hook(lambda m, x: setattr(m, 'rows', (x[0] > 0)*1.))
+        model[2].register_full_backward_hook(f)
+    off,told = compared(way, hook=hook)
+    assert (off > 1e-3) == wrong and len(told) == wrong, (off, told)
+    if wrong: assert 'The backward hook' in told[0] and 'on the module 2' in told[0] and '%' in told[0]
+
+def test_module_hook_of_a_coupled_model():
+    _,told = fitted(32, GradientAccumulation(micro_batch_size=8, coupled=True), hook=lambda m: m[2].register_full_backward_hook(module_hooks['unit'][0]))
+    assert len(told) == 1 and 'on the module 2' in told[0]
+
+def test_module_pre_hook():
+    off,told = compared('both', hook=lambda m: m[0].register_full_backward_pre_hook(lambda m, o: (o[0]/o[0].norm(),)))
+    assert off > 1e-3 and len(told) == 1 and 'on the module 0' in told[0]
+
+def test_module_hooks_that_read():
+    "fastai's, which keep what they see, those of Grad-CAM, and such as wandb.watch's"
+    kept = []
+    def hook(model):
+        hook_output(model[0], grad=True)
+        model[2].register_full_backward_hook(lambda m, i, o: kept.append(o[0].norm()))
+        for p in model.parameters(): p.register_hook(lambda g: kept.append(g.norm()) and None)
+    _,told = compared('both', cb=partial(ActivationStats, with_hist=True), hook=hook)
+    assert kept and not [t for t in told if 'The hook' in t or 'The backward hook' in t]
+
+def test_no_module_hook_of_ours_is_left():
+    hook = lambda m, i, o: (i[0]*2,)
+    learn = learner(data, 8, GradientAccumulation(32), Stop('after_backward', CancelFitException, [(0, 1)]))
+    learn.model[2].register_full_backward_hook(hook)
+    learn.fit(1)
+    assert [*learn.model[2]._backward_hooks.values()] == [hook]

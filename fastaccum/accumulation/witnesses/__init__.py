@@ -28,12 +28,13 @@ from .weights import ChangedWeights
 from .embeddings import ScaledEmbeddings
 from .first_call import FirstCall
 from .remembered import RememberedCalls
+from .module_hooks import ChangingModuleHooks
 from .witness import Witness, Witnesses
 
 # %% ../../../nbs/api/accumulation/witnesses/index.ipynb #0d55cc61
 kinds = [ChangedRates, ChangedGradients, ChangingHooks, SecondPass, GuessedLists, InexactLoss, ChangedBuffers, AddedLoss, ModelsTerms,
          ValueReaders, SmallNorms, UndeclaredSum, LeftOutTexts, ItemCounts, UnsplitBatches, ChangedWeights,
-         ScaledEmbeddings, FirstCall, RememberedCalls, EpochSteps]
+         ScaledEmbeddings, FirstCall, RememberedCalls, ChangingModuleHooks, EpochSteps]
 
 # The witnesses of a new fit
 def witnesses_of(cb): return Witnesses(cb, kinds)
