@@ -12,7 +12,7 @@ from fastai.basics import *
 from ..core.microbatch import map_tensors
 from ..loop.events import cancels
 from .remainder import Fate
-from .ways import way_of
+from .ways import has_train_metrics, way_of
 
 # %% auto #0
 __all__ = []
@@ -167,7 +167,7 @@ def is_whole_step(self:BatchPass): return self.is_alone and not self.way.is_join
 def _keeps_pred(self:BatchPass): return self.shown.is_cut and wants_pred(self.learn, self.loop.events.table)
 
 # Is `learn.pred` of the whole loader batch wanted, by a metric of the training or by a callback? table: an `EventTable`'s
-def wants_pred(learn, table): return table['reads_pred'] or getattr(getattr(learn, 'recorder', None), 'train_metrics', False)
+def wants_pred(learn, table): return table['reads_pred'] or has_train_metrics(learn)
 
 # %% ../../nbs/api/accumulation/02_batch.ipynb #e4db024f
 class Shown:

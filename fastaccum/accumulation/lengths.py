@@ -166,19 +166,19 @@ class Cut(Sorted):
 
     # Where it says something of each token, nothing is trimmed: a metric may count what it says of padding
     def predict(self, call, xb):
-        if self.wide.of_outputs: return self._untrimmed().predict(call, xb)
+        if self.wide.of_outputs: return Sorted.predict(self.untrimmed(), call, xb)
         outs = self.outputs(call, xb)
         if outs is None: return call(*xb)
         if self.trims and any(map(self._dims_of_tokens, zip(*map(tensors_in, outs)))):
             self.wide.found_outputs()
-            return self._untrimmed().predict(call, xb)
+            return Sorted.predict(self.untrimmed(), call, xb)
         return self.join(outs)
 
     # Micro-batches of no more tokens than these, as they are padded in the loader batch
-    def _untrimmed(self):
+    def untrimmed(self):
         most,rows = max(len(p.rows)*(p.end-p.start) for p in self.parts),self.order
         k = max(1, most//self.width)
-        return Sorted([Part(rows[i:i+k], 0, self.width) for i in range(0, len(rows), k)])
+        return Cut([Part(rows[i:i+k], 0, self.width) for i in range(0, len(rows), k)], self.width, self.wide_targets, self.wide)
 
 def is_wide(t, width): return t.dim() > 1 and t.shape[1] == width
 

@@ -174,6 +174,8 @@ class Tokens(Whole):
 
     def cut(self, batch, shown):
         self.parts = self._cut(batch.counted.spans, self.cb.micro_bs)
+        # metrics count what is said of padding, too
+        if self.parts is not None and self.parts.of_targets and has_train_metrics(self.cb.learn): self.parts = self.parts.untrimmed()
         self.sizes = [batch.n] if self.parts is None else self.parts.sizes
         self.size = max(self.sizes)
         if self.parts is None: return self._one(batch, shown)
@@ -208,6 +210,9 @@ class Tokens(Whole):
         parts = self._cut(cb.counter.spans(cb.learn, n), most)
         if parts is None: return call(*xb)
         return where_all_are_seen(cb, call, xb, parts.sizes, partial(parts.predict, xb=xb))
+
+# Does the Recorder ask for metrics of the training?
+def has_train_metrics(learn): return bool(getattr(getattr(learn, 'recorder', None), 'train_metrics', False) and learn.metrics)
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #b63b9146
 class Coupled(Whole):

@@ -153,3 +153,11 @@ def test_a_term_over_padded_places():
         learn.loss_func = lambda pred, y: F.cross_entropy(pred, y) + learn.model.mean
         return learn.validate()[0]
     for most in (48, 288): assert loss(GradientAccumulation(16, micro_batch_tokens=most)) == pytest.approx(loss(), rel=1e-12)
+
+def test_metrics_of_training_count_no_trimmed_places():
+    def row(*cbs):
+        learn = masked_learner('every_word', *cbs, double=False, metrics=metrics)
+        learn.recorder.train_metrics = True
+        learn.fit(1, .1)
+        return learn.recorder.values[0]
+    assert list(row(GradientAccumulation(micro_batch_tokens=24))) == pytest.approx(list(row()), rel=1e-5)
