@@ -149,7 +149,8 @@ def test_opens(order):
     fitted(8, GradientAccumulation(32), On('before_batch', lambda l: seen.append(l.gradient_accumulation.opens), order=order), epochs=2)
     assert seen == [True, False, False, False]*4
 
-module_hooks = {'unit': (lambda m, i, o: (i[0]/i[0].norm(),), True), 'clipped': (lambda m, i, o: (i[0]*(.01/i[0].norm()).clamp(max=1),), True),
+module_hooks = {'unit': (lambda m, i, o: (i[0]/i[0].norm(),), True),
+                'clipped': (lambda m, i, o: (i[0]*(.01/i[0].norm()).clamp(max=1),), True),
                 'in place': (lambda m, i, o: (i[0].div_(i[0].norm()), None)[1], True),
                 'reversed': (lambda m, i, o: (-i[0],), False), 'each item': (lambda m, i, o: (i[0].clamp(min=0),), False),
                 'looks': (lambda m, i, o: None, False), 'own rows': (lambda m, i, o: (i[0]*m.rows,), False)}
@@ -166,7 +167,8 @@ def test_module_hooks(way, name):
     if wrong: assert 'The backward hook' in told[0] and 'on the module 2' in told[0] and '%' in told[0]
 
 def test_module_hook_of_a_coupled_model():
-    _,told = fitted(32, GradientAccumulation(micro_batch_size=8, coupled=True), hook=lambda m: m[2].register_full_backward_hook(module_hooks['unit'][0]))
+    def hook(model): model[2].register_full_backward_hook(module_hooks['unit'][0])
+    _,told = fitted(32, GradientAccumulation(micro_batch_size=8, coupled=True), hook=hook)
     assert len(told) == 1 and 'on the module 2' in told[0]
 
 def test_module_pre_hook():

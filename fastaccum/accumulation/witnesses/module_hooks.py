@@ -76,7 +76,7 @@ class HookRows:
     def _made(self, grads):
         grads = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, grads)
         try: res = self.hook(self.module, *grads)
-        except Exception: return None
+        except Exception: return None              # the user's hook may need the rows of its own call
         return [t for t in tensors_of(ifnone(res, grads[0])) if t.dim()]
 
     def remove(self):
