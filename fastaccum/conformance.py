@@ -71,7 +71,7 @@ class Job:
         batches=None, # Default the batches of the job
         **kwargs      # Of the `DataLoader`
     ):
-        "A PyTorch `DataLoader` of the micro-batches, or of other `batches`; with `shuffle` it draws their items anew in each epoch"
+        "A PyTorch `DataLoader` of the micro-batches, or of other `batches`; with `shuffle` it draws their items again in each epoch"
         batches = self.batches if batches is None else batches
         if not self.shuffle: return DataLoader(batches, batch_size=None, **kwargs)
         items = [item for x,y in batches for item in zip(x, y)]

@@ -143,7 +143,7 @@ class Cut(Sorted):
         return self.pick(t, p)
 
     # Those at the places `but` are not trimmed, nor are features. Other numbers than integers that are as wide as the
-    # texts may be either, so they are refused
+    # texts may be either, so they are an error
     def inputs(self, xb, p, but=()):
         if any(p.end-p.start < self.width for p in self.parts):
             masks = [id(d['attention_mask']) for d in xb if isinstance(d, dict) and 'attention_mask' in d]

@@ -35,7 +35,7 @@ class CheckpointFolder:
 
     def _tell_of_manifest(self):
         warn(f"{self.path/self.own.manifest}, the list of the run's files, is damaged or was changed, so only checkpoints that "
-             "name their run themselves are used. To begin anew, use TrainingCheckpoint(resume=False), or delete the folder.",
+             "name their run themselves are used. To begin again, use TrainingCheckpoint(resume=False), or delete the folder.",
              'troubleshooting.html#a-run-does-not-resume')
 
     def _begin(self, path, ranks):
@@ -118,7 +118,7 @@ class Writer:
 class Room:
     def __init__(self, path):
         self.path = path
-        self.cramped = False                       # has it been told that there is room for one only?
+        self.cramped = False                       # has it been warned that there is room for one only?
 
     # Does the error `e` of a file of `needed` bytes say that the disk is full?
     def is_short(self, e, needed): return self.path.is_dir() and (self._full(e) or self._free() < needed)
@@ -145,7 +145,7 @@ class Room:
         if self.cramped: return
         self.cramped = True
         return (f"The disk of {self.path} has room for one checkpoint only, so the last one is removed before the next "
-                "is written. A run that is killed meanwhile begins its fit anew: make room for two.")
+                "is written. A run that is killed meanwhile begins its fit again: make room for two.")
 
 # %% ../../nbs/api/checkpoint/05_folder.ipynb #5c2b7e91
 # The fit's number, and how many of its loader batches were done

@@ -25,7 +25,7 @@ class GradientAccumulator:
     Call `add` before each `backward`, and `finish` before the step. A loop that knows the micro-batches of a loader batch at once calls
     `shares` for all of them, back-propagates each loss with its share, calls `count`, and also ends with `finish`."""
     def __init__(self,
-        params,              # Parameters whose gradients accumulate: an iterable of `nn.Parameter`, read anew each time if it can be
+        params,              # Parameters whose gradients accumulate: an iterable of `nn.Parameter`, read again each time if it can be
         accum_bs:int,        # Target number of items of the accumulated batch, at least 1
         normalize:bool=True, # Use the weighted mean of the losses? If False, add the losses up without weights
         reduce=None,         # With several ranks, `reduce(loss, weight, n_items, target)`: the first three for all; sets the gradients

@@ -26,7 +26,7 @@ class HostGradients:
 
     `p.grad` can be read and changed as before. The gradient of a parameter on the CPU, and a sparse one, stays where it is."""
     def __init__(self,
-        params, # Parameters: an iterable of `nn.Parameter`, read anew by `follow` if it can be
+        params, # Parameters: an iterable of `nn.Parameter`, read again by `follow` if it can be
         opt     # Their optimizer, PyTorch's or fastai's, whose `step` then goes by parts
     ):
         self.params = list(params) if iter(params) is params else params      # a generator ends

@@ -144,7 +144,7 @@ def tell_and_leave(e, wait=2.):
     _group['left'] = True
     return e
 
-has_left = "This rank has left the process group, because a fit has failed on some ranks: start all ranks anew."
+has_left = "This rank has left the process group, because a fit has failed on some ranks: start all ranks again."
 
 # %% ../../nbs/api/parallel/04_processes.ipynb #75dffdb0
 def _check_launch(fn, n):

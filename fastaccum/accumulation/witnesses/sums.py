@@ -18,7 +18,7 @@ class UndeclaredSum(Witness):
 
     def new_rule(self): self.due = self.cb.rule.probed and (self.cb.rule.is_sum or self.cb.rule.always)
 
-    # Each loss is told once. One that callbacks make is another object in each fit
+    # Each loss is warned of once. One that callbacks make is another object in each fit
     @property
     def about(self):
         replaced = self.cb.facts.replaced
