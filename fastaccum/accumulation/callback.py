@@ -443,11 +443,11 @@ def _recounted(self:GradientAccumulation):
 def train_batch(self:GradientAccumulation) -> Tensor|None: # The accumulated loss, if the accumulated batch ends
     "Forward and backward passes of the loader batch"
     batch = self._recounted().by(way_of(self))
-    has_items = self.ranks.begin(batch)
     if batch.opens: self._open(batch)
     else: check_trained(self)
     self.facts.look_at_loss(self.learn.loss_func)
     self.weights.look_up(batch)
+    has_items = self.ranks.begin(batch)
     if has_items and self.auto: batch = self.__dict__['batch'] = self.fitting.send(batch)
     elif has_items: batch.run()
     loss = batch.close()

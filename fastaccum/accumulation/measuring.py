@@ -11,7 +11,7 @@ import math, random
 from typing import Any, NamedTuple
 from fastai.basics import *
 from ..core.accumulator import scale_grads
-from ..core.measured import Items, as_beside_others, divisor, float_tensors
+from ..core.measured import Items, as_beside_others, float_tensors
 
 # %% auto #0
 __all__ = []
@@ -32,20 +32,27 @@ class Trust:
         self.agreed = 0                  # in how many did the rule say what was measured?
         self.next = 0                    # the step that is measured next
         self.refused = False             # has it said something else?
-        self.holds = False               # in this step
+        self.is_unmeasured = False       # can the loss not be measured?
+        self.is_new = False              # has another rule been found in this step?
 
-    # A loss that cannot be measured is left to the rule
-    def begin_step(self, can_measure):
+    # In this step, as it stands until it ends
+    @property
+    def holds(self): return self.is_unmeasured or not self.refused and self.agreed >= 2 and self.n+1 < self.next
+
+    def renew(self): self.is_new = True
+
+    # What any rank has found: is there another rule, and can the loss not be measured?
+    def end_step(self, is_new, is_unmeasured):
         self.n += 1
-        self.holds = not can_measure or not self.refused and self.agreed >= 2 and self.n < self.next
+        self.is_new = False
+        if is_new: self.agreed = self.next = 0
+        self.is_unmeasured = self.is_unmeasured or is_unmeasured
 
-    # At random, the same in each run
+    # After the end of a step. At random, the same in each run
     def agree(self):
         self.agreed += 1
         self.next = self.n + 1 + round(self.n*random.Random(self.n).uniform(.5, 1.5))
 
-    # There is another rule
-    def renew(self): self.agreed = self.next = 0
     def refuse(self): self.refused = True
 
     # Is it another one? Not known by an event, as a fit may go on with what was saved at the end of an epoch
@@ -71,11 +78,14 @@ class MeasuredWeights:
         self.by_rule = []                # what the rule says of them
         self.alone = None                # targets and items of a micro-batch that was a step
         self.off = None                  # how far the gradient of the step is off, if it was looked at
+        self.is_shared = False           # is it a loss over the items of all ranks?
+        self.heard = None                # the sum of what several ranks have told each other at the step: a `Told`
+        self.unit = 1.                   # of that sum, in this rank's own
 
-    # Is the present loss measured here? On several ranks, and where it does not depend on the outputs, its rule is
+    # Is the present loss measured here? Where it does not depend on the outputs, its rule is
     @property
     def is_on(self):
-        if not self.rule.probed or self.cb.ranks.world > 1: return False
+        if not self.rule.probed or self.is_shared: return False
         return not self.measure.verdict.elsewhere and (self.rule.always or not self.trust.holds)
 
     @property
@@ -85,13 +95,20 @@ class MeasuredWeights:
     @property
     def needs_no_rule(self): return self.is_on and (self.rule.always or self.trust.refused)
 
+    # A loader batch comes, which goes this way
+    def take(self, way):
+        self.is_shared = way.is_shared
+        self.counted = None
+
     # A step begins
     def open(self):
-        self.counted = self.off = None
-        if not self.rule.probed or self.cb.ranks.world > 1: return
-        measure = self.measure                   # of another loss: then trust begins anew, too
+        self.step = []
+        self.by_rule = []
+        self.off = None
+        if not self.rule.probed or self.is_shared: return
+        measure = self.measure                   # of another loss: then trust begins again, too
         if self.trust.begin_epoch(self.learn.__dict__.get('epoch', 0)): measure.begin_epoch()
-        if not self.rule.always: self.trust.begin_step(measure.verdict.why is None)
+        measure.begin_step()
 
     @property
     def measure(self): return self.facts.measure_of(self.facts.loss_of(self.learn))
@@ -102,13 +119,9 @@ class MeasuredWeights:
     # The loader batch is cut
     def begin(self, batch):
         measure,self.batch = self.measure,batch
-        self.counted = None
-        if batch.opens:
-            self.step = []
-            self.by_rule = []
-            measure.begin_step()
         micros = batch.micros if len(batch.micros) > 1 else ()
-        measure.begin_batch([self._items((), micro) for micro in micros], batch.opens and batch.closes)
+        is_whole = batch.opens and batch.closes and self.cb.ranks.world == 1
+        measure.begin_batch([self._items((), micro) for micro in micros], is_whole)
         if self.alone is not None and len(self.acc.losses) == 1: self._measure_alone()
         self.alone = None
 
@@ -125,8 +138,21 @@ class MeasuredWeights:
         self.step = [counted]
         if counted is not None: self.acc.correct([counted.adds], [counted.divided_by])
 
-    # The loss of this micro-batch is there
+    # The loss of this micro-batch is there. Where ranks send gradients during the backward pass, the first ones are
+    # counted beside the same reference, if there is one
     def count(self, micro):
+        ranks = self.cb.ranks
+        is_early = self.batch.opens and micro.i == 0 and ranks.shares_early
+        before = self.so_far() if is_early else None
+        self._count(micro)
+        if not is_early: return
+        news = ranks.share_early(self)
+        if news is None: return
+        self.put_back(before)
+        self.measure.adopt(news)
+        self._count(micro)
+
+    def _count(self, micro):
         learn,measure = self.learn,self.measure
         self.counted = None
         if self.facts.replaced is not None: self.facts.replaced.renew()
@@ -188,7 +214,7 @@ def assumed(self:MeasuredWeights, n):
     acc = self.acc
     del self.step[len(acc.losses):]
     self.step.append(None)
-    return Weight(n if not acc.losses else n*acc.mean()[1]/acc.n_items)
+    return Weight(n if not acc.losses else n*acc.mean()[1]/acc.so_far.n_own)
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #c6a53877
 @patch
@@ -198,19 +224,60 @@ def _replace_gradients(self:MeasuredWeights):
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6233255
 @patch
-def end_step(self:MeasuredWeights):
-    measure = self.measure
-    if not (measure.counted or measure.verdict.waits): return
-    counted = measure.counted
-    measure.end_step()
-    self.off = measure.audited
-    if not self.rule.always and measure.verdict.why is None: self._compare_with_rule(counted)
-    self.cb.warn_of_loss()
-
-# What was left out of the step as it is not finite, in hope of a reference beside which it is, stays so in the big batch
-@patch
 def before_finish(self:MeasuredWeights):
-    if self.measure.is_lost: scale_grads(self.acc.params, math.nan)
+    self.heard,self.unit = None,1.
+    return self.tell(self.acc.mean()[1])
+
+# `told`: by this rank
+@patch
+def end_step(self:MeasuredWeights, told):
+    if not self.rule.probed or self.is_shared: return
+    if self.heard is None and told.lost: scale_grads(self.acc.params, math.nan)
+    measure,is_on,told = self.measure,self.is_on,ifnone(self.heard, told)
+    counted = measure.counted
+    if is_on and (counted or measure.verdict.waits):
+        measure.end_step(float(told.weight)*self.unit)
+        self.off = measure.audited
+    self.trust.end_step(told.renewed > 0, told.unmeasured > 0 or self.heard is None and measure.verdict.why is not None)
+    if told.measuring and not (self.rule.always or self.trust.refused): self._vote(counted, told)
+    if is_on: self.cb.warn_of_loss()
+
+# At a step: numbers which several ranks add up
+class Told(NamedTuple):
+    weight:Any=0.            # what its micro-batches add to the divisor
+    measuring:bool=False     # were they measured?
+    ruled:bool=False         # were they weighed by the rule?
+    unmeasured:bool=False    # can they not be measured?
+    renewed:bool=False       # is there another rule?
+    news:bool=False          # has it a reference that others do not have?
+    lost:bool=False          # is there no reference beside which what was left out, as it is not finite, is finite? Then the step is not
+    by_rule:float=0.         # what its micro-batches add according to the rule
+
+@patch
+def tell(self:MeasuredWeights, weight):
+    if not self.rule.probed or self.is_shared: return Told(weight)
+    measure,is_on,counts = self.measure,self.is_on,bool(self.acc.losses)
+    return Told(weight, measuring=is_on and counts, ruled=counts and not is_on, unmeasured=measure.verdict.why is not None,
+                renewed=self.trust.is_new, news=is_on and measure.has_news, lost=is_on and measure.is_lost,
+                by_rule=self._rule_adds() if is_on else 0.)
+
+# The sum over all ranks
+@patch
+def hear(self:MeasuredWeights, told): self.heard = told
+
+# Another rank's reference is that of all: what was counted so far is in its unit from here on. Returns that, in units of before
+@patch
+def adopt(self:MeasuredWeights, news):
+    measure,acc = self.measure,self.acc
+    self.unit = measure.adopt(news)
+    so_far = acc.so_far
+    if measure.take_settled() and None not in self.step:
+        acc.revise([*map(self._adds, self.step)], [*map(self._divided_by, self.step)])
+        acc.add_once(self._once)
+    elif self.unit != 1 and so_far.losses:
+        acc.correct([w/self.unit for w in so_far.weights], [d/self.unit for d in so_far.divided])
+        acc.add_once(so_far.once/self.unit)
+    return self.unit
 
 # Memory has run out, and the loader batch starts again from what was known before: perhaps not for the last time
 @patch
@@ -237,28 +304,39 @@ def ask_rule(self:MeasuredWeights, micro):
         said = Weight(adds, adds if divided_by is None else divided_by[0])
     self.by_rule.append(said)
 
-# `counted`: what was measured. Where items get other gradients than their own loss gives them, no rule is enough
+# What it says that all of them add; NaN if it does not say
 @patch
-def _compare_with_rule(self:MeasuredWeights, counted):
-    trust,said = self.trust,self.by_rule
-    if trust.refused or None in said or len(said) != len(counted) or len(said) < 2: return
-    if any(c.seed is not None for c in counted): return trust.refuse()
-    now = factors(counted, float(self.measure.extra))
-    off = float((factors(said) - now).abs().max()/now.max())
-    if off != off: return                                  # nothing counts
-    if off < 10*self.measure.reference.tol: trust.agree()
-    else: self._distrust(off)
+def _rule_adds(self:MeasuredWeights):
+    said = self.by_rule[:len(self.acc.losses)]
+    return math.nan if None in said or len(said) < len(self.acc.losses) else float(sum(w.adds for w in said))
 
+# Does the rule say what was measured? All ranks trust it if some say so, and none says no
 @patch
-def _distrust(self:MeasuredWeights, off):
-    if self.trust.agreed >= 2: self.measure.note_change(off)
-    self.trust.refuse()
+def _vote(self:MeasuredWeights, counted, told):
+    off = self._off(counted, told) if counted and self.measure.verdict.why is None else None
+    agrees = off is not None and off < 10*self.measure.reference.tol
+    refuses = off is not None and not agrees
+    if refuses and self.trust.agreed >= 2: self.measure.note_change(off)
+    agree,refuse = self.cb.ranks.sums_of_step(agrees, refuses)
+    if refuse: self.trust.refuse()
+    elif agree: self.trust.agree()
 
-# Of the losses of micro-batches in the step's
-def factors(weights, once=0.):
-    def number(v): return torch.as_tensor(v).cpu().double()
-    weights = [Weight(number(w.adds), number(w.divided_by)) for w in weights]
-    return torch.stack([w.divided_by for w in weights])/divisor(weights, once)
+# By how much the rule is off; None if that cannot be seen. `counted`: what was measured. Where items get other gradients than
+# their own loss gives them, no rule is enough
+@patch
+def _off(self:MeasuredWeights, counted, told):
+    said = self.by_rule
+    if None in said or len(said) != len(counted): return None
+    if any(c.seed is not None for c in counted): return math.inf
+    now = factors(counted, told.weight*self.unit, float(self.measure.extra))
+    if len(now) < 2 and now > 1-1e-6: return None          # it is all of the step
+    off = float((factors(said, told.by_rule) - now).abs().max()/now.max())
+    return off if off == off else None                     # nothing counts
+
+# Of the losses of micro-batches in the step's, in which all together add `total`
+def factors(weights, total, once=0.):
+    divided_by = torch.stack([torch.as_tensor(w.divided_by).cpu().double() for w in weights])
+    return divided_by/max(float(total) + once, float(divided_by.max()))
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #2827688d
 # What a part adds, and what its loss divides by, if that is something else, in any unit: `part` has its prediction and

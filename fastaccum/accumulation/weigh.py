@@ -95,7 +95,8 @@ def look_up(self:Weights, batch):
     before = rule.info
     rule.look_up(facts.loss_of(self.learn), self.is_measured and (not is_one_loss or rule.probe is not None))
     if rule.info is not before: cb.witnesses.call('new_rule')
-    if not batch.opens: return
+    self.measuring.take(batch.way)
+    if self.acc.losses: return
     self.measuring.open()
     is_mean = cb.normalize and (cb.weight is not None or self.measuring.is_on or not rule.is_sum)
     if is_mean != self.acc.normalize: self.acc.open(normalize=is_mean)
@@ -226,10 +227,9 @@ def _replace(self:Weights):
 # All losses of the step have been counted. Returns that of the step
 @patch
 def finish(self:Weights):
-    measured = self.measuring.is_on
-    if measured: self.measuring.before_finish()
+    told = self.measuring.before_finish()
     loss = self.acc.finish()
-    if measured: self.measuring.end_step()
+    self.measuring.end_step(told)
     return loss
 
 # What a part of a micro-batch averages over, in any unit: `part` has its prediction and targets. None for a sum

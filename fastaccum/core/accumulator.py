@@ -63,6 +63,11 @@ class GradientAccumulator:
         self._sharing = list(sharing)    # how many ranks share each loss
 
     @property
+    def once(self) -> float|Tensor:
+        "What is added once to the divisor, beside the weights"
+        return self._once
+
+    @property
     def ready(self) -> bool: # `n_items` reached `accum_bs`
         "The accumulated batch has all its items: call `finish`, then step"
         return self.n_items >= self.accum_bs

@@ -136,13 +136,13 @@ class LossMeasure:
     # In a fifth to three fifths of the micro-batches so far: at random, the same in each run
     def _pause(self): return 1 + round(self.n*random.Random(self.n).uniform(.2, .6))
 
-    # Do gradients and divisors add up?
-    def end_step(self):
+    # Do gradients and divisors add up? least: what the step divides by at least, if others have a part of it
+    def end_step(self, least=0.):
         self.n_steps += 1
         self.audited = None
         if self.verdict.why is None and self.counted:
             try:
-                if self.reference is not None: self._check_step()
+                if self.reference is not None: self._check_step(least)
                 elif not self.is_lost: self.verdict.why = self.references.why_none
             except Stuck as e: self._refuse(e)
         if self.verdict.waits: self._say_how_far()
@@ -299,7 +299,7 @@ def _learn(self:LossMeasure, counted, w, d):
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ebb6b
 @patch
-def _check_step(self:LossMeasure):
+def _check_step(self:LossMeasure, least):
     ref,extra = self.reference,self.extra.cpu()
     adds,divided_by = (torch.stack([getattr(c, k) for c in self.counted]).cpu() for k in ('adds','divided_by'))
     total = divisor(self.counted, self.extra).cpu()
@@ -307,7 +307,7 @@ def _check_step(self:LossMeasure):
     offs = [by_gradients, by_divisors]
     if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
     for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, _one(w), _one(d))
-    most = float(total.nan_to_num(0.).max())
+    most = max(float(total.nan_to_num(0.).max()), least)
     if self.audit.due or ref.copies_of(most): offs += self._calls(most)
     if not bool(total.isfinite().all()): offs.append(math.nan)
     self.verdict.saw(by_gradients > 10*ref.tol, by_divisors > 10*ref.tol)
@@ -417,15 +417,48 @@ def load_state_dict(self:LossMeasure, state):
 
 @patch
 def _restore(self:LossMeasure, items):
-    with self.look(self.loss_func) as look: self.references.restore(look.loss, items)
+    with self.look(self.loss_func) as look: is_other = self.references.restore(look.loss, items)
+    if is_other: self.floor,self.table,self.least = Floor(),Table(),math.inf
 
 _own_state = 'n','n_steps','predicted','next','next_close','least','most'
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e8822
-# Several ranks measure beside the same items: those of one of them
+# A reference of its own, which other ranks do not have yet: as a state, plain values and tensors
+@patch(as_prop=True)
+def news(self:LossMeasure): return self.references.state_dict() if self.has_news else None
+
+@patch(as_prop=True)
+def has_news(self:LossMeasure): return self.references.is_news and self.reference is not None and self.verdict.why is None
+
+@patch(as_prop=True)
+def knows_reference(self:LossMeasure): return self.reference is not None or self.references.saved is not None
+
+# They have it now
 @patch
-def adopt(self:LossMeasure, items):
-    with self.look(self.loss_func) as look: self.references.replace(look.loss, Reference(look.loss, items))
+def told(self:LossMeasure): self.references.told()
+
+# Several ranks measure beside the same items: the `news` of one of them are those of all. Returns how many units of before its unit is
+@patch
+def adopt(self:LossMeasure, news):
+    old,waiting = self.reference,self.references.waiting
+    self.references.adopt(news)
+    try:
+        if old is None and waiting: self._settle_beside(waiting[0][1])
+        if old is not None: return self._unit_of(news, old)
+    except NotMeasured as e: self._refuse(e)
+    return 1.
+
+@patch
+def _settle_beside(self:LossMeasure, items):
+    self._restore(items)
+    with self.look(self.loss_func) as look: self.references.settle(look.loss)
+
+@patch
+def _unit_of(self:LossMeasure, news, old):
+    with self.look(self.loss_func) as look:
+        old.f = look.loss
+        new = Reference(look.loss, old.items.like_dict(news['base']), Blocks(news['by']))
+        return _one(old.measure(new.items)[0].divided_by)/news['scale']
 
 # Another one that has called the loss found that each call changes what cannot be put back
 @patch
@@ -840,6 +873,8 @@ class References:
         self.can_wait,self.now,self.spare = can_wait,None,None
         self.is_first = True
         self.saved = None                                      # a `state_dict`, until the next items come
+        self.is_adopted = False                                # is that another rank's?
+        self.is_news = False                                   # is the present one not another rank's, and not told to others?
         self.lives = False                                     # has any item had a gradient?
         self.begin_step()
 
@@ -872,6 +907,7 @@ class References:
     # By another one, in units of the first one of the fit
     def replace(self, f, new):
         old,self.now,self.fresh = self.now,new,True
+        self.is_news = True
         self.is_first = old is None                            # is it the unit?
         if old is None: return
         new.padding = old.padding
@@ -890,15 +926,25 @@ class References:
         self.lives = state['lives']
         self.saved = state
 
-    # The loss is there, and items like those that were saved
+    # Those of another rank, from the next items on
+    def adopt(self, state):
+        self.load_state_dict(dict(state, spare=None))
+        self.is_adopted = True
+        self.is_news = False
+
+    def told(self): self.is_news = False
+
+    # The loss is there, and items like those that were saved. Are they another rank's?
     def restore(self, f, items):
         state,self.saved = self.saved,None
+        is_adopted,self.is_adopted = self.is_adopted,False
         again = lambda d: d and items.like_dict(d)
         self.spare = again(state['spare'])
-        if 'base' not in state: return
+        if 'base' not in state: return is_adopted
         self.now = Reference(f, again(state['base']), Blocks(state['by']), state['scale'])
         self.now.padding = state['padding']
         self.now.alone = None                                  # the loss may have changed since they were saved
+        return is_adopted
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ed6ea
 # What was counted without a reference that adds waits for one; a few items may be wanted to let it grow
@@ -907,6 +953,12 @@ def keep(self:References, counted, items):
     ref = self.now
     if (ref is None or not ref.adds) and sum(o.numel for _,o in self.waiting) < self.room: self.waiting.append((counted, items))
     if items.n <= Choice.few and ref is not None and ref.base.n < Choice.few: self.spare = items.alone()
+
+# Beside another rank's reference
+@patch
+def settle(self:References, f):
+    self.now.renew(f)
+    self._settle()
 
 @patch
 def _settle(self:References):

@@ -411,9 +411,8 @@ def _no_rule(probe):
         if not all(s.adds_up for s in probe.rules.last):
             return (f"{name} is a function of a mean{when}, as the root is (RMSE), and no mean itself: {off}. Load the "
                     "whole batch, and pass micro_batch_size= with coupled=True, which is exact.")
-        return (f"{name} is a mean whose divisor is not found in its targets{when}: {off}. In one process pass "
-                "check_loss='always', which measures each micro-batch and is exact; on several ranks weight=, a function of the "
-                "Learner that returns what it divided by, or (count, 1) if that is max(count, 1).")
+        return (f"{name} is a mean whose divisor is not found in its targets{when}: {off}. Pass weight=, a "
+                "function of the Learner that returns what it divided by, or (count, 1) if that is max(count, 1).")
     return (f"{name} is not a mean over items{when}, as it compares or chooses items, or adds means over different things: {off}. "
             "Load the whole batch, and pass micro_batch_size= with coupled=True, or pass weight=, a function that "
             "returns what it averages over.")

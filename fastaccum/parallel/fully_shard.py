@@ -173,21 +173,23 @@ class ShardedRanks(Ranks):
     # A rank without items computes with an item that does not count
     def begin(self, batch):
         acc,y = self.accumulation,self.learn.yb[0]
-        total = self.agree('step', weight=y[0].numel() if isinstance(y, Tensor) and y.dim() else 1).weight
+        by_elements = isinstance(y, Tensor) and y.dim() and not acc.weights.measuring.is_on
+        total = self.agree('step', weight=y[0].numel() if by_elements else 1).weight
         if batch.opens:
             acc.acc.set_target(acc.accum_bs*total/self.world)
             self.witness.begin()
         parts = max(batch.way.calls_for(m) for m in self.row if m)
         self.left = parts if batch.closes else inf
-        if not self.n_own: self._ghost_passes(parts)
+        if not self.n_own: self._ghost_passes(parts, batch)
         return self.n_own > 0
 
-    def _ghost_passes(self, parts):
+    def _ghost_passes(self, parts, batch):
         learn = self.learn
         modes = [(m, m.training) for m in learn.model.modules()]
         learn.model.eval()                         # BatchNorm and dropout do not see it
-        for _ in range(parts):
+        for i in range(parts):
             out = sum(o.float().sum() for o in tree_leaves(learn.model(*learn.xb)) if isinstance(o, Tensor))*0
+            if i == 0: self.measure_with_others(batch)
             self.begin_backward(out)
             out.backward()
         for m,mode in modes: m.training = mode

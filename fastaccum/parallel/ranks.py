@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/parallel/ranks.html.md"""
 # %% ../../nbs/api/parallel/07_ranks.ipynb #6055eb39
 from __future__ import annotations
 import zlib
-from math import inf
+from math import inf, nan
 from typing import NamedTuple
 from fastai.basics import *
 import torch.distributed as dist
@@ -31,6 +31,7 @@ class Ranks(OneRank):
     joint_gradients = True                         # do they add up their gradients at each step?
     one_model = True                               # has each of them all weights?
     since = 0                                      # steps of this rank's own since all had the same weights
+    has_reference = False                          # is there one beside which all measure what a loss divides by?
     def __init__(self, timeout=600, bucket_mb=25, overlap=False, shares=None):
         super().__init__()
         self.timeout,self.bucket_mb = timeout,bucket_mb
@@ -55,6 +56,7 @@ class Ranks(OneRank):
         self.buckets = None
         self.turn = 0
         self.n_cancelled = 0
+        self.has_reference = False
         self.accumulation = first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
 
     # `dl`: the `ShardedDL` of the epoch
@@ -128,11 +130,17 @@ class Ranks(OneRank):
 def sum_of_batch(self:Ranks, n): return int(self.agree('count', items=n).items)
 
 @patch
+def sums_of_step(self:Ranks, a, b):
+    head = self.agree('sums', other1=a, other2=b)
+    return head.other1,head.other2
+
+@patch
 def begin(self:Ranks, batch):
     if self.overlap: self._expect(batch)
     if self.shares.measures: self.shares.batch_begins(self.n_own, self.device)
     if self.n_own: return True
     self.no_items()
+    self.measure_with_others(batch)
     batch.way.take_part(self.learn)
     return False
 
@@ -204,18 +212,26 @@ def _reduce(self:Ranks, loss, weight, n_items, target):
 @patch
 def add_up(self:Ranks, loss, weight, n_items):
     acc,others = self.accumulation.acc,[v for cb in self.summing for v in cb.rank_sums()]
+    measuring = self.accumulation.weights.measuring
     def exchange(loss, weight):
         total = loss.double()*acc.divisor(weight) if acc.normalize else loss
-        floor = acc.least_divisor
-        return self.agree('step', loss=total, weight=weight, items=n_items, floor=floor, floors=floor > 0,
-                          **{f'other{i}': v for i,v in enumerate(others, 1)})
+        floor,once = acc.least_divisor,acc.once
+        return self.agree('step', loss=total, items=n_items, floor=floor, floors=floor > 0, once=once, onces=once != 0,
+                          **measuring.tell(weight)._asdict(), **{f'other{i}': v for i,v in enumerate(others, 1)})
     head = exchange(loss, weight)
-    if head.unsure and not same_on_all(head.rule, head.rule_squared, self.world):
+    if head.news:
+        self._share_reference()
+        head = exchange(*acc.mean())
+    elif not head.measuring and head.unsure and not same_on_all(head.rule, head.rule_squared, self.world):
         self._share_rule()
         head = exchange(*acc.mean())
         self._check_rule(head)
+    if head.measuring and head.ruled: raise RuntimeError(self._disagree())
+    measuring.hear(head)
     for cb in self.summing: cb.summed_over_ranks((head.other1, head.other2), head.weight, head.items)
-    total = max(head.weight, head.floor/(head.floors or 1)) if acc.normalize else 1
+    once = head.once/(head.onces or 1)
+    total = max(head.weight + once, head.floor/(head.floors or 1)) if acc.normalize else 1
+    if head.lost: total = nan
     mean = torch.tensor(head.loss/total if total else 0., dtype=loss.dtype, device=self.device)
     return mean,total,head.weight,int(head.items)
 
@@ -240,10 +256,49 @@ def _share_rule(self:Ranks):
     if acc.normalize and not weight:
         for p in acc.params:
             if p.grad is not None: p.grad.zero_()                  # they may be NaN
-    elif not self.late_weights:
-        cb.warn_once("This rank could not measure what the loss averages over before the gradients were sent, so the "
-                     "first step is not exact. To be exact from "
-                     "the first step, pass weight=.", 'troubleshooting.html#the-loss-is-off')
+    elif not self.late_weights: self._warn_of_late()
+
+@patch
+def _warn_of_late(self:Ranks):
+    self.accumulation.warn_once("This rank could not measure what the loss averages over before the gradients were sent, so the first step "
+                                "is not exact. To be exact from the first step, pass weight=.", 'troubleshooting.html#the-loss-is-off')
+
+# Losses that are measured count by what they add beside the same items on all ranks: one that a rank has found is that of all.
+# Returns it, unless it is this rank's own
+@patch
+def _reference(self:Ranks):
+    measure = self.accumulation.weights.measuring.measure
+    found = from_all(measure.news)
+    measure.told()
+    source = first(r for r,o in enumerate(found) if o is not None)
+    return None if source == self.rank else found[source]
+
+@patch
+def _share_reference(self:Ranks):
+    news = self._reference()
+    if news is None: return
+    unit = self.accumulation.weights.measuring.adopt(news)
+    if not self.late_weights and abs(unit-1) > 1e-4: self._warn_of_late()
+
+# Gradients that are sent during the backward pass need it before
+@patch(as_prop=True)
+def shares_early(self:Ranks): return not (self.late_weights or self.has_reference)
+
+# In the first micro-batch of a step. Returns another rank's reference, if there is one
+@patch
+def share_early(self:Ranks, measuring):
+    measure = measuring.measure
+    head = self.agree('reference', news=measure.has_news, measuring=measure.knows_reference)
+    self.has_reference = bool(head.news or head.measuring)
+    return self._reference() if head.news else None
+
+# The same without items
+@patch
+def measure_with_others(self:Ranks, batch):
+    measuring = self.accumulation.weights.measuring
+    if not (batch.opens and self.shares_early and measuring.is_on): return
+    news = self.share_early(measuring)
+    if news is not None: measuring.measure.adopt(news)
 
 # Another: what the loss is thought to average over
 @patch
@@ -253,10 +308,13 @@ def _rule(self:Ranks):
 
 @patch
 def _check_rule(self:Ranks, head):
-    if not same_on_all(head.rule, head.rule_squared, self.world):
-        raise RuntimeError("The ranks disagree about what the loss averages over. This rank has measured: "
-                           f"{self.accumulation.loss_rule}. Pass weight= to the accumulation callback: a function that "
-                           "takes the Learner and returns what its loss averaged over.")
+    if not same_on_all(head.rule, head.rule_squared, self.world): raise RuntimeError(self._disagree())
+
+@patch
+def _disagree(self:Ranks):
+    found = self.accumulation.facts.message or ("Pass weight= to the accumulation callback: a function that takes the Learner and returns what "
+                                                "its loss averaged over.")
+    return f"The ranks disagree about what the loss averages over. This rank has measured: {self.accumulation.loss_rule}. {found}"
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #c1581cd6
 # A batch begins: how many backward passes come before the ranks send?
@@ -297,7 +355,7 @@ def load_shares(self:Ranks, state):
     if self.dl is not None: self._share(0)
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #232b40c9
-kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','end'
+kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','sums','reference','end'
 steps = 'train','step','average'                  # steps follow, or weights of steps are averaged
 asks = 'save','SIGINT','SIGTERM','SIGUSR1'
 
@@ -308,6 +366,15 @@ class Head(NamedTuple):
     items:int = 0
     floor:float = 0.         # the least that the loss divides by
     floors:int = 0           # is there such a floor?
+    once:float = 0.          # what is added once to the divisor
+    onces:int = 0            # is there such a number?
+    measuring:bool = False   # these as in `Told`
+    ruled:bool = False
+    unmeasured:bool = False
+    renewed:bool = False
+    news:bool = False
+    lost:bool = False
+    by_rule:float = 0.
     other1:float = 0.        # of a callback with `sums_over_ranks`
     other2:float = 0.
     place:int = 0
@@ -348,7 +415,8 @@ def agree(self:Ranks, kind, votes=True, **values):
     ends = kind == 'end'
     if kind in ('outputs','forward'): self.calls += 1
     place,rule = (0, 0) if ends or not votes else (self._place_of(kind), self._rule() if kind == 'step' else 0)
-    unsure = kind == 'step' and not self.accumulation.rule.sure
+    acc = self.accumulation
+    unsure = kind == 'step' and (not acc.rule.sure or acc.weights.measuring.is_on)
     settings = self._digest() if kind in steps else 0
     own = Head(**values, place=place, place_squared=place**2, votes=votes, rule=rule, rule_squared=rule**2, unsure=unsure,
                settings=settings, settings_squared=settings**2, ended=ends, **self._sums(kind), **dict.fromkeys(asked, True))
@@ -366,7 +434,7 @@ def agree(self:Ranks, kind, votes=True, **values):
 # A number that must be the same on all ranks
 @patch
 def _place_of(self:Ranks, kind):
-    learn,step = self.learn,kind in ('step','average','count','norm','backward')
+    learn,step = self.learn,kind in ('step','average','count','norm','backward','sums','reference')
     batch = learn.iter if step else self.calls if kind in ('outputs','forward') else 0
     # the others may come without a fit
     if step or kind in ('train','validate'): batch += learn.epoch*len(learn.dls.train)

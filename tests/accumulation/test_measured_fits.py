@@ -124,10 +124,11 @@ class Trusted(Callback):
     "In which steps was the rule enough?"
     order = 60
     def before_fit(self): self.steps = []
-    def after_step(self):
-        if not hasattr(self.learn, 'gradient_accumulation'): return
-        self.steps.append(self.learn.gradient_accumulation.facts.trust.holds)
-        self.said = self.learn.gradient_accumulation.loss_rule
+    def before_backward(self):
+        accumulation = getattr(self.learn, 'gradient_accumulation', None)
+        if accumulation is None or accumulation.acc.losses: return
+        self.steps.append(accumulation.facts.trust.holds)
+        self.said = accumulation.loss_rule
 
 def by_mask(p, y): return (each(p, y)*(y > 0)).sum()/(y > 0).sum().clamp(min=1)
 

@@ -1,16 +1,26 @@
 "A model in float64 over three ranks: the weights are those of one process to 1e-12, whatever the loss averages over"
-import sys
+import sys, warnings
 import pytest, torch
 from fastai.basics import DataLoader, DataLoaders, Learner, MSELossFlat, SGD, nn
 from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, launch
 from test_joint_validation import quiet, started, weights
 
 def own(p, y): return (p-y).pow(2).mean()
-numbers = dict(mse=nn.MSELoss(), l1=nn.L1Loss(), huber=nn.HuberLoss(), bce=nn.BCEWithLogitsLoss(), sum=nn.MSELoss(reduction='sum'), own=own)
+def hard(p, y):
+    "A mean over the errors that are large: no rule of targets fits it"
+    error = (p-y).pow(2)
+    return error[error.detach() > .5].mean()
+def floor(p, y): return (p-y).pow(2).mul(y > 1).sum()/(y > 1).sum().clamp(min=5)
+def balanced(p, y):
+    w = 1 + 4*(y == 0)
+    return (w*nn.functional.cross_entropy(p, y, reduction='none')).sum()/w.sum()
+def by_size(p, y): return own(p, y) if len(p) < 15 else own(p, y).sqrt()
+numbers = dict(mse=nn.MSELoss(), l1=nn.L1Loss(), huber=nn.HuberLoss(), bce=nn.BCEWithLogitsLoss(), sum=nn.MSELoss(reduction='sum'), own=own,
+               hard=hard, floor=floor)
 classes = dict(ce=nn.CrossEntropyLoss(), weighted=nn.CrossEntropyLoss(weight=torch.tensor([.1, 1, 5.3], dtype=torch.float64)),
-               ignored=nn.CrossEntropyLoss(ignore_index=1), smooth=nn.CrossEntropyLoss(label_smoothing=.1))
+               ignored=nn.CrossEntropyLoss(ignore_index=1), smooth=nn.CrossEntropyLoss(label_smoothing=.1), balanced=balanced)
 losses = numbers | classes
-all_losses = losses | dict(flat=MSELossFlat())
+all_losses = losses | dict(flat=MSELossFlat(), by_size=by_size)
 kinds = dict(whole=(DataParallel, {}), micro=(DataParallel, dict(micro_batch_size=3)), overlap=(lambda: DataParallel(overlap=True), {}),
              coupled=(DataParallel, dict(micro_batch_size=3, coupled=True)), sharded=(FullyShard, {}))
 
@@ -25,10 +35,17 @@ def trained(loss, ranks=None, **kwargs):
     with quiet(learn): learn.fit(2)
     return torch.cat([p.full_tensor().detach().flatten() for p in learn.model.parameters()]) if ranks is FullyShard else weights(learn)
 
-few = 'mse','weighted','own'
-cases = [(kind, loss) for kind in kinds for loss in losses if kind == 'micro' or loss in few]
+measured = 'hard','floor','balanced'                      # beside items of one of the ranks
+few = 'mse','weighted','own',*measured
+cases = [(kind, loss) for kind in kinds for loss in losses if kind == 'micro' or loss in few and (kind != 'coupled' or loss not in measured)]
 
-def runs(): return {(kind, loss): trained(loss, kinds[kind][0], **kinds[kind][1]) for kind,loss in cases}
+def noticed():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        trained('by_size', DataParallel, micro_batch_size=3)
+    return [str(w.message) for w in seen]
+
+def runs(): return {(kind, loss): trained(loss, kinds[kind][0], **kinds[kind][1]) for kind,loss in cases} | dict(noticed=noticed())
 def in_one(): return {loss: trained(loss) for loss in losses}
 def both(n): return launch(runs, n) if n > 1 else in_one()
 
@@ -42,6 +59,11 @@ def results(tmp_path_factory):
 def test_one_process(results, kind, loss):
     one,ranks = results
     for rank in ranks: assert float((rank[kind, loss]-one[loss]).norm()/one[loss].norm()) < 1e-12
+
+@pytest.mark.slow
+def test_branch_on_the_size(results):
+    "No rank has as many items as a step: they are copied"
+    assert any('by_size is' in m for rank in results[1] for m in rank['noticed'])
 
 def test_flattened_losses():
     "fastai's flattened losses make float32 of float64: each batch is rounded by the loss itself, as much in one piece as in several"
