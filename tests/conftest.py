@@ -65,7 +65,7 @@ longest = ('test_kill', 'test_site', 'test_checkpoint_files', 'test_accelerator'
 def pytest_collection_modifyitems(config, items):
     """All cases run; on the simulated device each tenth of a test, unless `ALL_CASES=1` is given. `QUICK=1`, as in
     `make test`, trains on the CPU alone, and leaves out what is `slow`, and cases of which each value was there.
-    `REST=1`, as in `make check`, is what `QUICK=1` leaves out, but cases of which each value was there beside three of
+    `REST=1`, as in `make check`, is what `QUICK=1` leaves out, but cases of which each value was there beside two of
     each other list"""
     items.sort(key=lambda i: i.module.__name__ not in longest)
     first = [*filter(on_first_device, items)]
@@ -94,7 +94,7 @@ def is_slow(item):
 
 def function(item): return item.nodeid.partition('[')[0]
 
-n_partners = 3
+n_partners = 2
 
 def fewest(has, items, taken=(), n=1):
     """Few cases of each test with which all keys occur that `has` finds in its cases, with `n` of their partners if they have as

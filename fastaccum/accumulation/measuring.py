@@ -127,17 +127,6 @@ class MeasuredWeights:
 
     def _items(self, pred, micro): return Items(pred, micro.yb, micro.n, micro.xb, self.batch.shown.others)
 
-    # It is all of a step, and needs no weight. It is remembered, as its step may be cancelled, and go on with others
-    def pass_over(self, micro):
-        self.counted = None
-        self.alone = (self.learn.yb, micro.n) if self.is_on else None
-
-    def _measure_alone(self):
-        yb,n = self.alone
-        counted = self.measure.measure(Items(self.learn.pred, yb, n))
-        self.step = [counted]
-        if counted is not None: self.acc.correct([counted.adds], [counted.divided_by])
-
     # The loss of this micro-batch is there. Where ranks send gradients during the backward pass, the first ones are
     # counted beside the same reference, if there is one
     def count(self, micro):
@@ -171,6 +160,20 @@ class MeasuredWeights:
         if self.batch.loop.now.losses is not None or hasattr(type(self.learn.pred), 'outputs'): return False
         ts = float_tensors(self.learn.pred)
         return bool(ts) and all(len(t)%micro.n == 0 for t in ts)
+
+# %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8ca1
+# It is all of a step, and needs no weight. It is remembered, as its step may be cancelled, and go on with others
+@patch
+def pass_over(self:MeasuredWeights, micro):
+    self.counted = None
+    self.alone = (self.learn.yb, micro.n) if self.is_on else None
+
+@patch
+def _measure_alone(self:MeasuredWeights):
+    yb,n = self.alone
+    counted = self.measure.measure(Items(self.learn.pred, yb, n))
+    self.step = [counted]
+    if counted is not None: self.acc.correct([counted.adds], [counted.divided_by])
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #076ce2ef
 # What the micro-batch counts, and the factor for its loss

@@ -418,7 +418,9 @@ def load_state_dict(self:LossMeasure, state):
 @patch
 def _restore(self:LossMeasure, items):
     with self.look(self.loss_func) as look: is_other = self.references.restore(look.loss, items)
-    if is_other: self.floor,self.table,self.least = Floor(),Table(),math.inf
+    if not is_other: return
+    self.floor = Floor()
+    self.table,self.least = Table(),math.inf
 
 _own_state = 'n','n_steps','predicted','next','next_close','least','most'
 
@@ -937,7 +939,8 @@ class References:
     # The loss is there, and items like those that were saved. Are they another rank's?
     def restore(self, f, items):
         state,self.saved = self.saved,None
-        is_adopted,self.is_adopted = self.is_adopted,False
+        is_adopted = self.is_adopted
+        self.is_adopted = False
         again = lambda d: d and items.like_dict(d)
         self.spare = again(state['spare'])
         if 'base' not in state: return is_adopted

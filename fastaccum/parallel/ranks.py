@@ -312,8 +312,8 @@ def _check_rule(self:Ranks, head):
 
 @patch
 def _disagree(self:Ranks):
-    found = self.accumulation.facts.message or ("Pass weight= to the accumulation callback: a function that takes the Learner and returns what "
-                                                "its loss averaged over.")
+    pass_weight = "Pass weight= to the accumulation callback: a function that takes the Learner and returns what its loss averaged over."
+    found = self.accumulation.facts.message or pass_weight
     return f"The ranks disagree about what the loss averages over. This rank has measured: {self.accumulation.loss_rule}. {found}"
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #c1581cd6
@@ -355,7 +355,8 @@ def load_shares(self:Ranks, state):
     if self.dl is not None: self._share(0)
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #232b40c9
-kinds = 'train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','sums','reference','end'
+kinds = ('train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','sums',
+         'reference','end')
 steps = 'train','step','average'                  # steps follow, or weights of steps are averaged
 asks = 'save','SIGINT','SIGTERM','SIGUSR1'
 

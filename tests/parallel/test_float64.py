@@ -37,7 +37,8 @@ def trained(loss, ranks=None, **kwargs):
 
 measured = 'hard','floor','balanced'                      # beside items of one of the ranks
 few = 'mse','weighted','own',*measured
-cases = [(kind, loss) for kind in kinds for loss in losses if kind == 'micro' or loss in few and (kind != 'coupled' or loss not in measured)]
+cases = [(kind, loss) for kind in kinds for loss in losses
+         if kind == 'micro' or loss in few and (kind != 'coupled' or loss not in measured)]
 
 def noticed():
     with warnings.catch_warnings(record=True) as seen:

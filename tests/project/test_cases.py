@@ -20,7 +20,7 @@ def cases(monkeypatch, **env):
 
 @pytest.mark.slow
 def test_each_case_runs_in_test_or_in_check(monkeypatch):
-    """`make test` and the tests of `make check` have no case in common, and both together have each value of `make cases` beside three
+    """`make test` and the tests of `make check` have no case in common, and both together have each value of `make cases` beside two
     of each other list, or as many as it is beside there"""
     quick,rest,every = (cases(monkeypatch, **env) for env in (dict(QUICK='1'), dict(REST='1'), {}))
     def partners(cases):
@@ -44,7 +44,7 @@ def test_each_value_occurs_in_few_cases():
     assert [(i.callspec.params['a'], i.callspec.params['b']) for i in few[:3]] == [(0, 'x'), (1, 'y'), (2, 'x')]
     assert few[3:] == [alone]
 
-def test_each_value_is_beside_three_of_each_other_list():
+def test_each_value_is_beside_two_of_each_other_list():
     "Or beside all, where these are fewer, of a list that names several parameters too. All cases of one list are taken"
     listed = [(a, b) for a in range(6) for b in 'xy'][:-1]
     items = [case('test', 'a, b', 'c', ['d'], a=a, b=b, c=c, d=d, device='cpu') for a,b in listed for c in range(9) for d in range(2)]
@@ -53,7 +53,7 @@ def test_each_value_is_beside_three_of_each_other_list():
         for i in cases: add(known, partners_of(i))
         return known
     few,every = [*fewest(partners_of, items, n=n_partners)],found(items)
-    assert all(len(found(few)[key]) >= min(3, len(known)) for key,known in every.items()) and len(few) < 45 < len(items)/4
+    assert all(len(found(few)[key]) >= min(2, len(known)) for key,known in every.items()) and len(few) < 35 < len(items)/4
     assert [*fewest(partners_of, items, few[:4], n_partners)] == few[4:]
     one = [case('one', 'a, b', a=a, b=b) for a,b in listed]
     assert [*fewest(partners_of, one, n=n_partners)] == one and [*fewest(partners_of, one, one[2:], n_partners)] == one[:2]
