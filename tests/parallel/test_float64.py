@@ -1,8 +1,10 @@
 "A model in float64 over three ranks: the weights are those of one process to 1e-12, whatever the loss averages over"
 import sys, warnings
+from contextlib import suppress
+from tempfile import TemporaryDirectory
 import pytest, torch
-from fastai.basics import DataLoader, DataLoaders, Learner, MSELossFlat, SGD, nn
-from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, launch
+from fastai.basics import Callback, DataLoader, DataLoaders, Learner, MSELossFlat, SGD, nn, set_seed
+from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, TrainingCheckpoint, launch
 from test_joint_validation import quiet, started, weights
 
 def own(p, y): return (p-y).pow(2).mean()
@@ -46,7 +48,31 @@ def noticed():
         trained('by_size', DataParallel, micro_batch_size=3)
     return [str(w.message) for w in seen]
 
-def runs(): return {(kind, loss): trained(loss, kinds[kind][0], **kinds[kind][1]) for kind,loss in cases} | dict(noticed=noticed())
+class Stop(Callback):
+    order = 80
+    def after_batch(self):
+        if self.training and (self.epoch, self.iter) == (1, 5): raise KeyboardInterrupt
+
+def saved(folder, *cbs):
+    "Weights of a fit with checkpoints after each step"
+    set_seed(0)
+    x,y = torch.randn(48, 5, dtype=torch.float64),torch.randn(48, 1, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+    dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=4, shuffle=True) for _ in range(2)], device='cpu')
+    cbs = [GradientAccumulation(8), DataParallel(), TrainingCheckpoint(every_steps=1), *cbs]
+    learn = Learner(dls, model, hard, opt_func=SGD, lr=.1, cbs=cbs, path=folder)
+    with quiet(learn), suppress(KeyboardInterrupt): learn.fit(3)
+    return weights(learn)
+
+def resumed():
+    "Of a fit in one go, of one that was stopped, and of its rest"
+    with TemporaryDirectory() as folder:
+        whole = saved(f'{folder}/whole')
+        return whole,saved(f'{folder}/cut', Stop()),saved(f'{folder}/cut')
+
+def runs():
+    res = {(kind, loss): trained(loss, kinds[kind][0], **kinds[kind][1]) for kind,loss in cases}
+    return res | dict(noticed=noticed(), resumed=resumed())
 def in_one(): return {loss: trained(loss) for loss in losses}
 def both(n): return launch(runs, n) if n > 1 else in_one()
 
@@ -65,6 +91,13 @@ def test_one_process(results, kind, loss):
 def test_branch_on_the_size(results):
     "No rank has as many items as a step: they are copied"
     assert any('by_size is' in m for rank in results[1] for m in rank['noticed'])
+
+@pytest.mark.slow
+def test_resumed(results):
+    "The ranks go on beside the same items, to the last bit"
+    for rank in results[1]:
+        whole,cut,rest = rank['resumed']
+        assert torch.equal(rest, whole) and not torch.equal(cut, whole)
 
 def test_flattened_losses():
     "fastai's flattened losses make float32 of float64: each batch is rounded by the loss itself, as much in one piece as in several"
