@@ -80,7 +80,7 @@ class FitFacts:
             if state is None: continue
             with suppress(AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError): o.load_state_dict(state)
 
-    # Is it told what was measured? What cannot be measured is left to the rule
+    # Does a warning say what was measured? What cannot be measured is left to the rule
     @property
     def is_measured(self):
         if self.measure is None: return False
@@ -92,7 +92,7 @@ class FitFacts:
         by_rule = self.trust.agreed and not self.trust.refused
         return str(self.rule if by_rule or not self.is_measured else self.measure)
 
-    # What is to be told of the loss, or None
+    # The warning about the loss, or None
     @property
     def message(self):
         if not self.is_measured: return self.rule.message

@@ -212,7 +212,7 @@ def load_state_dict(self:LossRule,
 @patch
 def _go_on(self:LossRule, saved):
     self.saved = None
-    # of another loss, or from a file that somebody has changed: it is measured anew
+    # of another loss, or from a file that somebody has changed: it is measured again
     with suppress(KeyError, IndexError, TypeError, ValueError):
         self.probe.load_state_dict(saved)
         self._since,self.measured = str(saved['since']),bool(saved['measured'])

@@ -867,7 +867,7 @@ def test(self:Reference, total):
     except NotAMean: return 1.
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e69c8
-# The reference of a fit: chosen from the first micro-batch that has one, measured anew in each step, replaced by one that shows more.
+# The reference of a fit: chosen from the first micro-batch that has one, measured again in each step, replaced by one that shows more.
 # room: elements of outputs that are kept of micro-batches that wait
 class References:
     room = 2**22

@@ -128,7 +128,7 @@ class Part:
         try: return same(self.old, self.read())
         except Exception: return False         # an object of another library may fail at any question
 
-# Are the same objects in it? Numbers and strings may be made anew
+# Are the same objects in it? Numbers and strings may be other objects
 def same(a, b):
     if not isinstance(a, (list,tuple)): return type(a) is type(b) and bool(a == b)
     return len(a) == len(b) and (all(map(operator.is_, a, b)) or all(map(_alike, a, b)))

@@ -211,9 +211,9 @@ def _reduce(self:Ranks, loss, weight, n_items, target):
 # The loss over all ranks, the divisor of the gradients, and the sums of weights and items
 @patch
 def add_up(self:Ranks, loss, weight, n_items):
-    acc,others = self.accumulation.acc,[v for cb in self.summing for v in cb.rank_sums()]
-    measuring = self.accumulation.weights.measuring
+    acc,measuring = self.accumulation.acc,self.accumulation.weights.measuring
     def exchange(loss, weight):
+        others = [v for cb in self.summing for v in cb.rank_sums()]
         total = loss.double()*acc.divisor(weight) if acc.normalize else loss
         floor,once = acc.least_divisor,acc.once
         return self.agree('step', loss=total, items=n_items, floor=floor, floors=floor > 0, once=once, onces=once != 0,
