@@ -276,7 +276,7 @@ def cancelled(self:GradientAccumulation) -> bool:
 def step_values(self:GradientAccumulation) -> dict: # Name -> value
     "Values of the last step, for loggers"
     res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
-    off = self.weights.measuring.off
+    off = None if self.weights is None else self.weights.measuring.off       # it may come in mid-batch
     if off is not None and math.isfinite(off): res['grad_off'] = off
     if self.unit != 'items': res[self.unit] = self.acc.closed.n_items
     return {**res, 'micro_bs' if self.micro_batch_tokens is None else 'micro_tokens': self.micro_bs} if self.splits else res

@@ -394,7 +394,7 @@ def test_one_reference_for_all_ranks():
     parts = cut(batch_of(labels), (7,))
     a,b = LossMeasure(floor_5),LossMeasure(floor_5)
     counted = [a.measure(items_of(p)) for p in parts[1:4]]
-    b.adopt(a.reference.base)
+    b.adopt(a.news)
     there = [b.measure(items_of(p)) for p in parts[4:]]
     D = divisor(counted + there, a.extra)
     ours = torch.cat([loss_and_grads(floor_5, items_of(p))[1][0]*c.divided_by for p,c in zip(parts[1:], counted + there)])/D
