@@ -53,6 +53,9 @@ def test_only_installed(runs, monkeypatch):
     assert runs('--install', 'lowest') == (dict(lowest=['-c', str(root/'tests/lowest.txt')]), False)
     assert [*runs('--install')[0]] == ['lowest', 'newest'] and runs('--install')[1]
 
+def test_of_text():
+    for name in versions.of_text: assert (root/f'tests/project/test_{name}.py').exists()
+
 def test_pythons_of_the_ends():
     assert [v for v,_ in versions.ends.values()] == [cfg['pythons'].split()[0], cfg['pythons'].split()[-1]]
 
