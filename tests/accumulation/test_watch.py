@@ -172,8 +172,8 @@ def test_module_hook_of_a_coupled_model():
     assert len(told) == 1 and 'on the module 2' in told[0]
 
 def test_module_pre_hook():
-    off,told = compared('both', hook=lambda m: m[0].register_full_backward_pre_hook(lambda m, o: (o[0]/o[0].norm(),)))
-    assert off > 1e-3 and len(told) == 1 and 'on the module 0' in told[0]
+    off,told = compared('both', hook=lambda m: m[2].register_full_backward_pre_hook(lambda m, o: (o[0]/o[0].norm(),)))
+    assert off > 1e-3 and len(told) == 1 and 'on the module 2' in told[0]
 
 def test_module_hooks_that_read():
     "fastai's, which keep what they see, those of Grad-CAM, and such as wandb.watch's"
