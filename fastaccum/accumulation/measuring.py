@@ -182,7 +182,7 @@ def of(self:MeasuredWeights, micro):
     acc,learn,counted = self.acc,self.learn,self.counted
     self._note(counted)
     adds,divided_by = self._adds(counted),self._divided_by(counted)
-    acc.add_once(self._once)
+    acc.add_once(self.measure.once)
     nominal = torch.where(divided_by > 0, divided_by, 1.)
     share, = acc.shares([adds], micro.counts, nominal, divided_by=[divided_by])
     if counted.seed is not None: learn.loss = (counted.numerator/divided_by).to(learn.loss.dtype)
@@ -191,17 +191,8 @@ def of(self:MeasuredWeights, micro):
 @patch
 def _adds(self:MeasuredWeights, counted): return counted.of_block(self.measure.block)[0]
 
-# What its loss divided by. One without gradients, whose items count beside others, divided by what they add, or by too
-# little to matter
 @patch
-def _divided_by(self:MeasuredWeights, counted):
-    adds,divided_by = counted.of_block(self.measure.block)
-    if counted.seed is None: return divided_by
-    return torch.where(divided_by > 0, divided_by, (adds + self._once).clamp(min=1e-3))
-
-# What each call adds once
-@patch(as_prop=True)
-def _once(self:MeasuredWeights): return self.measure.extra.reshape(-1)[self.measure.block]
+def _divided_by(self:MeasuredWeights, counted): return counted.divided(self.measure.block, self.measure.once)
 
 # What those before it count may be known only now
 @patch
@@ -276,7 +267,7 @@ def adopt(self:MeasuredWeights, news):
     so_far = acc.so_far
     if measure.take_settled() and None not in self.step:
         acc.revise([*map(self._adds, self.step)], [*map(self._divided_by, self.step)])
-        acc.add_once(self._once)
+        acc.add_once(measure.once)
     elif self.unit != 1 and so_far.losses:
         acc.correct([w/self.unit for w in so_far.weights], [d/self.unit for d in so_far.divided])
         acc.add_once(so_far.once/self.unit)

@@ -407,10 +407,9 @@ class LossWeigher:
             return loss,n*acc.mean()[1]/acc.n_items if acc.losses else n,None,None
         if measure.take_settled() and 0 < len(acc.losses) == len(measure.counted)-1:
             acc.revise(*zip(*(c.of_block(measure.block) for c in measure.counted[:-1])))
-        acc.add_once(once := measure.extra.reshape(-1)[measure.block])
-        adds,divided_by = counted.of_block(measure.block)
+        acc.add_once(measure.once)
+        adds,divided_by = counted.of_block(measure.block)[0],counted.divided(measure.block, measure.once)
         if counted.seed is not None:
-            divided_by = torch.where(divided_by > 0, divided_by, (adds + once).clamp(min=1e-3))
             seeded = as_beside_others(loss, pred, counted.seed, divided_by)
             loss = seeded + ((counted.numerator/divided_by).to(seeded.dtype) - seeded.detach())
         return loss,adds,divided_by,torch.where(divided_by > 0, divided_by, 1.)

@@ -38,6 +38,13 @@ class Counted:
         if not self.adds.dim(): return self.adds,self.divided_by
         return self.adds[i],self.divided_by[i]
 
+    # What its loss divided by. One without gradients, whose items count beside others, divided by what they add and what each call
+    # adds `once`, or by too little to matter
+    def divided(self, i, once):
+        adds,divided_by = self.of_block(i)
+        if self.seed is None: return divided_by
+        return torch.where(divided_by > 0, divided_by, (adds + once).clamp(min=1e-3))
+
 # What one loss of all these items would divide by. `extra`: what a call adds once
 def divisor(counted, extra=0.):
     adds,divided_by = (torch.stack([getattr(c, k) for c in counted]) for k in ('adds','divided_by'))
@@ -155,6 +162,10 @@ class LossMeasure:
     # What each call adds once to the divisor: it counts once in a step
     @property
     def extra(self): return torch.zeros(()) if self.reference is None else self.reference.extra
+
+    # The same for the block in whose units the step is
+    @property
+    def once(self): return self.extra.reshape(-1)[self.block]
 
     @property
     def is_sum(self):
@@ -875,7 +886,6 @@ class References:
         self.can_wait,self.now,self.spare = can_wait,None,None
         self.is_first = True
         self.saved = None                                      # a `state_dict`, until the next items come
-        self.is_adopted = False                                # is that another rank's?
         self.is_news = False                                   # is the present one not another rank's, and not told to others?
         self.lives = False                                     # has any item had a gradient?
         self.begin_step()
@@ -930,8 +940,7 @@ class References:
 
     # Those of another rank, from the next items on
     def adopt(self, state):
-        self.load_state_dict(dict(state, spare=None))
-        self.is_adopted = True
+        self.load_state_dict(dict(state, spare=None, is_other=True))
         self.is_news = False
 
     def told(self): self.is_news = False
@@ -939,15 +948,14 @@ class References:
     # The loss is there, and items like those that were saved. Are they another rank's?
     def restore(self, f, items):
         state,self.saved = self.saved,None
-        is_adopted = self.is_adopted
-        self.is_adopted = False
+        is_other = state.get('is_other', False)
         again = lambda d: d and items.like_dict(d)
         self.spare = again(state['spare'])
-        if 'base' not in state: return is_adopted
+        if 'base' not in state: return is_other
         self.now = Reference(f, again(state['base']), Blocks(state['by']), state['scale'])
         self.now.padding = state['padding']
         self.now.alone = None                                  # the loss may have changed since they were saved
-        return is_adopted
+        return is_other
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ed6ea
 # What was counted without a reference that adds waits for one; a few items may be wanted to let it grow

@@ -402,6 +402,21 @@ def test_one_reference_for_all_ranks():
     assert (ours-whole).norm() < 1e-5*whole.norm()
     assert torch.equal(a.reference.items.pred, b.reference.items.pred) and float(a.extra) == float(b.extra)
 
+def test_adopted_and_saved():
+    "A process that goes on with another rank's reference, before it has used it, has no floor in the units of its own"
+    torch.manual_seed(0)
+    parts = cut(batch_of(labels), (7,))
+    a,b,again = (LossMeasure(floor_5) for _ in range(3))
+    a.measure(items_of(parts[1]))
+    for p in parts[2:]: b.measure(items_of(p))
+    b.end_step()
+    b.floor.value = torch.tensor(3.)
+    b.adopt(a.news)
+    again.load_state_dict(b.state_dict())
+    assert again.floor.value is not None
+    again.measure(items_of(parts[3]))
+    assert again.floor.value is None and torch.equal(again.reference.items.pred, a.reference.items.pred)
+
 # -- Texts of other widths ---------------------------------------------------------------------------------------
 def token_mean(p, y): return F.cross_entropy(p.flatten(0, 1), y.flatten(), ignore_index=0)
 def flat_tokens(p, y): return F.cross_entropy(p, y.flatten(), ignore_index=-100)
