@@ -263,15 +263,16 @@ def hear(self:MeasuredWeights, told): self.heard = told
 @patch
 def adopt(self:MeasuredWeights, news):
     measure,acc = self.measure,self.acc
-    self.unit = measure.adopt(news)
-    so_far = acc.so_far
+    unit,so_far = measure.adopt(news),acc.so_far
     if measure.take_settled() and None not in self.step:
-        acc.revise([*map(self._adds, self.step)], [*map(self._divided_by, self.step)])
+        change = acc.revise if unit == 1 else acc.correct
+        change([*map(self._adds, self.step)], [*map(self._divided_by, self.step)])
         acc.add_once(measure.once)
-    elif self.unit != 1 and so_far.losses:
-        acc.correct([w/self.unit for w in so_far.weights], [d/self.unit for d in so_far.divided])
-        acc.add_once(so_far.once/self.unit)
-    return self.unit
+    elif unit != 1 and so_far.losses:
+        self.unit = unit
+        acc.correct([w/unit for w in so_far.weights], [d/unit for d in so_far.divided])
+        acc.add_once(so_far.once/unit)
+    return unit
 
 # Memory has run out, and the loader batch starts again from what was known before: perhaps not for the last time
 @patch

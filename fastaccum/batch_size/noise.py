@@ -343,7 +343,7 @@ def _sums(self:GradientNoiseScale, record):
     if not self.learn.gradient_accumulation.normalize or len(norms) != len(record.weights): return (math.nan,)*4
     to = _in_float64(norms[0].device)
     w = torch.stack([to(w) for w in record.weights])
-    own = torch.stack(norms).to(w)*(to(record.target)/to(self._loss_scale()))   # of w*g
+    own = torch.stack(norms).to(w)*(to(ifnone(record.target, 1.))/to(self._loss_scale()))   # of w*g; without a target nothing counts
     return own.square().sum(), w.square().sum(), w.sum(), to(record.n_items)
 
 @patch

@@ -33,6 +33,10 @@ class Counted:
         self.waits = False                             # is there no reference yet by which it is known?
         self.silenced = False                          # does its own loss have no finite gradients, so that it got none?
 
+    # `unit`: of what it is counted in now, in that of before
+    def use_unit(self, unit):
+        if not self.waits: self.adds,self.divided_by,self.numerator = (v/unit for v in (self.adds, self.divided_by, self.numerator))
+
     # One number of each, where blocks of outputs have numbers of their own: that of the block `i`
     def of_block(self, i):
         if not self.adds.dim(): return self.adds,self.divided_by
@@ -456,8 +460,12 @@ def adopt(self:LossMeasure, news):
     old,waiting = self.reference,self.references.waiting
     self.references.adopt(news)
     try:
-        if old is None and waiting: self._settle_beside(waiting[0][1])
-        if old is not None: return self._unit_of(news, old)
+        unit = 1. if old is None else self._unit_of(news, old)
+        # beside items that count nothing at a floor, others seem to add nothing, too
+        if (old is None or not old.adds) and waiting:
+            for c in self.counted: c.use_unit(unit)
+            self._settle_beside(waiting[0][1])
+        return unit
     except NotMeasured as e: self._refuse(e)
     return 1.
 

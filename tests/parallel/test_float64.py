@@ -48,6 +48,24 @@ def noticed():
         trained('by_size', DataParallel, micro_batch_size=3)
     return [str(w.message) for w in seen]
 
+class HardOnes:
+    "Of items with losses above `cut`, but of 3 at least: with a high one nothing counts beside the reference items of some ranks"
+    def __call__(self, p, y):
+        losses = nn.functional.cross_entropy(p, y, reduction='none')
+        return losses[losses.detach() > self.cut].sum()/(losses > self.cut).sum().clamp(min=3)
+
+class Cuts(Callback):
+    def before_epoch(self): self.learn.loss_func.cut = [1.2, .8, 1.6][self.epoch]
+
+def cut(*ranks):
+    set_seed(1)
+    y,x = torch.randint(4, (48,)),torch.randn(48, 6).double()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=24) for _ in range(2)], device='cpu')
+    learn = Learner(dls, model, HardOnes(), opt_func=SGD, lr=.1, cbs=[GradientAccumulation(24), Cuts(), *ranks], path='.')
+    with quiet(learn): learn.fit(3)
+    return weights(learn)
+
 class Stop(Callback):
     order = 80
     def after_batch(self):
@@ -72,8 +90,8 @@ def resumed():
 
 def runs():
     res = {(kind, loss): trained(loss, kinds[kind][0], **kinds[kind][1]) for kind,loss in cases}
-    return res | dict(noticed=noticed(), resumed=resumed())
-def in_one(): return {loss: trained(loss) for loss in losses}
+    return res | dict(noticed=noticed(), resumed=resumed(), cut=cut(DataParallel()))
+def in_one(): return {loss: trained(loss) for loss in losses} | dict(cut=cut())
 def both(n): return launch(runs, n) if n > 1 else in_one()
 
 @pytest.fixture(scope='module')
@@ -91,6 +109,10 @@ def test_one_process(results, kind, loss):
 def test_branch_on_the_size(results):
     "No rank has as many items as a step: they are copied"
     assert any('by_size is' in m for rank in results[1] for m in rank['noticed'])
+
+@pytest.mark.slow
+def test_loss_that_changes(results):
+    for rank in results[1]: torch.testing.assert_close(rank['cut'], results[0]['cut'], rtol=1e-9, atol=1e-12)
 
 @pytest.mark.slow
 def test_resumed(results):
