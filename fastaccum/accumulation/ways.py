@@ -131,7 +131,7 @@ class Items(Whole):
     def layer_sees(self): return max(self.sizes)
 
     def join(self, learn, preds):
-        if len(self.sizes) > 1: learn.pred = joined(join_items, preds, len(self.sizes))
+        if len(self.sizes) > 1: learn.pred = joined(partial(join_items, sizes=self.sizes), preds, len(self.sizes))
 
     def explain(self, e, micro):
         cure = ". A loss that compares items needs coupled=True" if self.cb.loop.now.no_loss else ""
@@ -364,4 +364,4 @@ def predict_in_parts(call, xb, n, size, views=False, lists=None):
     for (part,_,_),k in zip(split_batch(xb, (), n, size, views=views, lists=lists), part_sizes(n, size)):
         preds.append(call(*part))
         if not all(isinstance(t, Tensor) and t.dim() and len(t) == k for t in tree_leaves(preds[-1])): return call(*xb)
-    return join_items(preds)
+    return join_items(preds, part_sizes(n, size))

@@ -190,7 +190,7 @@ def _refused(op):
     return f
 
 for _op in '''add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv pow rpow mod rmod matmul rmatmul neg abs lt le gt ge
-            and or xor invert getitem float'''.split():
+            and or xor lshift rshift invert pos round divmod getitem setitem len int float'''.split():
     setattr(HeadInput, f'__{_op}__', _refused(f'__{_op}__'))
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e015

@@ -177,12 +177,16 @@ def others_in(b):
     if is_dataclass(b) and not isinstance(b, type): return others_in([getattr(b, field.name) for field in fields(b)])
     return [] if isinstance(b, Tensor) or hasattr(type(b), 'map_tensors') else [b]
 
-# Undo `split_items`: concatenate tensors along their items, and stack tensors without dimensions. A list of dicts has one for each item
-def join_items(parts):
-    if all(map(is_list_of_dicts, parts)): return [item for part in parts for item in part]
+# Undo `split_items`: concatenate tensors along their items, and stack tensors without dimensions; a list with a dict or a dataclass
+# for each item becomes one list. `sizes`: items of each part
+def join_items(parts, sizes):
+    if all(map(has_records, parts, sizes)): return [item for part in parts for item in part]
+    if type(parts[0]) is tuple: return tuple(join_items(o, sizes) for o in zip(*parts))
     return map_tensors(lambda *o: torch.cat(o) if o[0].dim() else torch.stack(o), *parts)
 
-def is_list_of_dicts(b): return isinstance(b, _listy) and len(b) > 0 and all(isinstance(o, dict) for o in b)
+# Is `b` a list of dicts or dataclasses? Has it one for each of `n` items?
+def are_records(b): return isinstance(b, _listy) and len(b) > 0 and all(isinstance(o, dict) or is_dataclass(o) for o in b)
+def has_records(b, n): return are_records(b) and len(b) == n
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #c0a1d00c
 # The rows of `size` items from the item `start` on, in a tensor with the rows of `n` items: (views, items, rows of an

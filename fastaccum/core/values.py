@@ -66,7 +66,7 @@ class LossValues:
     def _look(self, names, pred, yb, n, weigh, shown):
         single,self._single = self._single,None
         if n > 1: return self._measure(names, lambda: _Batch(pred, yb, n, shown), weigh)
-        if single is not None: return self._measure(names, lambda: _Batch(*join_items([single, (pred, yb)]), 2), weigh)
+        if single is not None: return self._measure(names, lambda: _Batch(*join_items([single, (pred, yb)], (1, 1)), 2), weigh)
         self._single = map_tensors(Tensor.detach, (pred, yb))
 
     # Put the values of the micro-batches from number `start` on together. They count with `weights`; `divided`: what their

@@ -14,7 +14,7 @@ import numpy as np, torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .memory import device_of
-from .microbatch import check_others, is_list_of_dicts, map_tensors, others_in, part_sizes, split_items, tensors_in
+from .microbatch import check_others, has_records, map_tensors, others_in, part_sizes, split_items, tensors_in
 from .private import next_number, number_of
 from .random import RandomState, Snapshot, generator_types
 from .untouched import Kept, Moved, Untouched, _no_collection, package_of
@@ -113,10 +113,10 @@ class OutputViews:
     # Find them for `batch`, whose first part gave `out`
     def find(self, batch, out):
         n = batch.sizes[0]
-        if is_list_of_dicts(out):
-            raise ValueError(f"coupled: the model returns a list of {len(out)} dicts for {n} items, and those of micro-batches cannot be "
-                             "joined: return a dict of tensors with a row for each item, by `torch.stack`, or compute the loss in "
-                             "the model.")
+        if has_records(out, n):
+            raise ValueError(f"coupled: the model returns a list of {n} {type(out[0]).__name__}s for {n} items, and those of "
+                             "micro-batches cannot be joined: return a dict of tensors with a row for each item, by `torch.stack`, or "
+                             "compute the loss in the model.")
         unsure = any(t.dim() and (len(t) != n or t.shape[1:2] == (n,)) for t in tensors_in(out))
         # perhaps a number of items
         unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))

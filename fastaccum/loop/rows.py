@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from fastai.metrics import LossMetric
 from torch.utils._pytree import tree_flatten
-from ..core.microbatch import join_items, map_tensors
+from ..core.microbatch import are_records, map_tensors
 from .events import declares
 
 # %% auto #0
@@ -145,14 +145,15 @@ def measure_kept(self:Rows):
     self.kept = []
     if not kept: return
     batches,now = [(pred, yb) for _,pred,yb in kept],(learn.pred, learn.yb)
-    if all(fits(batches[0], b) for b in batches): batches = [join_items(batches)]
+    if all(fits(batches[0], b) for b in batches): batches = [map_tensors(lambda *ts: torch.cat(ts), *batches)]
     try:
         for learn.pred,learn.yb in batches:
             for met in kept[0][0]: met.accumulate(learn)
     finally: learn.pred,learn.yb = now
 
-# Can two batches be joined: are they tensors alike, except for the number of items?
+# Can two batches `(pred, yb)` be joined: are they tensors alike, except for the number of items?
 def fits(a, b):
+    if are_records(a[0]) or any(map(are_records, a[1])): return False      # of an item each, maybe
     (xs,x),(ys,y) = tree_flatten(a),tree_flatten(b)
     tensors = all(isinstance(t, Tensor) and t.dim() for t in (*xs, *ys))
     return x == y and tensors and all((s.shape[1:], s.dtype) == (t.shape[1:], t.dtype) for s,t in zip(xs, ys))

@@ -2,6 +2,8 @@
 import pytest
 from reference import *
 from reference import GradientAccumulation    # ours
+from fastai.callback.progress import CSVLogger
+from fastaccum.logs.steps import StepLogger
 from test_silent import moved
 
 torch.manual_seed(0)
@@ -66,32 +68,35 @@ def test_predictions_of_several_lengths():
     learn.fit(1)
     assert len(learn.recorder.losses) == 2 and learn.recorder.values[0][1] > 0
 
-@pytest.mark.parametrize('event', ('before_batch', 'after_pred', 'after_loss', 'before_backward'))
+@pytest.mark.parametrize('event', ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_step'))
 def test_cancelled_batch_has_its_row(event):
     """As fastai gives it one, if it would have been a step: of its own loss, or of the one before if it has none, be this
     nothing, an earlier batch's or the validation's. A callback may cancel before or after the accumulation hears of the batch"""
     def rows(order, *cbs):
-        learn = learner(data, 8, *cbs, Stop(event, CancelBatchException, [(0, 0), (0, 2), (1, 0)], order), loss_func=CrossEntropyLossFlat(),
-                        opt_func=partial(SGD, mom=0.), valid=Data(data.x[:8], y[:8]))
+        learn = learner(data, 8, *cbs, Stop(event, CancelBatchException, [(0, 0), (0, 2), (1, 0)], order), CSVLogger(), StepLogger(),
+                        loss_func=CrossEntropyLossFlat(), opt_func=partial(SGD, mom=0.), valid=Data(data.x[:8], y[:8]))
         learn.fit_one_cycle(2, .05)
-        return learn.recorder.losses,learn.recorder.lrs,[list(v)[:2] for v in learn.recorder.values],weights(learn.model)
+        table,steps = learn.csv_logger.read_log().iloc[:, :3],learn.step_logger.to_df()[['epoch','loss','lr']]
+        return learn.recorder.losses,learn.recorder.lrs,[list(v)[:2] for v in learn.recorder.values],table,steps,weights(learn.model)
     for order in (3, 20):
         whole = rows(order)
-        split = [dict(micro_batch_size=3)]*(event == 'before_batch')         # later its loss is not that of all micro-batches
+        # between these events its loss is not that of all micro-batches
+        split = [dict(micro_batch_size=3)]*(event in ('before_batch', 'after_step'))
         for acc in (dict(accum_bs=8), dict(micro_batch_size=8), dict(accum_bs=8, log_accum_batch=False), *split):
-            losses,lrs,values,w = rows(order, GradientAccumulation(**acc))
-            assert np.allclose(losses, whole[0]) and np.allclose(lrs, whole[1]) and rel_err(w, whole[-1]) < 1e-6
-            assert np.allclose(values, whole[2])
+            *tables,w = rows(order, GradientAccumulation(**acc))
+            assert all(np.allclose(a, b) for a,b in zip(tables, whole)) and rel_err(w, whole[-1]) < 1e-6
 
 @pytest.mark.parametrize('acc', (dict(accum_bs=16), dict(micro_batch_size=3)))
 def test_row_of_an_epoch_cut_short(acc):
     "That of fastai, which has no training loss then. `recorder.losses` has the last step, too, whose row fastai leaves out"
     def rows(bs, pct, *cbs):
-        learn = learner(data, bs, *cbs, ShortEpochCallback(pct), loss_func=CrossEntropyLossFlat(ignore_index=-100), opt_func=SGD)
+        learn = learner(data, bs, *cbs, ShortEpochCallback(pct), CSVLogger(), opt_func=SGD,
+                        loss_func=CrossEntropyLossFlat(ignore_index=-100))
         learn.fit(2, .05)
-        return [*map(list, learn.recorder.values)],learn.recorder.losses
-    values,losses = rows(8 if 'accum_bs' in acc else 16, .6 if 'accum_bs' in acc else .5, GradientAccumulation(**acc))
-    whole,fewer = rows(16, .5)
+        return [*map(list, learn.recorder.values)],learn.recorder.losses,learn.csv_logger.read_log().iloc[:, :2]
+    values,losses,table = rows(8 if 'accum_bs' in acc else 16, .6 if 'accum_bs' in acc else .5, GradientAccumulation(**acc))
+    whole,fewer,fastais = rows(16, .5)
+    assert np.allclose(table, fastais, rtol=1e-5)
     assert np.allclose(values, whole, rtol=1e-5) and len(values[0]) == 1
     assert np.allclose(losses[:2], fewer[:2], rtol=1e-5) and (len(losses), len(fewer)) == (6, 4)
 

@@ -23,9 +23,9 @@ def test_part_sizes():
 def test_join():
     "Losses without dimensions are stacked; what is no tensor is the first part's"
     parts = [{'a': tensor([i, i]), 'b': (tensor(float(i)), 'name', i)} for i in range(3)]
-    joined = join_items(parts)
+    joined = join_items(parts, [2, 2, 2])
     assert joined['a'].tolist()==[0, 0, 1, 1, 2, 2] and joined['b'][0].tolist()==[0, 1, 2] and joined['b'][1:]==('name', 0)
-    assert join_items([tensor([1, 2])]).tolist()==[1, 2] and join_items([tensor(1)]).tolist()==[1]
+    assert join_items([tensor([1, 2])], [2]).tolist()==[1, 2] and join_items([tensor(1)], [1]).tolist()==[1]
     pair = namedtuple('Pair', 'a b')
     assert map_tensors(torch.neg, pair(tensor(1), [tensor(2)]))==pair(tensor(-1), [tensor(-2)])
     assert map_tensors(torch.add, [tensor(1), 'x'], [tensor(2), 'y'])==[tensor(3), 'x']
