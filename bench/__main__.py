@@ -1,4 +1,5 @@
 """`python -m bench` measures all and writes results.json; with names (`python -m bench speed syncs`) only these, and writes nothing.
+`python -m bench --cases 'own loss' detection` measures these cases of exactness, and puts their rows into results.json.
 `python -m bench --device cuda` measures on a GPU and writes results_cuda.json.
 `python -m bench --against PATH` times this code and that of another checkout in turn."""
 import json, os, platform, sys, time, warnings
@@ -51,17 +52,31 @@ def on_gpu(device):
     file.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
     print(f'Wrote {os.path.relpath(file)}, which the page Benchmarks shows.')
 
+def add_cases(*cases):
+    "Cases of exactness that are new, or that a peer was not there for: with the versions of the others"
+    from . import exact
+    res,now = report.results(),versions()
+    others = [k for k in (*PACKAGES, *BY_HAND) if res['versions'].get(k) != now.get(k)]
+    if others: sys.exit(f"results.json was measured with other versions of {', '.join(others)}: measure all of it.")
+    torch.set_num_threads(1)
+    rows = exact.run(cases)
+    print(report.exact(rows).to_string())
+    write(res | dict(exact=exact.merged(res['exact'], rows)))
+
+def write(res):
+    report.FILE.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
+    print(f'Wrote {os.path.relpath(report.FILE)}, which the page Benchmarks is made of.')
+
 def main(names=()):
     warnings.simplefilter('ignore')          # the libraries' own
     if list(names[:1]) == ['--device']: return on_gpu(names[1])
+    if list(names[:1]) == ['--cases']: return add_cases(*names[1:])
     if list(names[:1]) == ['--against']: return import_module('.against', __package__).main(*names[1:])
     wrong = set(names)-set(PARTS)
     if wrong: sys.exit(f"{', '.join(wrong)}: the parts are {', '.join(PARTS)}.")
     torch.set_num_threads(1)
     res = dict(date=date.today().isoformat(), machine=machine(), versions=versions(), **{part: measure(part) for part in names or PARTS})
     print(f'\n{report.about(res)}')
-    if names: return
-    report.FILE.write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
-    print(f'Wrote {os.path.relpath(report.FILE)}, which the page Benchmarks is made of.')
+    if not names: write(res)
 
 if __name__ == '__main__': main(sys.argv[1:])

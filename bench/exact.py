@@ -5,7 +5,7 @@ A figure is the distance to the big batch's weights, in units of how far these h
 that is the error of its gradient. Composer asks for an older PyTorch than fastai does, so `make bench` does not install
 it; it has its row where it was installed by hand."""
 from functools import partial
-from fastaccum.conformance import check
+from fastaccum.conformance import CASES, check
 from . import peers
 
 def runs() -> dict: # Name -> what trains
@@ -22,3 +22,9 @@ def row(peer, result) -> dict:
 
 def run(cases=None) -> list: # One dict a peer and case
     return [row(k, r) for k,f in runs().items() for r in check(f, cases)]
+
+def merged(rows, new) -> list:
+    "`rows` with those that are `new`, also in the place of others of the same peers and cases; in the order of the cases"
+    found = {(r['peer'], r['case']): r for r in (*rows, *new)}
+    labels = dict.fromkeys(peer for peer,_ in found)
+    return [found[label, case] for label in labels for case in CASES if (label, case) in found]

@@ -29,7 +29,7 @@ def hand(job):
     for epoch in range(first, job.epochs):
         for i,(x,y) in enumerate(loader, 1):
             if epoch == first and i <= skip: continue
-            with job.autocast(): loss = job.loss_func(job.model(x), y)
+            with job.autocast(): loss = job.loss(job.model(x), y)
             scaler.scale(loss/job.n_acc).backward()
             if i%job.n_acc == 0 or i == len(job.batches):
                 if job.clip:
@@ -72,6 +72,7 @@ def fit(job, *cbs, batches=None):
     if not any(isinstance(cb, FastaiPrecision) for cb in cbs): cbs = *cbs,*mixed(job)
     if job.clip: cbs = *cbs,GradientClip(job.clip)
     if job.lr_at: cbs = *cbs,ParamScheduler(dict(lr=partial(rate, job.lr, job.lr_at)))
+    if job.term: cbs = *cbs,Adds(job.term)
     if job.valid: cbs = *cbs,Validates(job.valid_every*job.micro_bs)
     if job.folder: cbs = *cbs,TrainingCheckpoint(job.folder, every_steps=1, every_minutes=None)
     dls = DataLoaders(job.loader(batches), DataLoader([], batch_size=None) if job.folder else Memory(job.valid or []))
@@ -79,6 +80,12 @@ def fit(job, *cbs, batches=None):
     learn = Learner(dls, job.model, loss_func=job.loss_func, opt_func=partial(wrapped, job.optimizer), cbs=cbs)
     if not job.valid: learn._do_epoch_validate = lambda *_: None
     with learn.no_bar(), learn.no_logging(): learn.fit(job.epochs, job.lr)
+
+class Adds(Callback):
+    "Adds a term of the outputs to the loss, as fastai's `RNNRegularizer` does"
+    run_valid = False
+    def __init__(self, term): self.term = term
+    def after_loss(self): self.learn.loss_grad += self.term(self.pred)
 
 class Validates(Callback):
     "Validates each time that so many items have come, as `learn.validate()` does it"
@@ -125,7 +132,7 @@ def accelerate(job):
         here = acc.skip_first_batches(loader, skip) if epoch == first and skip else loader
         for i,(x,y) in enumerate(here, 1 + (skip if epoch == first else 0)):
             with acc.accumulate(model):
-                acc.backward(job.loss_func(model(x), y))
+                acc.backward(job.loss(model(x), y))
                 if job.clip and acc.sync_gradients: acc.clip_grad_norm_(model.parameters(), job.clip)
                 opt.step()
                 if sched: sched.step()
@@ -144,7 +151,7 @@ def lightning(job):
         def __init__(self):
             super().__init__()
             self.model = job.model
-        def training_step(self, batch, i): return job.loss_func(self.model(batch[0]), batch[1])
+        def training_step(self, batch, i): return job.loss(self.model(batch[0]), batch[1])
         def validation_step(self, batch, i): job.loss_func(self.model(batch[0]), batch[1])
         def configure_optimizers(self):
             opt = job.optimizer(self.parameters())
@@ -181,8 +188,10 @@ def trainer(job, by_items=False):
             self.model = job.model
         def forward(self, x, labels=None):
             pred = self.model(x)
-            return dict(pred=pred) if labels is None else dict(loss=job.loss_func(pred, labels))
-    def summed(out, labels, num_items_in_batch): return job.loss_func(out['pred'], labels, reduction='sum')/num_items_in_batch
+            return dict(pred=pred) if labels is None else dict(loss=job.loss(pred, labels))
+    def summed(out, labels, num_items_in_batch):      # a term is added as the library's models add theirs, a mean
+        loss = job.loss_func(out['pred'], labels, reduction='sum')/num_items_in_batch
+        return loss + job.term(out['pred']) if job.term else loss
     def named(batches): return mapped(batches, lambda x, y: dict(x=x, labels=y))
     batches = named(job.batches)
     model = Model()
@@ -210,7 +219,7 @@ def composer(job):
             super().__init__()
             self.model = job.model
         def forward(self, batch): return self.model(batch[0])
-        def loss(self, outputs, batch): return job.loss_func(outputs, batch[1])
+        def loss(self, outputs, batch): return job.loss(outputs, batch[1])
     model = Model()
     opt = job.optimizer(model.parameters())
     clip = []

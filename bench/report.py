@@ -54,11 +54,11 @@ def syncs(rows):
     return _table(rows, column, lambda r: f"{r['micro_batch']:g} and {r['step']:g}")
 
 def exact(rows, cases=None):
-    """How far the weights are off those of training in big batches; in all `cases`, or in the first six, the second
-    six or the others: a page has no room for more"""
+    """How far the weights are off those of training in big batches; in all `cases`, or in the first five, the second,
+    the third or the others: a page has no room for more"""
     from fastaccum.conformance import CASES   # here, as `--against` starts processes that import this file first
     names = list(CASES)
-    wanted = dict(first=names[:6], second=names[6:12], third=names[12:]).get(cases, names)
+    wanted = dict(first=names[:5], second=names[5:10], third=names[10:15], fourth=names[15:]).get(cases, names)
     return _table([r for r in rows if r['case'] in wanted], lambda r: r['case'], lambda r: str(result(r)))
 
 def result(row):

@@ -1,4 +1,4 @@
-"""How exact is your trainer? Eighteen training runs, each compared with the same run in large batches
+"""How exact is your trainer? Twenty training runs, each compared with the same run in large batches
 
 Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 
@@ -48,6 +48,7 @@ class Job:
     model:nn.Module            # Train this object, not a copy
     batches:list               # Micro-batches `(x, y)` of one epoch; `loader()` gives the same
     loss_func:Any=None # Loss of `(model(x), y)`, a mean; default cross entropy
+    term:Callable|None=None    # Of `model(x)`, a mean over items: is added to the loss, in a callback where a trainer has them
     n_acc:int=4                # Micro-batches of an accumulated batch
     accum_bs:int|None=None     # Items of an accumulated batch, default those of `n_acc` micro-batches
     epochs:int=1               # Each epoch ends with a step on the items that are left
@@ -66,6 +67,14 @@ class Job:
     def __post_init__(self):
         self.micro_bs,self.loss_func = len(self.batches[0][0]),self.loss_func or F.cross_entropy
         self.accum_bs = self.accum_bs or self.n_acc*self.micro_bs
+
+    def loss(self,
+        pred, # `model(x)`
+        y     # Targets
+    ) -> torch.Tensor:
+        "`loss_func`, with the `term` if there is one"
+        loss = self.loss_func(pred, y)
+        return loss if self.term is None else loss + self.term(pred)
 
     def loader(self,
         batches=None, # Default the batches of the job
@@ -136,7 +145,7 @@ def big_batch(job):
     sched = job.scheduler(opt)
     for _ in range(job.epochs):
         for x,y in accumulated(replace(job, batches=[*loader]) if job.shuffle else job):
-            with job.autocast(): loss = job.loss_func(job.model(x), y)
+            with job.autocast(): loss = job.loss(job.model(x), y)
             scaler.scale(loss).backward()
             scaler.unscale_(opt)
             if job.clip is not None: nn.utils.clip_grad_norm_(job.model.parameters(), job.clip)
@@ -183,6 +192,20 @@ def unlabelled():
     res = micro_batches(8, 8, 8, 8)
     for (_,y),n in zip(res, (8, 2, 5, 1)): y[n:] = -1
     return res
+
+def masked_loss(pred, y, reduction='mean'):
+    "A user's own squared error of what was measured: `y` has values, and beside each 1 or 0"
+    value,counts = y.unbind(-1)
+    total = ((pred-value).pow(2)*counts).sum()
+    return total if reduction == 'sum' else total/counts.sum()
+
+def measured():
+    "Of each item there are 10 values; in the first micro-batch all of them were measured, in the others fewer"
+    return [(torch.randn(8, 16), torch.stack((torch.randn(8, 10), (torch.rand(8, 10) < share).float()), -1)) for share in (1, .1, .5, .05)]
+
+def penalty(pred):
+    "Keeps outputs small, as fastai's `RNNRegularizer` does with activations"
+    return .1*pred.pow(2).mean()
 
 def detection_loss(pred, y, reduction='mean'):
     "A sum over all boxes, divided by how many of them have an object, as in RetinaNet"
@@ -291,6 +314,11 @@ CASES = {
     'own loss': Case('Is a loss that the trainer does not know averaged over what it averages over?',
         lambda: Job(net(), unlabelled(), own_loss),
         'Weigh each micro-batch by the divisor of its loss: here the targets that count.'),
+    'masked loss': Case('Is a loss of what a mask lets through averaged over that?', lambda: Job(net(), measured(), masked_loss),
+        'Weigh each micro-batch by what its mask lets through.'),
+    'added term': Case('Does a term that a callback adds to the loss count by the items, too?',
+        lambda: Job(net(), micro_batches(8, 8, 8, 2), term=penalty),
+        'Weigh the term as the loss: by the items that it averages over.'),
     'detection': Case('Is a sum divided by the objects of the whole step, where some micro-batches have none?',
         lambda: Job(net(), boxes(), detection_loss),
         'Weigh each micro-batch by its divisor, and a micro-batch without objects by 1; divide by the objects of the '
@@ -335,13 +363,17 @@ def flat_weights(model): return torch.cat([p.detach().double().flatten() for p i
 # The weights afterwards, the number of steps, and why it says nothing if the trainer has left out what the case is
 # about
 def run_fits(train, case, job, folder=None):
-    steps,before = [],0
-    for fit in case.fits(job.fresh(on_step=lambda: steps.append(1), folder=folder)):
+    steps,terms,before = [],[],0
+    def term(pred):
+        terms.append(1)
+        return job.term(pred)
+    for fit in case.fits(job.fresh(on_step=lambda: steps.append(1), term=job.term and term, folder=folder)):
         before = len(steps)
         with suppress(Interrupted): train(fit)
     left_out = ''
     if job.valid and not any(getattr(m, 'evals', 0) for m in fit.model.modules()):
         left_out = 'it does not evaluate job.valid'
+    if job.term and not terms: left_out = 'it does not add job.term'
     if folder and case.fits is after_kill and len(steps)-before >= job.n_steps:
         left_out = 'it does not continue from job.folder'
     return flat_weights(fit.model),len(steps),left_out

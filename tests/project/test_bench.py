@@ -219,6 +219,14 @@ def test_tables():
     table = report.speed(results['speed'], 'MLP 32-64-10')
     assert table.shape==(7, 4) and (table.iloc[3:, 2:]=='').all(axis=None)   # these do not take part in the second case
 
+def test_merged():
+    "New cases come to their places, and what was measured again takes the place of what was there"
+    def row(peer, case, off=0.): return dict(peer=peer, case=case, off=off)
+    rows = [row('a', 'ragged end'), row('a', 'BatchNorm', None), row('b', 'ragged end')]
+    new = [row('a', 'tokens'), row('a', 'BatchNorm', .5), row('c', 'tokens')]
+    assert exact.merged(rows, new) == [row('a', 'ragged end'), row('a', 'tokens'), row('a', 'BatchNorm', .5), row('b', 'ragged end'),
+                                       row('c', 'tokens')]
+
 # -- On a GPU ----------------------------------------------------------------------------------------------------
 def test_gpu_runs():
     "Everybody trains the effective batch in as many steps; what does not fit is left empty"
@@ -298,7 +306,7 @@ def outputs_of(page):
 
 def in_cells(html): return re.findall(r'<t[hd][^>]*>(.*?)</t[hd]>', html)
 
-@pytest.mark.parametrize('page,n', [('benchmarks.ipynb', 10), ('tutorials/how_exact.ipynb', 3)])
+@pytest.mark.parametrize('page,n', [('benchmarks.ipynb', 10), ('tutorials/how_exact.ipynb', 4)])
 def test_pages_show_these_results(page, n):
     "Else: run the page again"
     tables,words = outputs_of(page)

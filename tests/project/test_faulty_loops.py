@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from bench import peers
-from fastaccum.conformance import ProtocolError, accumulated, check, detection_loss, evaluate, own_loss
+from fastaccum.conformance import ProtocolError, accumulated, check, detection_loss, evaluate, masked_loss, own_loss
 from fastaccum.core.accumulator import GradientAccumulator
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore:Detected call of .lr_scheduler:UserWarning')]
@@ -17,6 +17,7 @@ def counted(loss_func, y):
     "What the loss averages over"
     if loss_func is detection_loss: return y.sum()
     if loss_func is own_loss: return (y >= 0).sum()
+    if loss_func is masked_loss: return y[..., 1].sum()
     weight = getattr(loss_func, 'keywords', {}).get('weight')
     return (y != -100).sum() if weight is None else weight[y].sum()
 
@@ -45,7 +46,7 @@ def loop(job):
         total,items = 0,0
         for i,(x,y) in enumerate(loader, 1):
             if (epoch, i) <= place: continue
-            with job.autocast(): loss = job.loss_func(job.model(x), y)
+            with job.autocast(): loss = job.loss(job.model(x), y)
             count = counted(job.loss_func, y)
             scaler.scale(loss*(count or 1)).backward()
             total,items = total+count,items+len(x)
@@ -183,7 +184,7 @@ def steps_of(job, loader):
 
 def loss_sum(job, x, y):
     "The sum that the loss divides, and the number that it is divided by"
-    with job.autocast(): loss = job.loss_func(job.model(x), y)
+    with job.autocast(): loss = job.loss(job.model(x), y)
     n = counted(job.loss_func, y)
     return loss*(n or 1),n
 
