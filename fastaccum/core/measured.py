@@ -858,11 +858,14 @@ def _first(v): return v.reshape(-1)[0]
 def _one(v): return float(_first(v))
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e8cef
+# Targets that may count nothing
+def paddings(f): return dict.fromkeys((getattr(f, 'ignore_index', -100), -100, 0, 1, -1))
+
 # The value of padding: a target that counts nothing where it stands, and changes nothing elsewhere
 @patch
 def _silent(self:Reference, part):
     shapes = [tuple(max(p, q) + (p != q) for p,q in zip(a, b)) for a,b in zip(self.items.shapes, part.shapes)]
-    for value in dict.fromkeys((getattr(self.f, 'ignore_index', -100), -100, 0, 1, -1)):
+    for value in paddings(self.f):
         try: _,now = loss_and_grads(self.f, self.items.widen(shapes, value))
         except NotMeasured: continue                       # it is no target of this loss
         left = [n - _widened(g, self.items.n, (len(n)//self.items.n, *n.shape[1:]), 0.) for g,n in zip(self.alone, now)]
@@ -1145,10 +1148,18 @@ class Items:
 
     # Shape of one item of each tensor: outputs may have several rows for each
     @property
-    def shapes(self): return [(len(t)/self.n, *t.shape[1:]) for t in self._tensors()]
-    def _tensors(self):
-        leaves = tree_leaves(self.pred, is_leaf=partial(_has_objects, self.n)) + tree_leaves(self.yb, is_leaf=partial(_is_by_item, self.n))
-        return [t for t in leaves if isinstance(t, Tensor) and t.dim()]
+    def shapes(self): return [(len(t)/self.n, *t.shape[1:]) for t in self.leaves if isinstance(t, Tensor) and t.dim()]
+
+    # Tensors, lists with an object for each item, and what else outputs and targets are made of
+    @property
+    def leaves(self): return [o for leaves,_ in self._flat() for o in leaves]
+    def _flat(self):
+        return (tree_flatten(self.pred, is_leaf=partial(_has_objects, self.n)), tree_flatten(self.yb, is_leaf=partial(_is_by_item, self.n)))
+
+    # Others, in the same structure
+    def put_leaves(self, leaves, n):
+        (own,of_pred),(_,of_yb) = self._flat()
+        return self.put(tree_unflatten(leaves[:len(own)], of_pred), tree_unflatten(leaves[len(own):], of_yb), n)
 
     # Have targets and inputs of its items the same shapes?
     def looks_like(self, other): return self._of_data == other._of_data

@@ -42,6 +42,7 @@ class BatchLoop:
         self.own_one_batch = None                     # the Learner's own, if it has one
         self.reached = False                          # has that come to the loop?
         self.plan = None                              # how `learn.pct_train` moves in this epoch; None: with each loader batch
+        self.loss_of_ranks = None                     # in a validation over several ranks: of outputs and targets, as a loss function
         self.every_batch = EveryBatch(self)
         self.as_it_is = AsItIs(self)
         self.rows = Rows(self)
@@ -137,6 +138,10 @@ def begin_epoch(self:BatchLoop):
 @patch
 def forget_plan(self:BatchLoop): self.plan = None
 
+# By a loss over several ranks, in the place of the loss function; None: by that
+@patch
+def validate_by(self:BatchLoop, loss): self.loss_of_ranks = loss
+
 # %% ../../nbs/api/loop/01_batch_loop.ipynb #56d520dd
 @patch
 def fire(self:BatchLoop,
@@ -214,7 +219,8 @@ def forward(self:BatchLoop,
     self.now.went_through()
     if table['after_pred']: self.fire('after_pred')
     if len(learn.yb):
-        try: learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+        f = learn.loss_func if learn.training or self.loss_of_ranks is None else self.loss_of_ranks
+        try: learn.loss_grad = f(learn.pred, *learn.yb)
         except Exception:
             self.now.lost()
             raise
@@ -224,6 +230,7 @@ def forward(self:BatchLoop,
             learn.loss_grad = learn.loss_grad.clone()
         learn.loss = learn.loss_grad.clone() if table['after_loss'] or table['before_backward'] else learn.loss_grad.detach()
     if not table['after_loss']: return
+    if not learn.training and len(learn.yb): self.now.keep_value(learn.loss_grad.detach().clone())
     if not (learn.training and len(learn.yb)): return self.fire('after_loss')
     made,version = learn.loss_grad,learn.loss_grad._version
     self.fire('after_loss')
@@ -446,6 +453,7 @@ class Progress:
     diverged  = False # the loss is not finite
     no_loss   = False # the loss function raised an exception
     changed   = None  # a callback has 'added' something to the loss function's value, or 'replaced' it
+    value     = None  # in a validation: what the loss function returned, if callbacks may change it
     losses    = None  # the losses of its items, if the loss function does not reduce them
     batch_loss = None # its own loss, if `learn.loss` is the accumulated loss
     on_host   = None  # the loss of the row that is due, the version of this tensor, and its value on the host
@@ -454,6 +462,7 @@ class Progress:
     def went_through(self): self.predicted = True
     def lost(self): self.no_loss = True
     def keep_losses(self, losses): self.losses = losses
+    def keep_value(self, value): self.value = value
     def was_changed(self, how): self.changed = how
     def begin_step(self): self.attempted = False
     def took_step(self, stepped): self.stepped = stepped

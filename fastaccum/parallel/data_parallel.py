@@ -276,6 +276,7 @@ def before_validate(self:DataParallel):
     if not self.many: return
     self.learn.dl = dl = self._shard(self.learn.dl)
     if self.fitting: self.brings_ranks.before_validate()
+    self.loop.validate_by(None)                # an error may have ended the last one
     if not isinstance(dl, ShardedDL): return
     self.joint = True                          # from here on, also if the ranks turn out to differ
     self.validation = JointValidation(self.brings_ranks, self.learn, dl.rows)
@@ -290,6 +291,7 @@ def after_validate(self:DataParallel):
     if validation is None: return
     learn = self.learn
     validation.end()
+    if validation.message: self.warn_once(validation.message, 'tutorials/many_devices.html#when-something-goes-wrong', about='validation')
     if hasattr(learn, 'recorder'): reduce_metrics([m for m in learn.recorder._valid_mets if m not in validation.losses])
     if hasattr(learn, 'gather_preds'): self._join_gathered(learn.gather_preds, validation.rows_done())
 

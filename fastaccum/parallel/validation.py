@@ -6,14 +6,20 @@ Docs: https://fastaccum.github.io/fastaccum/api/parallel/validation.html.md"""
 
 # %% ../../nbs/api/parallel/09_validation.ipynb #f3d4d4c5
 from __future__ import annotations
-from copy import copy
+from dataclasses import is_dataclass
+from math import inf
+from typing import Any, NamedTuple
 from fastai.basics import *
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 from ..accumulation.ways import way_of
-from ..core.losses import LossRule
-from ..core.probe import LossProbe
+from ..core.losses import LossInfo, is_known, loss_weight
+from ..core.measured import Items, Look, NotMeasured, paddings
+from ..core.memory import is_out_of_memory
+from ..core.microbatch import map_tensors, tensors_in
+from ..loop.events import cancels
 from .processes import from_all, together
-from .tensors import joined_items
+from .tensors import items_of_all
 
 # %% auto #0
 __all__ = []
@@ -24,85 +30,213 @@ class JointValidation:
     def __init__(self, ranks, learn, rows):
         self.ranks,self.learn = ranks,learn
         self.rows = rows
-        self.parts = []             # (number of the loader batch, its loss, weight, items, least divisor)
+        self.parts = []             # a `Part` of each loader batch
         self.done = 0
         self.cancelled = False
+        self.is_joined = False      # is the last loss that of all ranks' items?
+        self.message = None         # a warning
+        self.alone = None           # why losses were computed on each rank by itself, although they are not known
         rec = getattr(learn, 'recorder', None)
         unused = rec is None or hasattr(learn, 'gather_preds')          # whose losses fastai does not average
         self.losses = [] if unused else [m for m in rec._valid_mets if type(m).accumulate is AvgLoss.accumulate]
         self.accumulation = first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
-        self.whole = bool(self.losses) and self._needs_all()
+        self.weight = self.accumulation and self.accumulation.weight
+        self.info = LossInfo(learn.loss_func)
+        learn.one_batch.validate_by(self.loss if self.losses and self._needs_all() else None)
         ranks.begin_validation()
 
     # Is the loss of a loader batch to be computed from the outputs of all ranks?
     def _needs_all(self):
         acc = self.accumulation
-        self.weight = acc and acc.weight
         if acc is not None and way_of(acc).is_coupled: return True
         if self.weight is not None: return False
-        trained = acc is not None and acc.rule.new_probe is not None
-        # a copy, as MixUp replaces the loss in training
-        self.rule = copy(acc.rule) if trained else LossRule(LossProbe)
-        self.rule.look_up(self.learn.loss_func, acc is None or bool(acc.check_loss and acc.normalize))
-        if self.rule.info.inexact: return True
-        if not self.rule.probed: return False
-        keys = set(from_all(self.rule.key if self.rule.probe.fits else None))
-        return None in keys or len(keys) > 1
+        return self.info.inexact or (acc is None or bool(acc.check_loss)) and not is_known(self.learn.loss_func)
 
     # On this rank
     def cancel(self): self.cancelled = True
+
+    # In the place of the loss function
+    def loss(self, pred, *yb):
+        learn = self.learn
+        self.ranks.agree('outputs')
+        joined,self.is_joined = self._joined(Items(pred, yb, find_bs(yb))),True
+        if joined is not None:
+            try: return learn.loss_func(joined.pred, *joined.yb)
+            except cancels: raise
+            except Exception as e:
+                if is_out_of_memory(e): raise
+                self.alone = f'with them {type(e).__name__}: {e}'
+        self.is_joined = False
+        return learn.loss_func(pred, *yb)
+
+    def _joined(self, own=None):
+        joined,why = items_of_ranks(own, self.learn.loss_func, self.ranks.device)
+        self.alone = why or self.alone
+        return joined
 
     # This rank has computed its part of the loader batch
     def after_batch(self):
         learn = self.learn
         self.done = learn.iter+1
         if not self.losses or not len(learn.yb): return
-        items,loss = find_bs(learn.yb),learn.loss.detach().mean()
-        if self.whole:
-            loss = self._of_all()
-            weight = not any(self.rows[learn.iter][:self.ranks.rank])   # it counts once, on the first rank with items
-        elif self.weight is not None: weight = self.weight(learn)       # or (weight, floor)
-        elif learn.loss.dim(): weight = learn.loss.numel()
-        else: weight = ifnone(self.rule.weight(learn.yb, items), 1),self.rule.info.floor
-        weight,floor = weight if type(weight) is tuple else (weight, None)
-        self.parts.append((learn.iter, loss, weight, items, floor or 0.))
+        n,loss = find_bs(learn.yb),learn.loss.detach().mean()
+        value = learn.one_batch.now.value                                           # without what callbacks have added
+        value,added = (loss, 0.) if value is None else (value.mean(), loss-value.mean())
+        weight,floor = (n, 0.) if self.is_joined else self._weight(n)
+        # targets of one rank may all be ignored
+        if self.alone is not None and not self.is_joined: weight = torch.where(value.isnan(), 0, weight)
+        self.parts.append(Part(learn.iter, value, weight, n, floor, added, self.is_joined))
 
-    def _of_all(self):
+    # Of this rank's own loss, and the least one
+    def _weight(self, n):
         learn = self.learn
-        self.ranks.agree('outputs')
-        out,yb = joined_items(self.rows[learn.iter], (learn.pred, learn.yb), self.ranks.device)
-        return learn.loss_func(out, *yb).detach().mean()
+        if self.weight is None and learn.loss.dim(): return learn.loss.numel(),0.
+        weight = ifnone(loss_weight(self._rule, learn.yb, n), 1) if self.weight is None else self.weight(learn)
+        weight,floor = weight if type(weight) is tuple else (weight, None)
+        return weight,floor or 0.
+
+    # What training has measured of a loss that the model computes
+    @property
+    def _rule(self):
+        rule = self.accumulation and self.accumulation.rule
+        return rule.info if rule and rule.probed and rule.sure and rule.info.loss_func is self.learn.loss_func else self.info
 
     # The validation ends on this rank. Other ranks may have more loader batches, in which it takes part
     def end(self):
         ranks,rows = self.ranks,self.rows
+        self.learn.one_batch.validate_by(None)
         ranks.end_validation()
         votes = self.cancelled or not rows or rows[-1][ranks.rank] > 0
-        for i in range(self.done, len(rows)+1):
-            kind = ranks.agree('cancelled' if self.cancelled else 'validated', votes).kind
-            if kind == 'outputs': joined_items(rows[i], None, ranks.device)
-            elif kind == 'forward': ranks.ghost_forward()
-            else: break
+        while (kind := ranks.agree('cancelled' if self.cancelled else 'validated', votes).kind) in ('outputs','forward'):
+            if kind == 'outputs': self._joined()
+            else: ranks.ghost_forward()
         # as on the ranks that voted
         if kind == 'cancelled' and hasattr(self.learn, 'recorder'): self.learn.recorder.cancel_valid = True
         self.cancelled = kind == 'cancelled'
         if not self.cancelled: self._set_losses()
 
-    # Let fastai's metrics average the losses of the loader batches
-    def _set_losses(self):
-        if not self.losses: return
-        sums = torch.zeros(4, len(self.rows), dtype=torch.float64, device=self.ranks.device)
-        for i,loss,weight,items,floor in self.parts:
-            loss,weight = (torch.as_tensor(v, dtype=torch.float64, device=sums.device).detach() for v in (loss, weight))
-            # with a least divisor, a loss without weight counts, too
-            counts = weight > 0 if not floor else loss.isfinite()
-            total = torch.where(counts, loss*weight.clamp(min=floor), 0.)
-            sums[:,i] = torch.stack([total, weight, torch.full_like(weight, items), torch.full_like(weight, items*floor)])
-        with together(): dist.all_reduce(sums)
-        is_sum = not self.whole and self.weight is None and self.rule.is_sum
-        loss,weight,items,floors = (t[sums[2] > 0] for t in sums)
-        mean = loss if is_sum else loss/torch.maximum(weight, floors/items)
-        for m in self.losses: m.total,m.count = (mean*items).sum(),int(items.sum())
-
     # The loader batches that the ranks have done
     def rows_done(self): return self.rows[:max(from_all(self.done))]
+
+# %% ../../nbs/api/parallel/09_validation.ipynb #9b48e002
+# Of a loader batch, what one rank has
+class Part(NamedTuple):
+    i:int           # number of the loader batch
+    loss:Any        # as the loss function returned it, of this rank's items or of those of all ranks
+    weight:Any
+    items:int
+    floor:float     # least divisor
+    added:Any       # what callbacks have added to the loss
+    joined:bool     # is it the loss of all ranks' items?
+
+# Let fastai's metrics average the losses of the loader batches
+@patch
+def _set_losses(self:JointValidation):
+    if not self.losses: return
+    own = torch.zeros(len(Part._fields), len(self.rows), dtype=torch.float64, device=self.ranks.device)
+    for part in self.parts: own[:,part.i] = torch.stack([torch.as_tensor(v, dtype=own.dtype, device=own.device).detach() for v in part])
+    ranks = torch.empty(self.ranks.world, *own.shape, dtype=own.dtype, device=own.device)
+    with together(): dist.all_gather([*ranks], own)
+    ranks = Part(*ranks[...,(ranks[:,Part._fields.index('items')] > 0).any(0)].unbind(1))
+    joined,items = ranks.joined.any(0),ranks.items.sum(0)
+    # with a least divisor, a loss without weight counts, too
+    counts = (ranks.weight > 0) | (ranks.floor > 0) & ranks.loss.isfinite()
+    total = torch.where(counts, ranks.loss*torch.maximum(ranks.weight, ranks.floor), 0.).sum(0)
+    by_weight = total/torch.maximum(ranks.weight.sum(0), (ranks.floor*ranks.items).sum(0)/items)
+    is_sum = self.weight is None and self.info.reduction == 'sum'
+    loss = torch.where(joined, by_weight, total) if is_sum else by_weight
+    # on a rank whose targets are all ignored it is lost
+    had = torch.where(ranks.added.isnan(), 0., ranks.items)
+    loss = loss + (ranks.added.nan_to_num(0.)*had).sum(0)/had.sum(0).clamp(min=1)
+    for m in self.losses: m.total,m.count = (loss*items).sum(),int(items.sum())
+    if self.alone is not None and self._rule is self.info: self._note_spread(ranks, joined)
+
+# How far are the ranks' losses of a loader batch apart?
+@patch
+def _note_spread(self:JointValidation, ranks, joined):
+    has_loss = (ranks.items > 0) & ~ranks.loss.isnan()
+    items = torch.where(has_loss, ranks.items, 0.)
+    mean = (ranks.loss.nan_to_num(0.)*items).sum(0)/items.sum(0)
+    spread = torch.where(has_loss, ranks.loss, -inf).amax(0) - torch.where(has_loss, ranks.loss, inf).amin(0)
+    off = float(torch.where(joined, 0., spread/mean.abs()).nan_to_num(0.).max())
+    if off > 1e-5: self.message = computed_alone.format(off=off, why=self.alone)
+
+computed_alone = ("Each rank has computed the validation loss of its own items, up to {off:.2%} apart from another rank's, and their mean "
+                  "by items was taken, as {why}. Pass weight=, a function that returns what the loss averages over, or validate in one "
+                  "process.")
+
+# %% ../../nbs/api/parallel/09_validation.ipynb #9b48e001
+# Outputs and targets of the items of all ranks, as `Items`; or None, and why they cannot be joined. `own`: those of this rank, or None
+# on a rank without items, which gets None
+def items_of_ranks(own, loss_func, device):
+    ranks = from_all(own and (own.n, [_kind(own.n, o) for o in own.leaves]))
+    sizes,kinds = zip(*(r for r in ranks if r is not None))
+    why = _why_apart(kinds)
+    if why is not None: return None,f'the outputs and targets of the ranks cannot be joined: {why}'
+    alike = all(k == kinds[0] for k in kinds) and 'list' not in kinds[0]
+    if None not in ranks and alike: joined = own.put(*map_tensors(partial(items_of_all, sizes), (own.pred, own.yb)), sum(sizes))
+    else:
+        parts = from_all(own and tree_map(lambda o: o.detach().cpu() if isinstance(o, Tensor) else o, own.leaves))
+        if own is None: return None,None
+        parts = [own.put_leaves(to_device(p, device), n) for p,n in zip((p for p in parts if p is not None), sizes)]
+        if not alike: parts = _as_wide(parts, loss_func)
+        if parts is None: return None,'they have other widths from rank to rank, and padding counts in the loss'
+        joined = parts[0].join(*parts[1:])
+    if _depends_on_order(joined, own, sizes, loss_func): return None,'the order of several rows of each item counts in the loss'
+    return joined,None
+
+# What must be alike on all ranks: the rows of an item, and the rest of the shape; None if a tensor has no rows of items
+def _kind(n, o):
+    if isinstance(o, Tensor):
+        if not o.dim(): return o.item()
+        is_by_column = len(o) != n and o.shape[1:2] == (n,)
+        return None if len(o)%n or is_by_column else (len(o)//n, *o.shape[1:])
+    if isinstance(o, list): return 'list'
+    if is_dataclass(o): return [_kind(n, t) for t in tensors_in(o)]
+    return o if isinstance(o, (int,float,str,type(None))) else type(o).__name__
+
+def _why_apart(kinds):
+    if len({len(k) for k in kinds}) > 1: return 'they have another structure from rank to rank'
+    for column in zip(*kinds):
+        if None in column: return 'a tensor has no row for each item'
+        if all(isinstance(k, tuple) for k in column) and len({len(k) for k in column}) == 1: continue
+        if any(k != column[0] for k in column): return 'a number among them is not the same on all ranks'
+
+# Padded to the width of the widest, with a target that counts nothing
+def _as_wide(parts, loss_func):
+    shapes = [tuple(map(max, *s)) for s in zip(*(p.shapes for p in parts))]
+    with Look(loss_func) as look:
+        # padding that is seen at the end of a row, if any is
+        seen = [v for v in paddings(loss_func) if any(bool((t[:,-1] == v).any()) for p in parts for t in tensors_in(p.yb) if t.dim() > 1)]
+        for value in seen or paddings(loss_func):
+            wide = [_widened(p, shapes, value) for p in parts]
+            if all(_same_loss(look.loss, *o) for o in zip(parts, wide)): return wide
+
+# New places have outputs of others, as those of padding are not zero in one process either
+def _widened(part, shapes, value):
+    left = iter(shapes)
+    leaves = [_repeated(o, part.n, next(left)) if isinstance(o, Tensor) and o.dim() else o for o in part.leaves]
+    return part.put_leaves(leaves, part.n).put(yb=part.widen(shapes, value).yb)
+
+def _repeated(t, n, shape):
+    t = t.unflatten(0, (n, -1))
+    for d,k in enumerate(shape, 1): t = t.index_select(d, torch.arange(int(k), device=t.device)%t.shape[d])
+    return t.flatten(0, 1)
+
+# Is it another loss if the rows of the items' first views come before all second ones, as in `torch.cat((a, b))`?
+def _depends_on_order(joined, own, sizes, loss_func):
+    if all(s[0] == 1 for s in own.put(yb=()).shapes): return False
+    def by_views(t):
+        each = len(t)//sum(sizes)
+        if each == 1: return t
+        return torch.cat([p.unflatten(0, (each, -1)) for p in t.split([each*n for n in sizes])], 1).flatten(0, 1)
+    other = joined.put(*map_tensors(lambda t: by_views(t) if t.dim() else t, (joined.pred, joined.yb)))
+    with Look(loss_func) as look: return not _same_loss(look.loss, joined, other)
+
+# Only the user's code may fail here: a padding may be no target of the loss
+def _same_loss(f, a, b):
+    try: a,b = (f(o.pred, *o.yb).mean() for o in (a, b))
+    except Exception as e:
+        if is_out_of_memory(e): raise
+        return False
+    return torch.allclose(a, b, rtol=1e-5, equal_nan=True)

@@ -1,13 +1,14 @@
 """A validation over several ranks is that of one process: losses, what callbacks decide by them, and ranks that end it early"""
-import os, subprocess, sys
+import os, subprocess, sys, warnings
 from pathlib import Path
 import fresh
 import pytest, torch, torch.nn.functional as F
-from fastai.basics import Callback, CancelValidException, CrossEntropyLossFlat, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor
+from fastai.basics import (
+    Callback, CancelValidException, CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor)
 from fastai.callback.all import EarlyStoppingCallback, ProgressCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.losses import LabelSmoothingCrossEntropyFlat
 from fastaccum.accumulation.remainder import policies
-from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, LocalSGD, StepLogger, launch
+from fastaccum.all import ChunkedHead, DataParallel, FullyShard, GradientAccumulation, LocalSGD, StepLogger, launch
 import torch.distributed as dist
 
 pytestmark = pytest.mark.slow      # all start processes of two ranks or three
@@ -76,6 +77,64 @@ def cases():
         coupled=lambda: learner(x, y, Contrast(), coupled=True, micro_batch_size=4),
         regression=lambda: learner(x, x.sum(1, keepdim=True), nn.L1Loss(), mlp(1)))
 
+# --- losses of one's own, by which a validation over ranks could be wrong
+class Hard:
+    "Items above `cut` count: below it all do, as in training"
+    def __init__(self): self.cut,self.calls,self.last = 0.,0,None
+    def __call__(self, p, y):
+        each = F.cross_entropy(p.flatten(0, -2), y.flatten(), reduction='none')
+        counts = (each > self.cut) & (y.flatten() != 0) if p.dim() == 3 else each > self.cut
+        self.calls,self.last = self.calls+1,len(y)
+        return (each*counts).sum()/counts.sum().clamp(min=1)
+class Cut(Callback):
+    def before_train(self): self.learn.loss_func.cut = 0.
+    def before_validate(self): self.learn.loss_func.cut,self.learn.loss_func.calls = 1.1,0
+class Penalty(Callback):
+    "Adds something to the loss in validation, too"
+    def after_loss(self): self.learn.loss = self.learn.loss + self.learn.pred.abs().mean() + self.learn.model[0].weight.norm()
+class Decay(Callback):
+    def after_loss(self): self.learn.loss = self.learn.loss + self.learn.model[0].weight.norm()
+class Inside(nn.Module):
+    "Computes the loss itself"
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+    def forward(self, x, y): return dict(loss=F.cross_entropy(out := self.body(x), y), out=out)
+def own_loss_of(out, y): return out['loss']
+def padded(items):
+    width = max(len(y) for _,y in items)
+    return tuple(torch.stack([F.pad(t, [0]*(2*t.dim()-1) + [width-len(t)]) for t in ts]) for ts in zip(*items))
+def with_loaders(learn, items, **kwargs):
+    learn.dls = DataLoaders(*[DataLoader(o, bs=16, **kwargs) for o in (items[:64], items[64:])], device='cpu')
+    return learn
+
+def hard():
+    "They validate after a fit whose loss says other things"
+    x,y = data()
+    xs,ys = data(seq=7)
+    def texts(): return with_loaders(learner(xs, ys, Hard(), cbs=[Cut()]), [(a[:3+i%5], b[:3+i%5]) for i,(a,b) in enumerate(zip(xs, ys))],
+                                     create_batch=padded)
+    return dict(
+        changed=lambda: learner(x, y, Hard(), cbs=[Cut()]),
+        chunked=lambda: learner(x, y, own_weights, cbs=[ChunkedHead(n_chunks=2)]),
+        texts=texts,
+        # not all ranks have the last loader batch
+        sharded=lambda: learner(*data(n_valid=17), Hard(), n_valid=17, bs=8, cbs=[Cut()], dp=FullyShard),
+        with_penalty=lambda: learner(x, y, nn.CrossEntropyLoss(weight=class_weights), cbs=[Penalty()]),
+        ignored_with_penalty=lambda: learner(x, ignored(y), nn.CrossEntropyLoss(), cbs=[Decay()]),      # of all targets of a rank
+        own_with_penalty=lambda: learner(x, y, Hard(), cbs=[Cut(), Penalty()]),
+        inside=lambda: with_loaders(learner(x, y, own_loss_of, Inside()), [*zip(x, y, y)], n_inp=2))
+
+def validated(make):
+    "Its loss, of an untrained model and of a trained one, what the loss keeps, and warnings"
+    learn = make()
+    with quiet(learn), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        losses = [learn.validate()[0]]
+        learn.fit(1)
+        losses.append(learn.validate()[0])
+    return losses,[getattr(learn.loss_func, k, None) for k in ('calls','last')],[str(w.message) for w in told]
+
 # --- callbacks that decide by the loss
 def decisions():
     x,y = data()
@@ -117,7 +176,7 @@ def items_of_steps():
     return res
 
 def all_cases():
-    return dict({k: fitted(make) for k,make in cases().items()},
+    return dict({k: fitted(make) for k,make in cases().items()}, **{k: validated(make) for k,make in hard().items()},
                 **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, items_of_steps)})
 
 # --- ranks that end a validation early
@@ -176,6 +235,17 @@ def test_losses_are_those_of_one_process(results, name, n):
         k = 1 if name == 'smoothed' else None      # no weight makes its training exact, as a warning says
         torch.testing.assert_close(tensor(r[0][:k]), tensor(one[0][:k]), rtol=2e-6, atol=2e-6)
         if k is None: torch.testing.assert_close(r[1], one[1], rtol=1e-5, atol=1e-6)
+
+@over
+@pytest.mark.parametrize('name', hard())
+def test_losses_that_no_rule_describes(results, name, n):
+    "Computed from the outputs of all ranks, once for each loader batch; or each rank's own, with a warning"
+    (one,),many = ([r[name] for r in results[k]] for k in (1, n))
+    for losses,*_ in many:
+        torch.testing.assert_close(tensor(losses), tensor(one[0]), rtol=2e-6, atol=2e-6)
+    assert many[0][1] == one[1]                    # the others may not have the last loader batch
+    told = [m for m in many[0][2] if 'Each rank has computed the validation loss of its own items, up to' in m]
+    assert bool(told) == (name == 'inside')
 
 @over
 def test_callbacks_decide_as_in_one_process(results, n):
