@@ -175,9 +175,22 @@ def items_of_steps():
             res[dp.__name__,remainder] = list(learn.step_logger.rows['items'])
     return res
 
+def hooked():
+    "Warnings of a module's backward hook that treats items together, and of one that does not; each rank has one micro-batch or two"
+    def told(accum, hook):
+        x,y = data()
+        learn = learner(x, y, nn.CrossEntropyLoss(), accum=accum)
+        learn.model[2].register_full_backward_hook(hook)
+        with quiet(learn), warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter('always')
+            learn.fit(1)
+        return sum('The backward hook' in str(w.message) for w in found)
+    hooks = lambda m, i, o: (i[0]/i[0].norm(),),lambda m, i, o: (-i[0],)
+    return [[told(accum, hook) for accum in (16, 32)] for hook in hooks]
+
 def all_cases():
     return dict({k: fitted(make) for k,make in cases().items()}, **{k: validated(make) for k,make in hard().items()},
-                **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, items_of_steps)})
+                **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, items_of_steps, hooked)})
 
 # --- ranks that end a validation early
 class Cancel(Callback):
@@ -273,6 +286,9 @@ def test_a_rank_without_a_target_takes_over_the_rule(results, n):
     (one,),many = ([r['all_ignored'] for r in results[k]] for k in (1, n))
     for r in many:
         for k in one: torch.testing.assert_close(r[k], one[k], rtol=1e-5, atol=1e-6)
+
+@over
+def test_a_module_hook_that_treats_items_together_is_told(results, n): assert [r['hooked'] for r in results[n]] == [[[1, 1], [0, 0]]]*n
 
 @pytest.fixture(scope='module')
 def ended_early(tmp_path_factory): return started(cancelled, 2, tmp_path_factory.mktemp('cancelled'))()

@@ -17,6 +17,7 @@ __all__ = []
 # %% ../../../nbs/api/accumulation/witnesses/03_gradients.ipynb #ecfc8175
 class SomeSteps(Witness):
     page = 'tutorials/callbacks.html#what-fastaccum-warns-about'
+    sees_one_rank = False                          # is one rank's part of a step enough?
 
     def __init__(self, cb):
         super().__init__(cb)
@@ -29,7 +30,7 @@ class SomeSteps(Witness):
         is_later = self.n_opened%50 == 0
         if is_later: self.cb.witnesses.read()
         if self.n_opened > 3 and not is_later: return
-        if self.told or self.cb.ranks.world > 1: return
+        if self.told or self.cb.ranks.world > 1 and not self.sees_one_rank: return
         self.sums = self.begin([p for p in self.cb.acc.params if p.requires_grad])
 
     def void(self): self.drop()

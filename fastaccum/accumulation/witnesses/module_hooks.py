@@ -22,6 +22,7 @@ __all__ = []
 # %% ../../../nbs/api/accumulation/witnesses/22_module_hooks.ipynb #48b0e002
 class ChangingModuleHooks(SomeSteps):
     about = 'module hooks'
+    sees_one_rank = True
     message = ("The backward hook {figure}, as what it makes of an item's gradient depends on the other items of its micro-batch. Let it "
                "change each item by itself, or load the whole batch.")
 
@@ -30,8 +31,10 @@ class ChangingModuleHooks(SomeSteps):
         return [HookRows(m, hooks, k) for m in modules for hooks in (m._backward_hooks, m._backward_pre_hooks) for k in own_hooks(hooks)]
 
     def compare(self, hook):
-        is_split = len(self.cb.acc.losses) > 1 or self.cb.batch.way.is_coupled
-        if not (is_split and hook.changes and len(hook.seen) > 1): return
+        cb = self.cb
+        over_ranks = cb.ranks.world > 1 and (cb.ranks.joint_gradients or cb.ranks.one_target)       # not where each rank steps alone
+        is_split = len(cb.acc.losses) > 1 or cb.batch.way.is_coupled or over_ranks
+        if not (is_split and hook.changes and hook.pair): return
         off = hook.off(self.learn.model)
         if off is None: return
         where = name_in(self.learn.model, hook.module)
@@ -61,12 +64,20 @@ class HookRows:
         if not isinstance(t, Tensor) or not t.numel() or not t.dim(): return t
         return t.detach()[:max(1, self.most*len(t)//max(self.most, t.numel()))].clone()
 
+    # What two calls were given; or the halves of a single one, as where each rank has one micro-batch of a step. None: neither
+    @property
+    def pair(self):
+        if len(self.seen) != 1: return self.seen or None
+        rows = {len(t) for t in tensors_of(self.seen) if t.dim()}
+        if len(rows) != 1 or rows == {1}: return None
+        return [tree_map(lambda t: t.chunk(2)[i] if isinstance(t, Tensor) and t.dim() else t, self.seen[0]) for i in (0, 1)]
+
     # Relative error of both calls beside one for the rows of both; None if it cannot be called for these
     def off(self, model):
-        if len({tuple(t.shape[1:] for t in tensors_of(o)) for o in self.seen}) > 1: return None
-        both = tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.dim() else a, *self.seen)
+        if len({tuple(t.shape[1:] for t in tensors_of(o)) for o in self.pair}) > 1: return None
+        both = tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.dim() else a, *self.pair)
         state = RandomState(device_of(model))
-        first,second,whole = map(self._made, (*self.seen, both))
+        first,second,whole = map(self._made, (*self.pair, both))
         state.restore()
         if None in (first, second, whole): return None
         off = [(w - torch.cat([a, b])).norm() for a,b,w in zip(first, second, whole) if len(a)+len(b) == len(w)]
