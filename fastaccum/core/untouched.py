@@ -249,11 +249,14 @@ class TensorPart:
 
     def _is_as_before(self):
         if _kind_of(self.t) != self.kind or self.number is not None and self.t._version != self.number: return False
-        if self.old is None: return True
+        if self.old is None or not has_memory(self.t): return True
         a,b = self.t.detach().as_subclass(Tensor),self.old
         return torch.equal(a, b) or bool(((a == b) | (a != a) & (b != b)).all())
 
 def _kind_of(t): return t.shape,t.dtype,t.device,t.is_leaf
+
+# FSDP2 takes the memory of gathered weights away between two calls of a module, and the tensors stay: to read them would be a crash
+def has_memory(t): return not t.numel() or t.untyped_storage().nbytes() > 0
 
 # %% ../../nbs/api/core/19_untouched.ipynb #b46a000c
 # All that `roots` hold or refer to, the nearest first, and the parts of its state; `generators`: of random numbers
@@ -417,7 +420,7 @@ def _look_at_content(self:Kept, o, name):
 def _look_at_tensor(self:Kept, t, name):
     size = t.numel()*t.element_size()
     plain = t.layout is torch.strided and not t.is_meta and not is_traceable_wrapper_subclass(t)
-    copied = plain and t.is_leaf and size <= self.nbytes
+    copied = plain and t.is_leaf and size <= self.nbytes and has_memory(t)
     if copied: self.nbytes -= size
     self.parts.append(TensorPart(name, t, copied))
 

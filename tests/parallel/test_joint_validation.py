@@ -120,6 +120,7 @@ def hard():
         texts=texts,
         # not all ranks have the last loader batch
         sharded=lambda: learner(*data(n_valid=17), Hard(), n_valid=17, bs=8, cbs=[Cut()], dp=FullyShard),
+        sharded_split=lambda: learner(*data(n_valid=17), Hard(), n_valid=17, bs=8, cbs=[Cut()], dp=FullyShard, micro_batch_size=3),
         with_penalty=lambda: learner(x, y, nn.CrossEntropyLoss(weight=class_weights), cbs=[Penalty()]),
         ignored_with_penalty=lambda: learner(x, ignored(y), nn.CrossEntropyLoss(), cbs=[Decay()]),      # of all targets of a rank
         own_with_penalty=lambda: learner(x, y, Hard(), cbs=[Cut(), Penalty()]),
