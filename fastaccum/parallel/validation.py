@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 from ..accumulation.ways import way_of
 from ..core.losses import LossInfo, is_known, loss_weight
-from ..core.measured import Items, Look, NotMeasured, paddings
+from ..core.measured import Items, Look, paddings
 from ..core.memory import is_out_of_memory
 from ..core.microbatch import map_tensors, tensors_in
 from ..loop.events import cancels

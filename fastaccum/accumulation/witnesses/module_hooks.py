@@ -74,10 +74,11 @@ class HookRows:
 
     # Relative error of both calls beside one for the rows of both; None if it cannot be called for these
     def off(self, model):
-        if len({tuple(t.shape[1:] for t in tensors_of(o)) for o in self.pair}) > 1: return None
-        both = tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.dim() else a, *self.pair)
+        pair = self.pair
+        if len({tuple(t.shape[1:] for t in tensors_of(o)) for o in pair}) > 1: return None
+        both = tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.dim() else a, *pair)
         state = RandomState(device_of(model))
-        first,second,whole = map(self._made, (*self.pair, both))
+        first,second,whole = map(self._made, (*pair, both))
         state.restore()
         if None in (first, second, whole): return None
         off = [(w - torch.cat([a, b])).norm() for a,b,w in zip(first, second, whole) if len(a)+len(b) == len(w)]
