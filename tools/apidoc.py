@@ -59,7 +59,7 @@ called_by_modules = {
     'GradientAccumulationSchedule': 'size_at', 'AdaptiveGradientAccumulation': 'size_at plan',
     'GradientNoiseScale': 'rank_sums summed_over_ranks',
     'GradientAccumulator': 'so_far rollback settled counted set_target count_for_all correct add_once once revise reopen least_divisor',
-    'LossRule': 'is_sum declares_sum may_be_nan key sure due begin_epoch adopt divided_by sum_message end pass_over take_news',
+    'LossRule': 'is_sum declares_sum may_be_nan key',
     'DynamicLossScaler': 'may_give_up reset_step',
     'WandbCallback': 'log_predictions', 'BatchLoop': 'begin_epoch extra_step table lr_finder fire around fit',
     'ActivationCheckpointing': 'recomputed', 'ActivationOffload': 'mover', 'Compile': 'cuda_graphs during_fit',

@@ -9,7 +9,7 @@ package = Path(__file__).resolve().parent.parent/'fastaccum'
 sections = {
     '': 'an-error-before-training',
     'accumulation/witnesses': 'the-loss-is-off', 'accumulation/weigh': 'the-loss-is-off', 'core/chunks': 'the-loss-is-off',
-    'core/losses': 'the-loss-is-off', 'core/measured': 'the-loss-is-off', 'core/probe': 'the-loss-is-off',
+    'core/losses': 'the-loss-is-off', 'core/measured': 'the-loss-is-off',
     'core/terms': 'the-loss-is-off', 'core/values': 'the-loss-is-off',
     'accumulation/remainder': 'the-remainder-steps-with-fewer-items-or-more',
     'accumulation/plan': 'the-remainder-steps-with-fewer-items-or-more',

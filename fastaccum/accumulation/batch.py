@@ -197,14 +197,7 @@ class Shown:
         yb = self.learn.yb
         return self.may_change and (yb is not micro.yb or getattr(first(yb), '_version', None) != self.version)
 
-    # Context in which the Learner's batch is the items `a` to `z` of a micro-batch of `n`: a loss may read them there
-    @contextmanager
-    def items(self, n, a, z):
-        learn = self.learn
-        def part(t): return t[a:z] if t.dim() and len(t) == n else t
-        with _replacing(learn, 'xb', map_tensors(part, learn.xb)), _replacing(learn, 'yb', map_tensors(part, learn.yb)): yield
-
-    # The same with these inputs and targets
+    # Context in which the Learner's batch has these inputs and targets: a loss may read them there
     @contextmanager
     def others(self, xb, yb):
         with _replacing(self.learn, 'xb', xb), _replacing(self.learn, 'yb', yb): yield
@@ -248,8 +241,7 @@ class BatchValues:
         if not self.has_parts: return
         batch,learn = self.batch,self.batch.learn
         i = len(batch.acc.losses) - 1
-        shown = partial(batch.shown.items, micro.n)
-        self.values.add(i, micro.n, learn.pred, learn.yb, batch.cb.weights.of_part, shown, micro.rows)
+        self.values.add(i, micro.n, learn.pred, learn.yb, batch.cb.weights.of_part, micro.rows, learn.xb, batch.shown.others)
 
     # Those of the loader batch
     def join(self):

@@ -390,8 +390,8 @@ def loss_rule(self:GradientAccumulation) -> str:
 def warn_of_loss(self:GradientAccumulation):
     "Say once that no rule fits the loss, or that another one does"
     several = "With coupled, this step has several loader batches, each with a loss of its own: "
-    for message in (*self.rule.take_news(), self.facts.message):
-        if message: self.warn_once(several*way_of(self).is_coupled + message, 'troubleshooting.html#the-loss-is-off')
+    if message := self.facts.message:
+        self.warn_once(several*way_of(self).is_coupled + message, 'troubleshooting.html#the-loss-is-off')
 
 @patch
 def keeps(self:GradientAccumulation,

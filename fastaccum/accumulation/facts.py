@@ -17,7 +17,6 @@ from ..core.lockstep.run import LockstepFacts
 from ..core.losses import LossRule, of_outputs
 from ..core.measured import LossMeasure, as_now
 from ..core.microbatch import Lists
-from ..core.probe import LossProbe
 from ..core.values import LossValues
 from ..core.watch import OutputNumbers, OutputViews
 from .lengths import Wide
@@ -48,7 +47,7 @@ class FitFacts:
     @classmethod
     def of_fit(cls, cb):
         in_full_precision = cb.loop.precision is cb.loop.as_it_is
-        return cls(LossRule(LossProbe, cb.check_loss == 'always'), 1e-4 if in_full_precision else 1e-2)
+        return cls(LossRule(bool(cb.check_loss), cb.check_loss == 'always'), 1e-4 if in_full_precision else 1e-2)
 
     # The loss function may be another one now
     def look_at_loss(self, loss_func):
@@ -73,6 +72,11 @@ class FitFacts:
         if self.saved is not None and self.replaced is None: self._go_on()
         return self.measure
 
+    # Does a rule of its targets say what is measured?
+    def trust_of(self, loss_func):
+        self.measure_of(loss_func)
+        return self.trust
+
     # A state of another loss, or from a file that somebody has changed, is left
     def _go_on(self):
         (measure,trust),self.saved = self.saved,None
@@ -80,24 +84,18 @@ class FitFacts:
             if state is None: continue
             with suppress(AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError): o.load_state_dict(state)
 
-    # Does a warning say what was measured? What cannot be measured is left to the rule
+    # Does a warning say what was measured?
     @property
-    def is_measured(self):
-        if self.measure is None: return False
-        verdict = self.measure.verdict
-        return not verdict.elsewhere if self.rule.always else verdict.is_sure
+    def is_measured(self): return self.measure is not None and not self.measure.verdict.elsewhere
 
     # What the loss averages over
     def __str__(self):
-        by_rule = self.trust.agreed and not self.trust.refused
-        return str(self.rule if by_rule or not self.is_measured else self.measure)
+        return str(self.rule if self.rule.by is not None or not self.is_measured else self.measure)
 
     # The warning about the loss, or None
     @property
     def message(self):
-        if not self.is_measured: return self.rule.message
-        by_rule = self.rule.message if self.trust.holds and self.measure.verdict.off is None else None
-        return self.measure.message or by_rule
+        return self.measure.message if self.is_measured else None
 
     # What is known of it now: `put_back` returns to it
     def measured_so_far(self): return as_now(self.measure),copy(self.trust)
@@ -105,13 +103,10 @@ class FitFacts:
         measure,trust = before
         self.measure,self.trust = as_now(measure),copy(trust)
 
-    def begin_epoch(self):
-        self.rule.begin_epoch()
-        self.wide.begin_epoch()
+    def begin_epoch(self): self.wide.begin_epoch()
 
     # The fit ends
     def end(self):
-        self.rule.end()
         if self.measure is not None: self.measure.end()
 
 # %% ../../nbs/api/accumulation/13_facts.ipynb #f7ed04d4
@@ -120,17 +115,16 @@ class FitFacts:
 @patch
 def state_dict(self:FitFacts):
     own = self.replaced is None
-    rule,measure = (o.state_dict() if own and o is not None else None for o in (self.rule, self.measure))
+    measure = self.measure.state_dict() if own and self.measure is not None else None
     measure = None if measure is None else as_text(measure)
-    return json.dumps(dict(rule=rule, lists=self.lists.state_dict(), measure=measure, trust=self.trust.state_dict() if own else None))
+    return json.dumps(dict(lists=self.lists.state_dict(), measure=measure, trust=self.trust.state_dict() if own else None))
 
 # A text of another form comes from a file that somebody has changed: the fit finds out by itself
 @patch
 def load_state_dict(self:FitFacts, text):
     try: state = json.loads(text)
     except ValueError: return
-    for name in ('rule','lists'):
-        with suppress(KeyError, TypeError, ValueError): getattr(self, name).load_state_dict(state[name])
+    with suppress(KeyError, TypeError, ValueError): self.lists.load_state_dict(state['lists'])
     if isinstance(state, dict): self.saved = from_text(state.get('measure')),state.get('trust')
 
 # Plain values and tensors

@@ -11,7 +11,8 @@ import math, random
 from typing import Any, NamedTuple
 from fastai.basics import *
 from ..core.accumulator import scale_grads
-from ..core.measured import Items, as_beside_others, float_tensors
+from ..core.losses import LossInfo, ignored_values, item_weights, rules_of
+from ..core.measured import Items, as_beside_others, by_rule, factors, factors_off
 
 # %% auto #0
 __all__ = []
@@ -24,36 +25,58 @@ class Weight(NamedTuple):
     n_sharing:int=1      # how many ranks share the loss: these numbers are the part of one
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #c6a53a02
-# May the rule say what micro-batches count, or are those of this step measured?
+# Does a rule of the targets say what micro-batches count, or are those of this step measured?
 class Trust:
     def __init__(self):
         self.n = 0                       # steps so far
         self.epoch = 0
-        self.agreed = 0                  # in how many did the rule say what was measured?
+        self.rules = None                # those that have said nothing else, the most likely first; None: none was asked yet
+        self.agreed = 0                  # in how many steps did the first of them say what was measured?
         self.next = 0                    # the step that is measured next
-        self.refused = False             # has it said something else?
         self.is_unmeasured = False       # can the loss not be measured?
-        self.is_new = False              # has another rule been found in this step?
+        self.is_new = False              # has the loss other options since the last step?
 
     # In this step, as it stands until it ends
     @property
-    def holds(self): return self.is_unmeasured or not self.refused and self.agreed >= 2 and self.n+1 < self.next
+    def holds(self): return self.is_unmeasured or self.rule is not None and self.n+1 < self.next
 
+    # The one that is trusted
+    @property
+    def rule(self): return self.rules[0] if self.rules and self.agreed >= 2 else None
+
+    # Is none left?
+    @property
+    def has_none(self): return self.rules is not None and not self.rules
+
+    # The loss has other options: all rules are asked again, from the next step on
     def renew(self): self.is_new = True
 
-    # What any rank has found: is there another rule, and can the loss not be measured?
+    def begin_step(self):
+        if self.is_new: self._forget()
+
+    def _forget(self):
+        self.rules = None
+        self.agreed = self.next = 0
+
+    # What any rank has found: are there other options, and can the loss not be measured?
     def end_step(self, is_new, is_unmeasured):
         self.n += 1
         self.is_new = False
-        if is_new: self.agreed = self.next = 0
+        if is_new: self._forget()
         self.is_unmeasured = self.is_unmeasured or is_unmeasured
 
-    # After the end of a step. At random, the same in each run
-    def agree(self):
+    # After the end of a step, by the votes of each rank: has a rule said what was measured? None where that cannot be seen
+    def hear(self, votes):
+        asked = [*dict.fromkeys(rule for vote in votes for rule in vote)]
+        if not asked: return
+        refused,agreed = ({rule for vote in votes for rule,says in vote.items() if says is it} for it in (False, True))
+        self.rules = [rule for rule in ifnone(self.rules, asked) if rule not in refused]
+        if self.rules and self.rules[0] in agreed: self._agree()
+
+    # At random, the same in each run
+    def _agree(self):
         self.agreed += 1
         self.next = self.n + 1 + round(self.n*random.Random(self.n).uniform(.5, 1.5))
-
-    def refuse(self): self.refused = True
 
     # Is it another one? Not known by an event, as a fit may go on with what was saved at the end of an epoch
     def begin_epoch(self, epoch):
@@ -62,7 +85,14 @@ class Trust:
         return True
 
     def state_dict(self): return dict(vars(self))
-    def load_state_dict(self, state): vars(self).update({k: type(v)(state[k]) for k,v in vars(Trust()).items()})
+
+    def load_state_dict(self, state):
+        rules = state['rules']
+        found = {k: type(v)(state[k]) for k,v in vars(Trust()).items() if k != 'rules'}
+        vars(self).update(found, rules=None if rules is None else [restored(*rule) for rule in rules])
+
+# Of plain types
+def restored(over, target, shifted, ignored): return str(over),target,bool(shifted),ignored
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8c9e
 class MeasuredWeights:
@@ -75,25 +105,29 @@ class MeasuredWeights:
         self.batch = None
         self.counted = None              # what the present micro-batch counts, if it was measured
         self.step = []                   # the same for those of the step so far; None where it was not
-        self.by_rule = []                # what the rule says of them
+        self.said = []                   # what rules say of them: rule -> `Weight`
         self.alone = None                # targets and items of a micro-batch that was a step
         self.off = None                  # how far the gradient of the step is off, if it was looked at
         self.is_shared = False           # is it a loss over the items of all ranks?
         self.heard = None                # the sum of what several ranks have told each other at the step: a `Told`
         self.unit = 1.                   # of that sum, in this rank's own
 
-    # Is the present loss measured here? Where it does not depend on the outputs, its rule is
+    # Is the present loss measured here?
     @property
     def is_on(self):
         if not self.rule.probed or self.is_shared: return False
-        return not self.measure.verdict.elsewhere and (self.rule.always or not self.trust.holds)
+        return not self.is_elsewhere and (self.rule.always or not self.trust.holds)
+
+    # Does another one know what it averages over?
+    @property
+    def is_elsewhere(self): return self.measure.verdict.elsewhere
 
     @property
-    def trust(self): return self.facts.trust
+    def trust(self): return self.facts.trust_of(self.facts.loss_of(self.learn))
 
-    # Is no rule looked for beside it?
+    # Are rules held against it?
     @property
-    def needs_no_rule(self): return self.is_on and (self.rule.always or self.trust.refused)
+    def asks_rules(self): return not (self.rule.always or self.trust.has_none)
 
     # A loader batch comes, which goes this way
     def take(self, way):
@@ -103,12 +137,13 @@ class MeasuredWeights:
     # A step begins
     def open(self):
         self.step = []
-        self.by_rule = []
+        self.said = []
         self.off = None
         if not self.rule.probed or self.is_shared: return
         measure = self.measure                   # of another loss: then trust begins again, too
         if self.trust.begin_epoch(self.learn.__dict__.get('epoch', 0)): measure.begin_epoch()
         measure.begin_step()
+        self.trust.begin_step()
 
     @property
     def measure(self): return self.facts.measure_of(self.facts.loss_of(self.learn))
@@ -127,46 +162,54 @@ class MeasuredWeights:
 
     def _items(self, pred, micro): return Items(pred, micro.yb, micro.n, micro.xb, self.batch.shown.others)
 
-    # The loss of this micro-batch is there. Where ranks send gradients during the backward pass, the first ones are
-    # counted beside the same reference, if there is one
-    def count(self, micro):
-        ranks = self.cb.ranks
-        is_early = self.batch.opens and micro.i == 0 and ranks.shares_early
-        before = self.so_far() if is_early else None
-        self._count(micro)
-        if not is_early: return
-        news = ranks.share_early(self)
-        if news is None: return
-        self.put_back(before)
-        self.measure.adopt(news)
-        self._count(micro)
+    # Have callbacks taken the mean, or are the outputs only there in chunks?
+    @property
+    def _goes_elsewhere(self):
+        is_reduced = self.cb.loop.now.losses is not None and not self.learn.loss_grad.dim()         # a loss of shape [1] is one number
+        return is_reduced or hasattr(type(self.learn.pred), 'outputs')
 
-    def _count(self, micro):
-        learn,measure = self.learn,self.measure
+    # Each rank would count in a unit of its own
+    def _refuse_values(self):
+        self.measure.give_up('the model computes it, and each rank would count beside items of its own')
         self.counted = None
-        if self.facts.replaced is not None: self.facts.replaced.renew()
-        if not self._can_measure(micro): return measure.leave()
-        if not self.rule.always and self.rule.probe.stuck: measure.give_up(self.rule.probe.stuck)
-        items = self._items(learn.pred, micro).put(yb=learn.yb)
-        measure.at('epoch {}, batch {}'.format(*self.batch.place))
-        self.counted = measure.measure(items)
-        if not self.acc.losses: self.acc.open(normalize=True)
-        if measure.stuck: self.facts.values.leave(measure.stuck)
-        if self.counted is None: self.cb.warn_of_loss()
-        elif self.counted.seed is not None: self._replace_gradients()
 
-    # Are there outputs with rows for each item, and one loss of them?
-    def _can_measure(self, micro):
-        if self.batch.loop.now.losses is not None or hasattr(type(self.learn.pred), 'outputs'): return False
-        ts = float_tensors(self.learn.pred)
-        return bool(ts) and all(len(t)%micro.n == 0 for t in ts)
+# %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8c9f
+# The loss of this micro-batch is there. Where ranks send gradients during the backward pass, the first ones are
+# counted beside the same reference, if there is one
+@patch
+def count(self:MeasuredWeights, micro):
+    ranks = self.cb.ranks
+    is_early = self.batch.opens and micro.i == 0 and ranks.shares_early
+    before = self.so_far() if is_early else None
+    self._count(micro)
+    if not is_early: return
+    news = ranks.share_early(self)
+    if news is None: return
+    self.put_back(before)
+    self.measure.adopt(news)
+    self._count(micro)
+
+@patch
+def _count(self:MeasuredWeights, micro):
+    learn,measure = self.learn,self.measure
+    self.counted = None
+    if self.facts.replaced is not None: self.facts.replaced.renew()
+    if self._goes_elsewhere: return measure.leave()
+    items = self._items(learn.pred, micro).put(yb=learn.yb)
+    measure.at('epoch {}, batch {}'.format(*self.batch.place))
+    self.counted = measure.measure(items)
+    if measure.values is not None and self.cb.ranks.world > 1: self._refuse_values()
+    if not self.acc.losses: self.acc.open(normalize=True)
+    if measure.stuck: self.facts.values.leave(measure.stuck)
+    if self.counted is None: self.cb.warn_of_loss()
+    elif self.counted.seed is not None: self._replace_gradients()
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8ca1
 # It is all of a step, and needs no weight. It is remembered, as its step may be cancelled, and go on with others
 @patch
 def pass_over(self:MeasuredWeights, micro):
     self.counted = None
-    self.alone = (self.learn.yb, micro.n) if self.is_on else None
+    self.alone = (self.learn.yb, micro.n) if self.is_on and not self._goes_elsewhere else None
 
 @patch
 def _measure_alone(self:MeasuredWeights):
@@ -210,6 +253,42 @@ def assumed(self:MeasuredWeights, n):
     self.step.append(None)
     return Weight(n if not acc.losses else n*acc.mean()[1]/acc.so_far.n_own)
 
+# %% ../../nbs/api/accumulation/17_measuring.ipynb #c6a53a08
+# What such a micro-batch counts; None: what the rule says
+@patch
+def elsewhere(self:MeasuredWeights):
+    losses = self.cb.loop.now.losses
+    if losses is not None: return self._of_mean_outside(losses)
+    self.rule.use(self.learn.loss_func.chunked.rule.by)
+
+@patch
+def _of_mean_outside(self:MeasuredWeights, losses):
+    learn = self.learn
+    c, = torch.autograd.grad(learn.loss_grad, losses, retain_graph=True, allow_unused=True)
+    c = (torch.zeros_like(losses) if c is None else c).detach().as_subclass(Tensor)
+    weight = weight_of_mean(c) or by_factors(c, self.rule.declared, learn.yb)
+    if weight is not None: return weight
+    self.cb.warn_once(uneven_mean, 'troubleshooting.html#the-loss-is-off')
+
+# `c`: the factors of all losses. None, if they are not the same for all that count
+def weight_of_mean(c):
+    counted,most = c != 0,c.abs().max().nan_to_num(0.)
+    if not bool(most > 0): return Weight(most.double(), most.double())              # nothing counts
+    if not bool(((c-most).abs() <= 1e-5*most)[counted].all()): return None
+    divided_by = most.double().reciprocal()
+    is_sum = bool(most == 1) and int(counted.sum()) > 1
+    return Weight(divided_by*0 if is_sum else divided_by, divided_by)
+
+# Otherwise a rule may tell by how much items count: the factors of an item are its share. None, if none does
+def by_factors(c, info, yb):
+    each = c.double().flatten(1).sum(1) if c.dim() > 1 else c.double()
+    for rule in rules_of(info, yb)[:-1]:
+        w = torch.as_tensor(item_weights(info.by(rule), yb), device=each.device).double().expand(len(each))
+        if bool((each*w.sum() - w).abs().max() <= 1e-4*w.max()): return Weight(w.sum(), w.sum())
+
+uneven_mean = ("A callback takes the mean of the loss function's values, in which they count differently: what it divides by cannot be "
+               "measured, and micro-batches are weighted by items. Pass weight=, a function that returns what it divides by.")
+
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #c6a53877
 @patch
 def _replace_gradients(self:MeasuredWeights):
@@ -232,8 +311,8 @@ def end_step(self:MeasuredWeights, told):
     if is_on and (counted or measure.verdict.waits):
         measure.end_step(float(told.weight)*self.unit)
         self.off = measure.audited
-    self.trust.end_step(told.renewed > 0, told.unmeasured > 0 or self.heard is None and measure.verdict.why is not None)
-    if told.measuring and not (self.rule.always or self.trust.refused): self._vote(counted, told)
+    self.trust.end_step(told.renewed > 0, told.unmeasured > 0 or self.heard is None and measure.verdict.is_unknown)
+    if told.measuring and self.asks_rules and not told.renewed: self._vote(counted, told)
     if is_on: self.cb.warn_of_loss()
 
 # At a step: numbers which several ranks add up
@@ -242,18 +321,16 @@ class Told(NamedTuple):
     measuring:bool=False     # were they measured?
     ruled:bool=False         # were they weighed by the rule?
     unmeasured:bool=False    # can they not be measured?
-    renewed:bool=False       # is there another rule?
+    renewed:bool=False       # has the loss other options?
     news:bool=False          # has it a reference that others do not have?
     lost:bool=False          # is there no reference beside which what was left out, as it is not finite, is finite? Then the step is not
-    by_rule:float=0.         # what its micro-batches add according to the rule
 
 @patch
 def tell(self:MeasuredWeights, weight):
     if not self.rule.probed or self.is_shared: return Told(weight)
     measure,is_on,counts = self.measure,self.is_on,bool(self.acc.losses)
-    return Told(weight, measuring=is_on and counts, ruled=counts and not is_on, unmeasured=measure.verdict.why is not None,
-                renewed=self.trust.is_new, news=is_on and measure.has_news, lost=is_on and measure.is_lost,
-                by_rule=self._rule_adds() if is_on else 0.)
+    return Told(weight, measuring=is_on and counts, ruled=counts and not is_on, unmeasured=measure.verdict.is_unknown,
+                renewed=self.trust.is_new, news=is_on and measure.has_news, lost=is_on and measure.is_lost)
 
 # The sum over all ranks
 @patch
@@ -276,62 +353,48 @@ def adopt(self:MeasuredWeights, news):
 
 # Memory has run out, and the loader batch starts again from what was known before: perhaps not for the last time
 @patch
-def so_far(self:MeasuredWeights): return self.facts.measured_so_far(),list(self.step),list(self.by_rule),self.alone
+def so_far(self:MeasuredWeights): return self.facts.measured_so_far(),list(self.step),list(self.said),self.alone
 
 @patch
 def put_back(self:MeasuredWeights, before):
-    measure,step,by_rule,self.alone = before
-    self.step,self.by_rule = list(step),list(by_rule)
+    measure,step,said,self.alone = before
+    self.step,self.said = list(step),list(said)
     self.facts.put_back(measure)
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #c6a53a05
-# What it says of this micro-batch. A sum adds nothing to the divisor
+# What the rules say of this micro-batch
 @patch
-def ask_rule(self:MeasuredWeights, micro):
-    if self.needs_no_rule: return
-    rule = self.rule
-    del self.by_rule[len(self.acc.losses):]
-    if rule.measuring or rule.message or rule.info.floor == 0: said = None
-    elif rule.is_sum: said = Weight(0., 1.)
-    else:
-        adds = rule.weight(self.learn.yb, micro.n, self.acc.dtype)
-        divided_by = rule.divided_by([adds])
-        said = Weight(adds, adds if divided_by is None else divided_by[0])
-    self.by_rule.append(said)
+def ask_rules(self:MeasuredWeights, micro):
+    if not self.asks_rules: return
+    yb = self.learn.yb
+    info,rules = self.rule.declared,self.trust.rules
+    del self.said[len(self.acc.losses):]
+    if rules is None and self.said: rules = list(self.said[0])
+    if rules is None: rules = rules_of(info, yb, ignored_values(yb, self.measure.take_first_grads()))
+    self.said.append({rule: by_rule(info.by(rule), yb, micro.n, self.acc.dtype) for rule in rules})
 
-# What it says that all of them add; NaN if it does not say
-@patch
-def _rule_adds(self:MeasuredWeights):
-    said = self.by_rule[:len(self.acc.losses)]
-    return math.nan if None in said or len(said) < len(self.acc.losses) else float(sum(w.adds for w in said))
-
-# Does the rule say what was measured? All ranks trust it if some say so, and none says no
+# Which of them say what was measured? All ranks trust one of which some say so, and none says no
 @patch
 def _vote(self:MeasuredWeights, counted, told):
-    off = self._off(counted, told) if counted and self.measure.verdict.why is None else None
-    agrees = off is not None and off < 10*self.measure.reference.tol
-    refuses = off is not None and not agrees
-    if refuses and self.trust.agreed >= 2: self.measure.note_change(off)
-    agree,refuse = self.cb.ranks.sums_of_step(agrees, refuses)
-    if refuse: self.trust.refuse()
-    elif agree: self.trust.agree()
+    can_tell = bool(counted) and len(self.said) == len(counted) and self.measure.verdict.why is None and self.measure.tol is not None
+    said = {rule: [of[rule] for of in self.said] for rule in self.said[0] if all(rule in of for of in self.said)} if can_tell else {}
+    of_all_ranks,trust = self.cb.ranks.of_all_ranks,self.trust
+    totals = of_all_ranks({rule: float(sum(adds for adds,_ in weights)) for rule,weights in said.items()})
+    off = {rule: self._off(counted, weights, sum(t.get(rule, 0.) for t in totals), told) for rule,weights in said.items()}
+    limit = 10*self.measure.tol if said else 0.
+    votes = {rule: None if v is None else v < limit for rule,v in off.items()}
+    if votes.get(trust.rule) is False: self.measure.note_change(off[trust.rule])
+    trust.hear(of_all_ranks(votes))
 
-# By how much the rule is off; None if that cannot be seen. `counted`: what was measured. Where items get other gradients than
-# their own loss gives them, no rule is enough
+# By how much is a rule off? None if that cannot be seen. `counted`: what was measured; `total`: what all micro-batches add according to
+# the rule. Where items get other gradients than their own loss gives them, no rule is enough
 @patch
-def _off(self:MeasuredWeights, counted, told):
-    said = self.by_rule
-    if None in said or len(said) != len(counted): return None
+def _off(self:MeasuredWeights, counted, said, total, told):
     if any(c.seed is not None for c in counted): return math.inf
-    now = factors(counted, told.weight*self.unit, float(self.measure.extra))
+    now = factors([(c.adds, c.divided_by) for c in counted], told.weight*self.unit, float(self.measure.extra))
     if len(now) < 2 and now > 1-1e-6: return None          # it is all of the step
-    off = float((factors(said, told.by_rule) - now).abs().max()/now.max())
+    off = factors_off(factors(said, total), now)
     return off if off == off else None                     # nothing counts
-
-# Of the losses of micro-batches in the step's, in which all together add `total`
-def factors(weights, total, once=0.):
-    divided_by = torch.stack([torch.as_tensor(w.divided_by).cpu().double() for w in weights])
-    return divided_by/max(float(total) + once, float(divided_by.max()))
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #2827688d
 # What a part adds, and what its loss divides by, if that is something else, in any unit: `part` has its prediction and

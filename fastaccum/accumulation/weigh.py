@@ -30,7 +30,7 @@ class Weights:
         # is it the loss that says what it averages over, and may it be asked?
         self.is_measured = bool(cb.check_loss) and cb.normalize and cb.weight is None
         self.measuring = MeasuredWeights(cb)
-        self.known = None                # of all micro-batches, if known before the first one: weights, what losses divide by, shares
+        self.known = None                # of all micro-batches, if known before the first one: weights, shares
         self.stacked = None              # the same weights in one tensor, if the device has computed them
 
     # The loader batch is cut: are the weights of its micro-batches known before the first prediction?
@@ -39,9 +39,14 @@ class Weights:
         self.forget()
         if self.cb.weight is not None or not self.acc.normalize or batch.way.is_shared: return
         measured = self.measuring.is_on
-        if not (self.rule.measuring or measured): self._weigh_all()
+        if self.is_elsewhere: return                   # they are known after the prediction
+        if not measured: self._weigh_all()
         elif batch.is_alone: self._weigh_alone()
-        elif measured: self.measuring.begin(batch)
+        else: self.measuring.begin(batch)
+
+    # Does another one know what the loss averages over?
+    @property
+    def is_elsewhere(self): return self.rule.probed and not self.batch.way.is_shared and self.measuring.is_elsewhere
 
     # By the rule, all micro-batches at once
     def _weigh_all(self):
@@ -50,12 +55,11 @@ class Weights:
         counts = batch.n if batch.counted is None else sum(micro.counts for micro in batch.micros)
         weights,nominal = self.rule.weights(batch.way.in_order(self.learn.yb), sizes, self.acc.dtype)
         complete = batch.opens and batch.closes and not self.cb.ranks.one_target
-        divided_by = self.rule.divided_by(weights)
-        shares = self.acc.shares(weights, counts, nominal, complete, divided_by)
+        shares = self.acc.shares(weights, counts, nominal, complete)
         if isinstance(weights, Tensor):
             self.stacked = weights
             weights,shares = weights.unbind(),shares.unbind()
-        self.known = weights,divided_by,shares
+        self.known = weights,shares
         self.may_be_empty = self.rule.may_be_nan if isinstance(weights[0], Tensor) else not all(weights)
 
     # Is the loss a sum?
@@ -79,9 +83,8 @@ class Weights:
             else: weight,share = self.measuring.of(micro)
             may_be_empty = isinstance(weight.adds, Tensor) or not weight.adds
         else:
-            weights,divided_by,shares = self.known
-            weight = Weight(weights[micro.i], None if divided_by is None else divided_by[micro.i])
-            share = shares[micro.i]
+            weights,shares = self.known
+            weight,share = Weight(weights[micro.i]),shares[micro.i]
             may_be_empty = self.may_be_empty
         if may_be_empty: ignore_empty(learn.pred, acc.counted(learn.loss_grad, weight.adds, weight.divided_by))
         return weight,share
@@ -92,12 +95,15 @@ class Weights:
 def look_up(self:Weights, batch):
     cb,rule,facts = self.cb,self.rule,self.facts
     is_one_loss = batch.way.is_coupled and (batch.opens and batch.closes or cb.ranks.world > 1)
-    before = rule.info
-    rule.look_up(facts.loss_of(self.learn), self.is_measured and (not is_one_loss or rule.probe is not None))
-    if rule.info is not before: cb.witnesses.call('new_rule')
+    before,declared = rule.info,rule.declared
+    rule.look_up(facts.loss_of(self.learn), self.is_measured and (not is_one_loss or rule.probed))
     self.measuring.take(batch.way)
+    if rule.probed:
+        if declared not in (None, rule.declared): self.measuring.trust.renew()
+        if not self.acc.losses: self.measuring.open()
+        rule.use(self.measuring.trust.rule)
+    if rule.info is not before: cb.witnesses.call('new_rule')
     if self.acc.losses: return
-    self.measuring.open()
     is_mean = cb.normalize and (cb.weight is not None or self.measuring.is_on or not rule.is_sum)
     if is_mean != self.acc.normalize: self.acc.open(normalize=is_mean)
 
@@ -108,7 +114,7 @@ def _weigh_alone(self:Weights):
     if self.cb.weight is not None or not self.acc.normalize: return
     micro, = self.batch.micros
     weights = [micro.n]
-    self.known = weights,None,self.acc.shares(weights, micro.counts, complete=True)
+    self.known = weights,self.acc.shares(weights, micro.counts, complete=True)
     self.stacked = None
     self.may_be_empty = False
 
@@ -117,7 +123,8 @@ def _weigh_alone(self:Weights):
 def _after_prediction(self:Weights, micro):
     acc,batch = self.acc,self.batch
     n = batch.n_items if batch.way.is_shared else micro.n
-    weight = self.measuring.assumed(n) if self.measuring.is_on else self._found(n)
+    weight = self.measuring.elsewhere() if self.is_elsewhere else None
+    if weight is None: weight = self.measuring.assumed(n) if self.measuring.is_on else self._found(n)
     share, = acc.shares([weight.adds], n if batch.counted is None else micro.counts,
                         divided_by=None if weight.divided_by is None else [weight.divided_by])
     return weight,share
@@ -126,7 +133,7 @@ def _after_prediction(self:Weights, micro):
 @patch
 def _found(self:Weights, n):
     learn,cb,rule = self.learn,self.cb,self.rule
-    if cb.weight is None: adds,floor = ifnone(rule.weight(learn.yb, n, self.acc.dtype), n),rule.info.floor
+    if cb.weight is None: adds,floor = ifnone(rule.weight(learn.yb, n, self.acc.dtype), n),None
     else:
         res = cb.weight(learn)
         adds,floor = res if type(res) is tuple else (res, None)
@@ -157,61 +164,25 @@ def after_loss(self:Weights, micro):
     rule,measuring,changed = self.rule,self.measuring,self.batch.loop.now.changed
     if not rule.probed and changed is None: return
     if self.batch.is_alone:
-        if rule.probed: rule.pass_over(self.learn.yb, micro.n)
         measuring.pass_over(micro)
         if changed == 'replaced': self._weigh_alone()
         return
     if changed is not None and self.facts.replaced is None and self._is_replaced(changed): self._replace()
-    if not rule.probed: return
-    if not measuring.needs_no_rule: self._look(micro)
-    if measuring.is_on and self.acc.normalize: self._measure(micro)
+    if rule.probed and measuring.is_on and self.acc.normalize: self._measure(micro)
 
 @patch
 def _measure(self:Weights, micro):
     measuring = self.measuring
-    needs_no_rule = measuring.needs_no_rule
+    check_scalar(self.learn.loss_grad)
     measuring.count(micro)
-    if measuring.is_on: return measuring.ask_rule(micro)
-    # it is not measured at all
-    if needs_no_rule: self._look(micro)
-    elif not self.acc.losses: self._open()
-
-# A step begins as its loss is: a mean, or a sum
-@patch
-def _open(self:Weights): self.acc.open(normalize=self.cb.normalize and not self.rule.is_sum)
+    if measuring.is_on: measuring.ask_rules(micro)
+    elif not self.acc.losses: self.acc.open(normalize=self.cb.normalize and not self.rule.is_sum)          # it is not measured at all
 
 # Is there another loss of the outputs than loss_func's?
 @patch
 def _is_replaced(self:Weights, changed):
     if not self.is_measured or self.batch.way.is_coupled or self.batch.loop.now.losses is not None: return False
     return changed == 'replaced' or self.rule.always and term_reaches_outputs(self.learn)
-
-# Does the rule fit? If another one does, the weights of the micro-batches before this one are corrected
-@patch
-def _look(self:Weights, micro):
-    if not self.rule.due(): return
-    learn,rule,acc,facts,batch = self.learn,self.rule,self.acc,self.facts,self.batch
-    before,old = len(acc.losses),rule.info
-    if facts.replaced is not None: facts.replaced.renew()
-    epoch,i = batch.place
-    late = rule.measure(learn.pred, learn.yb, micro.n, before, learn.loss_grad, batch.loop.now.losses,
-                        partial(batch.shown.items, micro.n), f'epoch {epoch}, batch {i}')
-    if rule.probe.stuck: facts.values.leave(rule.probe.stuck)
-    if self.measuring.is_on: rule.take_news()          # nothing was off: its numbers do not count here
-    elif before == 0: self._open()
-    elif late is not None: self._correct(late)
-    if rule.info is not old:
-        self.forget()                                  # of the micro-batches that follow, too
-        facts.trust.renew()
-        self.cb.witnesses.call('new_rule')
-    self.cb.warn_of_loss()
-
-@patch
-def _correct(self:Weights, weights):
-    rule = self.rule
-    off = self.acc.correct(weights, None if weights[0] is None else rule.divided_by(weights))
-    self.cb.witnesses.call('void')
-    if off > 1e-5: rule.news.append(rule.probe.late_message(off))
 
 # %% ../../nbs/api/accumulation/11_weigh.ipynb #55c22ce1
 # A callback has put another loss in the place of loss_func's: that is measured from here on
@@ -248,5 +219,4 @@ def of_parts(self:Weights, sizes):
 @patch
 def sum_message(self:Weights, n):
     if self.rule.declares_sum: return None
-    if self.measuring.is_on: return self.measuring.measure.sum_message(n)
-    return self.rule.sum_message(n, len(self.acc.losses))
+    return self.measuring.measure.sum_message(n)

@@ -17,10 +17,10 @@ from torch.func import functional_call
 from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 from .checks import is_count
-from .losses import LossInfo, LossRule, at_least, ignore_empty, is_known, loss_weight, n_items
+from .losses import LookTimes, LossInfo, LossRule, ignore_empty, ignored_values, is_known, loss_weight, n_items, rules_of
+from .measured import Items, Look, LossMeasure, by_rule, factors, factors_off, loss_and_grads
 from .microbatch import map_tensors, part_sizes, tensors_in
 from .private import check_parts, plain_tensors
-from .probe import LossProbe
 from .values import LossValues, weigh_by
 from .warnings import warn
 from .watch import batchnorms, buffers_of, changed_buffers, nodes_of
@@ -43,7 +43,10 @@ class ChunkedLoss:
         check_parts('chunks')
         self.loss_func,self.head = loss_func,head
         self.n_chunks,self.scaler = n_chunks,scaler
-        self.rule = LossRule(ChunkProbe if check_loss else None, check_loss == 'always')
+        self.rule = LossRule(bool(check_loss), check_loss == 'always')
+        self.rules = []                           # those of its targets that have said what was measured
+        self.refused = set()                      # those that have not
+        self.times = LookTimes()                  # when is it measured?
         self.model = None                         # the head's, for messages
         self.where = ''                           # the place in training, for messages
         self.looks = 0                            # how often it was measured
@@ -93,24 +96,80 @@ class ChunkedLoss:
     # What the loss averages over; an error if that is not known, as then the chunks do not add up
     def _look(self, f, x, yb):
         rule,name = self.rule,getattr(f, '__name__', type(f).__name__)
+        declared = rule.declared
         rule.look_up(f)
+        if declared is not rule.declared: self.rules,self.refused = [],set()   # it has other options
         # a single chunk is all that the loss averages over
         several = self.n_chunks > 1 and n_items(yb) > 1
-        if rule.probed and several and (torch.is_grad_enabled() or not rule.sure) and rule.due():
-            self.looks += 1
-            rule.measure(x, yb, n_items(yb), where=self.where or f'look {self.looks}')
-            for message in rule.take_news(): warn(message, 'troubleshooting.html#the-loss-is-off')
-        if rule.probed and (why := rule.probe.failed):
-            raise ValueError(f"What {name} averages over could not be measured ({why}), so the losses of chunks might not add up. "
-                             "Compute it without chunks, or, if it is a mean over items, with check_loss=False.")
-        if rule.message:
-            raise ValueError(f"{name} in chunks does not add up to the loss of all outputs, so it needs them all. It averages over {rule}.")
-        if rule.probed and (message := rule.probe.moves_message() or rule.probe.once_message()):
-            raise ValueError(f"A loss in chunks is called once for each chunk. {message}")
+        wanted = torch.is_grad_enabled() or not self.rules
+        if rule.probed and several and wanted and self.times.due(rule.always or not self.rules): self._measure(f, x, yb, name)
+        rule.use(self.rules[0] if self.rules else None)
         if rule.info.inexact and (rule.info.class_weight is not None or bool((yb[0] == rule.info.ignore_index).any())):
             raise ValueError(f"{name} cannot be computed in chunks: with class weights or ignored targets it is the sum of two means with "
                              "different divisors. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact.")
         return rule.info
+
+    def _measure(self, f, x, yb, name):
+        self.looks += 1
+        self.times.looked()
+        # smaller than chunks, as they are measured beside others; of two items at least
+        parts = cut_batch(x, yb, min(3*self.n_chunks, max(2, n_items(yb)//2)))
+        room = max(1, items_of_chunk(x, *parts[0]).numel)
+        measure = LossMeasure(f, most=room, room=room)
+        measure.at(self.where or f'look {self.looks}')
+        off = rules_in_chunks(measure, self.rule.declared, x, parts, self.rules)
+        if off is None: return                            # nothing counts
+        self.rules = [rule for rule,by in off.items() if not by > 10*measure.tol and rule not in self.refused]
+        self.refused.update(off.keys() - self.rules)
+        if not self.rules:
+            raise ValueError(f"What {name} divides by is not told by its targets, so the losses of chunks do not add up. Compute it "
+                             "without chunks. Class weights may be an option: functools.partial(F.cross_entropy, weight=...).")
+        if self.rule.by not in (None, self.rules[0]) and not self.rule.always:
+            warn(f"{name} no longer averages over {self.rule.info} ({measure.where}), and batches since the last look may be off: to be "
+                 "exact throughout, pass check_loss='always' to ChunkedLoss, or to a Learner's GradientAccumulation.",
+                 'troubleshooting.html#the-loss-is-off')
+
+# %% ../../nbs/api/core/16_chunks.ipynb #c0a3e022
+# How far rules of the targets are off from what the chunks, in `parts`, are measured to count. None: nothing counts. `known`: rules before
+def rules_in_chunks(measure, info, x, parts, known=()):
+    rules,counted,targets = dict.fromkeys(known),[],[]
+    for cut,ys in parts:
+        part = items_of_chunk(x, cut, ys)
+        targets.append((ys, part.n))
+        counted.append(measure.measure(part))
+        if counted[-1] is None: break
+        rules.update(dict.fromkeys(rules_of(info, ys, values_ignored(measure.loss_func, part))))
+    if measure.verdict.why is None and measure.tol is None: return None
+    measure.end_step()
+    refuse_in_chunks(measure)
+    total = sum(c.adds for c in counted)
+    now = factors([(c.adds, c.divided_by) for c in counted], total, float(measure.extra))
+    def off(rule):
+        said = [by_rule(info.by(rule), ys, n) for ys,n in targets]
+        return factors_off(factors(said, sum(w for w,_ in said)), now)
+    return {rule: off(rule) for rule in rules}
+
+# Values of targets whose outputs have no gradients
+def values_ignored(f, items):
+    with Look(f) as look: return ignored_values(items.yb, loss_and_grads(look.loss, items)[1])
+
+# Targets may be those of several positions of an output, one after the other
+def items_of_chunk(x, cut, ys):
+    with torch.no_grad(): out = x.outputs(cut(x.x))
+    n,rows = n_items(ys),n_items(out)
+    return Items(out, ys, n if rows%n == 0 else rows)
+
+# What does not add up, or cannot be measured, is an error
+def refuse_in_chunks(measure):
+    verdict,message = measure.verdict,measure.message
+    if message is None: return
+    if verdict.off is not None:
+        raise ValueError(f"{verdict.name} in chunks does not add up to the loss of all outputs, so it needs them all. {message}")
+    if verdict.once is not None or verdict.moves is not None and verdict.moves > 1e-4:
+        raise ValueError(f"A loss in chunks is called once for each chunk. {message}")
+    if verdict.why is None: return warn(message, 'troubleshooting.html#the-loss-is-off')
+    raise ValueError(f"What {verdict.name} averages over could not be measured ({verdict.why}), so the losses of chunks might not add up. "
+                     "Compute it without chunks, or, if it is a mean over items, with check_loss=False.")
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e012
 # The input of `head`, in the place of its outputs. `call(x)` computes these, default `head`, in the precision that
@@ -156,9 +215,6 @@ class HeadInput:
         return (f"The outputs of the model's head are computed in chunks, in the loss, so {what} does not find them. If it is the model "
                 "that computes with them: move this into the loss function, or choose as head the layer whose outputs the model returns. "
                 "If it is a callback: read `learn.pred` in `after_batch`, or compute all outputs at once with `learn.pred.outputs()`.")
-
-class ChunkProbe(LossProbe):
-    cure = "pass check_loss='always' to ChunkedLoss, or to a Learner's GradientAccumulation, which looks each time."
 
 # A plain tensor, as fastai's classes make a view of each result. A tensor without data stays what it is
 def without_class(t):
@@ -248,7 +304,7 @@ class Chunks:
         weights = [loss_weight(info, yb, n_items(cut(x.x)), dtype) for cut,yb in parts]
         weights = [w.to(dtype) if isinstance(w, Tensor) else w for w in weights]
         if info.reduction == 'sum': self.weights,self.total = [1.]*len(parts),1.
-        else: self.weights,self.total = [at_least(info.floor, w) for w in weights],at_least(info.floor, sum(weights))
+        else: self.weights,self.total = weights,sum(weights)
 
     # How much a part counts. Nothing, if none of its targets does: its loss is NaN then
     def share(self, weight):

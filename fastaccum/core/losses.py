@@ -6,11 +6,10 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/losses.html.md"""
 
 # %% ../../nbs/api/core/02_losses.ipynb #2c000c6d
 from __future__ import annotations
-from contextlib import suppress
 from copy import copy
 from functools import partial
 from numbers import Number
-import inspect, math, operator, random
+import inspect, math, random
 import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -23,72 +22,44 @@ __all__ = ['LossRule', 'loss_weight', 'n_items']
 
 # %% ../../nbs/api/core/02_losses.ipynb #80f22bd4
 class LossRule:
-    "What a loss averages over: known, measured on predictions, or assumed"
+    "What a loss averages over: known, believed, or a rule of its targets that says what was measured"
     def __init__(self,
-        probe=None,       # Class that measures a loss that is not exactly PyTorch's or fastai's: `LossProbe`. `None`: believe its options
-        always:bool=False # Look at each micro-batch, instead of ever more rarely?
+        checks:bool=False, # Is a loss measured that is not exactly PyTorch's or fastai's? If False, its options are believed
+        always:bool=False  # Each micro-batch, so that no rule is believed?
     ):
-        self.new_probe,self.always,self.info,self.probe = probe,always,None,None
-        self.probed,self.measuring = False,False     # is it looked at? are more predictions needed?
-        self.measured = False                        # has a micro-batch been looked at?
-        self.news,self._earlier = [],[]              # warnings to be given; micro-batches of this step so far
-        self.times,self._since = LookTimes(),''
-        self._asked,self._of_outputs = None,None     # the loss, and which one it is of outputs
-        self.saved:dict|None = None                  # what another process has found, until the loss is looked up
+        self.checks,self.always = checks,always
+        self.declared = self.info = None              # what the loss says by its options, and what is believed
+        self.by = None                                # the rule of its targets that is believed
+        self.known = self.probed = False              # is it PyTorch's or fastai's own? is it to be measured?
+        self._asked,self._of_outputs = None,None      # the loss, and which one it is of outputs
+        self._checked = None                          # was it to be measured when it was looked up?
 
     def look_up(self,
         loss_func,      # A loss, as for `loss_weight`, or the one by which MixUp and CutMix replace it
-        check:bool=True # Measure it, if it is not known? If False, believe its options
+        check:bool=True # Is it to be measured, if it is not known? If False, its options are believed
     ) -> None:
         "Look up the present loss, its options and its class weights. Does nothing if nothing has changed"
         if loss_func is not self._asked: self._asked,self._of_outputs = loss_func,of_outputs(loss_func)    # slow, of a module
-        loss_func = self._of_outputs
-        info,f = self.info,loss_func if isinstance(loss_func, (nn.Module, partial)) else getattr(loss_func, 'func', loss_func)
-        check = check and self.new_probe is not None
-        known = info is not None and info.options is not None and (not check if self.probe is None else check and self.probe.known)
-        if known and loss_func is info.loss_func and f is info.func and _options(f) == info.options: return
-        same = check and self.probed and loss_func is self.probe.info.loss_func and unwrapped(loss_func)[0] is self.probe.info.func
+        loss_func,old,check = self._of_outputs,self.declared,check and self.checks
+        f = loss_func if isinstance(loss_func, (nn.Module, partial)) else getattr(loss_func, 'func', loss_func)
+        same_check,self._checked = check == self._checked,check
+        same = old is not None and loss_func is old.loss_func
+        if same and same_check and f is old.func and old.options is not None and _options(f) == old.options: return
         mixer = mixer_of(loss_func)
-        if same: self.probe.notice_change()
-        else: self.probe = self.new_probe(loss_func) if check and mixer is None else None
-        if self.saved is not None and self.probe is not None: self._go_on(self.saved)
-        if self.probe is not None: self.info = self.probe.rule
-        else: self.info = LossInfo(loss_func) if mixer is None else LossInfo(mixer.old_lf).plain_mean()  # of its items' losses
-        self.probed = self.probe is not None and not self.probe.known
-        self.measuring = self.probed and self.probe.open
+        now = LossInfo(loss_func) if mixer is None else LossInfo(mixer.old_lf).plain_mean()               # of its items' losses
+        if same and same_check and now.func is old.func and now.key == old.key: return
+        self.known = check and is_known(loss_func)
+        self.probed = check and mixer is None and not self.known
+        self.declared = self.info = now
+        self.by = None
 
-    def measure(self,
-        pred,                   # Prediction of a micro-batch, before `backward`
-        yb,                     # Its targets
-        n:int,                  # Its items
-        before:int=0,           # Micro-batches of this accumulated batch before it
-        loss:Tensor|None=None,  # If code outside the loss function takes the mean: this mean ...
-        losses:Tensor|None=None,# ... and the losses before it
-        shown=None,             # `shown(a, z)`: context in which the loss sees the items `a` to `z` where it may look for them
-        where:str=''            # For messages: 'epoch 1, batch 5'
-    ) -> list|None: # The right weights of the micro-batches before this one, if they are others; `[None, ...]` if the loss is a sum
-        "Look at a micro-batch: is its loss the weighted mean of its parts' losses? If not, the rule changes, and `news` may say so"
-        self.measured = True
-        probe,old,gap = self.probe,self.info,self.times.n - self.times.last > 1
-        if before == 0 or gap: self._earlier = []               # others than those of this step
-        probe.look(pred, yb, n, loss=loss, losses=losses, shown=shown, where=where)
-        self.info,self.measuring,earlier = probe.rule,probe.open,self._earlier
-        if probe.left_out: self.news.append(probe.left_out_message(n))
-        self.times.looked()
-        changed,since,self._since = probe.take_change(),self._since,where
-        self._earlier = [*earlier, (yb, n)]
-        if before and (moves := probe.moves_message()): self.news.append(moves)
-        if (news := probe.take_news()) is not None: self.news.append(news)
-        if self.info.key == old.key: return None
-        known = len(earlier) == before
-        if changed is not None and (gap or before) or probe.was_sure and (gap or not known):
-            self.news.append(probe.changed_message(old, changed, since, where))
-        return [loss_weight(self.info, *o) for o in earlier] if known and before else None
-
-    @property
-    def message(self) -> str|None: # `None` as long as it is measured
-        "A warning, if no rule fits the loss"
-        return self.probe and self.probe.message
+    def use(self,
+        by:tuple|None # One of `rules_of` its targets; `None`: what the loss says by its options
+    ) -> None:
+        "Believe a rule of its targets, if it is a loss that is measured"
+        if not self.probed or by == self.by: return
+        self.by = by
+        self.info = self.declared if by is None else self.declared.by(by)
 
     def weight(self,
         yb,    # Targets of a micro-batch
@@ -107,7 +78,7 @@ class LossRule:
 
         The host reads what is in its own memory, instead of computing with it. (`numpy` cannot wait for a device: it refuses)"""
         info = self.info
-        w = _item_weights(info, yb, dtype)
+        w = item_weights(info, yb, dtype)
         if not isinstance(w, Tensor):
             if len(sizes) > 1 or info.over == 'items': return [w*n for n in sizes],None
             return [w*n_items(yb if info.target is None else _targets(yb)[info.target])],None     # a target may have other rows than items
@@ -117,9 +88,8 @@ class LossRule:
 
     def __str__(self):
         if self.info is None: return 'not looked up yet: nothing was trained'
-        if self.probed and self._earlier and not self.measured:
-            return 'not looked at: each step was one micro-batch, which needs no weight'
-        return str(self.probe or self.info)
+        how = "known: PyTorch's or fastai's own" if self.known else 'assumed' if self.by is None else 'measured'
+        return f'{self.info} ({how})' if self.known or self.probed else str(self.info)
     __repr__ = __str__
 
 # %% ../../nbs/api/core/02_losses.ipynb #2cc0e18e
@@ -133,11 +103,11 @@ def loss_weight(
 
     Cross entropy and NLL with class-index targets: the sum of `weight[y]`, or the count, over the targets that are not
     ignored (the divisor in PyTorch's documentation of `nn.CrossEntropyLoss`). Losses that average over elements: the number
-    of target elements. Any other loss: the number of items. If `loss_func` is a `LossInfo` (such as a probe's `rule`), its rule counts."""
+    of target elements. Any other loss: the number of items. If `loss_func` is a `LossInfo`, its rule counts."""
     info = loss_func if isinstance(loss_func, LossInfo) else LossInfo(loss_func)
     if info.reduction == 'sum': return None
     if n is not None and info.over == 'items': return n
-    w = _item_weights(info, yb, dtype)
+    w = item_weights(info, yb, dtype)
     return w.sum() if isinstance(w, Tensor) else w*n_items(_targets(yb)[info.target] if info.target is not None else yb)
 
 # %% ../../nbs/api/core/02_losses.ipynb #4ced9b1a
@@ -161,7 +131,7 @@ def is_sum(self:LossRule) -> bool:
 @patch(as_prop=True)
 def declares_sum(self:LossRule) -> bool:
     "Does the loss itself say that it is one, by its `reduction`?"
-    return self.probe is not None and self.probe.info.reduction == 'sum'
+    return self.declared.reduction == 'sum'
 
 @patch(as_prop=True)
 def may_be_nan(self:LossRule) -> bool:
@@ -172,88 +142,6 @@ def may_be_nan(self:LossRule) -> bool:
 def key(self:LossRule) -> str:
     "What several ranks must agree about"
     return '' if self.info is None else f'{self.info.over} {self.info.reduction}'
-
-@patch(as_prop=True)
-def sure(self:LossRule) -> bool:
-    "Is it known, believed or measured, and not merely assumed?"
-    return self.probe is None or self.probe.known or bool(self.probe.rules.seen)
-
-# %% ../../nbs/api/core/02_losses.ipynb #80309ec4
-@patch
-def due(self:LossRule) -> bool:
-    "Is this micro-batch to be looked at? The first ones are, later ones ever more rarely, at random places"
-    return self.times.due(self.measuring or self.always)
-
-@patch
-def pass_over(self:LossRule,
-    yb,   # Targets of a micro-batch that is all of a step
-    n:int # Its items
-) -> None:
-    "Do not look at it: alone it needs no weight. It is remembered, as its step may be cancelled, and go on with others"
-    self._earlier = [(yb, n)]
-
-@patch
-def begin_epoch(self:LossRule) -> None:
-    "Look at least once in this epoch"
-    self.times.begin_epoch()
-
-@patch
-def state_dict(self:LossRule) -> dict|None: # Plain values; `None` if it is not measured
-    "What has been found so far, for a process that goes on with the fit"
-    return dict(self.probe.state_dict(), since=self._since, measured=self.measured) if self.probed else None
-
-@patch
-def load_state_dict(self:LossRule,
-    state:dict|None # From `state_dict`
-) -> None:
-    "Go on with it, when the loss is looked up for the first time"
-    self.saved = state if self.info is None else None
-
-@patch
-def _go_on(self:LossRule, saved):
-    self.saved = None
-    # of another loss, or from a file that somebody has changed: it is measured again
-    with suppress(KeyError, IndexError, TypeError, ValueError):
-        self.probe.load_state_dict(saved)
-        self._since,self.measured = str(saved['since']),bool(saved['measured'])
-
-@patch
-def end(self:LossRule) -> None:
-    "Measure no more: the fit ends"
-    if self.probe is not None: self.probe.open = self.measuring = False
-
-# %% ../../nbs/api/core/02_losses.ipynb #80de6ead
-@patch
-def adopt(self:LossRule,
-    rule:dict # `as_dict` of the `info` of another process, which has measured it
-) -> list: # The weights by it of the micro-batches of this step that were looked at
-    "Assume the rule that another process has measured, until this one measures it too"
-    self.info = self.probe.assume(rule)
-    return [loss_weight(self.info, *o) for o in self._earlier]
-
-@patch
-def sum_message(self:LossRule,
-    n_batches:int, # Loader batches of a step
-    n_micro:int    # Its micro-batches so far
-) -> str|None:
-    "A warning about a loss that is measured to be a sum: it is not declared as one, or a part of it is none"
-    return self.probe.sum_message(n_batches, n_micro) if self.probed and self.is_sum else None
-
-@patch
-def take_news(self:LossRule) -> list:
-    "Warnings since the last call"
-    news,self.news = self.news,[]
-    return news
-
-# %% ../../nbs/api/core/02_losses.ipynb #80ededb5
-@patch
-def divided_by(self:LossRule,
-    weights # Weights: a list of numbers or tensors, or one tensor
-): # `None` if each loss divides by its weight
-    "What losses with these weights divide by"
-    floor = self.info.floor
-    if floor is None: return None
-    return at_least(floor, weights) if isinstance(weights, Tensor) else [at_least(floor, w) for w in weights]
 
 # %% ../../nbs/api/core/02_losses.ipynb #5e5e98b2
 _class_losses = nn.CrossEntropyLoss, nn.NLLLoss
@@ -285,10 +173,9 @@ def unwrapped(f):
 # averages `over`, and its options
 class LossInfo:
     # over: 'classes' (valid class targets, by class weight), 'valid' (targets other than `ignore_index`), 'mask' (the sum of a
-    # target), 'elements', 'items' or 'count' (targets that pass a `test`); target: number of the target, if there are several; channel:
-    # column of that target, 'row' or 'item' (what counts is their largest element); floor: the least divisor; shifted: the first column
-    # predicts nothing, as in a causal language model
-    target,channel,test,floor,shifted,measured = None,None,None,None,False,False
+    # target), 'elements' or 'items'; target: number of the target, if there are several; shifted: the first column predicts nothing, as
+    # in a causal language model
+    target,shifted,measured = None,False,False
     def __init__(self, loss_func):
         self.loss_func,(self.func,kw) = loss_func,unwrapped(loss_func)
         get = lambda k, default=None: kw.get(k, getattr(self.func, k, default))
@@ -321,27 +208,27 @@ class LossInfo:
         res.over,res.inexact = 'elements',False
         return res
 
-    # What differs from one rule to another of the same loss
-    def as_dict(self):
-        w = self.class_weight
-        return dict(over=self.over, reduction=self.reduction, ignore_index=self.ignore_index, target=self.target, channel=self.channel,
-                    test=self.test, floor=self.floor, shifted=self.shifted, class_weight=None if w is None else w.detach().cpu())
+    # The same loss by a rule of its targets
+    def by(self, rule):
+        over,target,shifted,ignored = rule
+        if over == 'sum': return self.measure('items', reduction='sum', class_weight=None)
+        res = self.measure(over, target=target, shifted=shifted, class_weight=self.class_weight if over == 'classes' else None)
+        if ignored is not None: res.ignore_index = ignored
+        return res
 
+    # What differs between two rules, or between the options of one loss now and then
     @property
     def key(self):
-        return (self.over, self.reduction, repr(self.ignore_index), self.target, self.channel, id(self.class_weight), self.test,
-                self.shifted, self.floor)
+        return self.over,self.reduction,repr(self.ignore_index),self.target,id(self.class_weight),self.shifted,self.nan_if_empty
 
     def __str__(self):
         if self.reduction == 'sum': return 'nothing: it is a sum'
         y = f'target {self.target}' if self.target else 'the target'
-        if self.channel is not None: y += f', by {self.channel}' if isinstance(self.channel, str) else f', column {self.channel}'
         if self.shifted: y += ' without its first column'
-        count = f"the number of targets {' '.join(map(str, self.test or ()))} in {y}, at least {self.floor}"
         which = [f'not {self.ignore_index}']*(self.ignore_index is not None) + [f'of {y}']*bool(self.target or self.shifted)
         valid = 'valid targets' + (f' ({", ".join(which)})' if which else '')
         weighed = f'class weights of the {valid}' if self.class_weight is not None else valid
-        names = dict(items='items', elements=f'elements of {y}', mask=f'the sum of {y}', valid=valid, classes=weighed, count=count)
+        names = dict(items='items', elements=f'elements of {y}', mask=f'the sum of {y}', valid=valid, classes=weighed)
         return names[self.over]
 
 # %% ../../nbs/api/core/02_losses.ipynb #f5ab3416
@@ -357,6 +244,47 @@ def is_known(loss_func):
     c = f if inspect.isfunction(f) else type(f)
     own = c.__module__ in ('torch.nn.modules.loss', 'torch.nn.functional') or listed(c)
     return own and not {'forward', '__call__'} & vars(f).keys() and LossInfo(loss_func).reduction != 'none'
+
+# %% ../../nbs/api/core/02_losses.ipynb #9a1f0a02
+_overs = 'classes','valid','items','elements','mask'
+
+# The rules for these targets, the most likely first: (what it averages over, number of the target, without its first column?, value of
+# targets that do not count). `ignored`: more such values than the loss's own
+def rules_of(info, yb, ignored=()):
+    res = [('items', None, False, None)]
+    for k,y in enumerate(_targets(yb)):
+        if not y.is_floating_point() and y.dtype is not torch.bool:
+            for v in dict.fromkeys((info.ignore_index, *ignored)):
+                if v is None: continue
+                res += [('valid', k, shifted, v) for shifted in (False, True)[:1+(y.dim() == 2)]]
+                if _has_weights_for(info, y, v): res.append(('classes', k, False, v))
+        if y.dim() > 1: res.append(('elements', k, False, None))
+        res.append(('mask', k, False, None))
+    return sorted(res, key=lambda r: _overs.index(r[0])) + [('sum', None, False, None)]
+
+# Has the loss a weight for each class that is among the targets?
+def _has_weights_for(info, y, ignored):
+    w = info.class_weight
+    if not (isinstance(w, Tensor) and w.dim() == 1): return False
+    known = y[_valid(y, ignored)]
+    return not known.numel() or bool(known.min() >= 0) and bool(known.max() < len(w))
+
+# For each target that has one: the value for which outputs have no gradients
+def ignored_values(yb, grads): return [v for y in _targets(yb) if (v := _ignored_value(y, grads)) is not None]
+
+# If there is exactly one
+def _ignored_value(y, grads):
+    found = []
+    for g in grads:
+        alive = (g != 0) & g.isfinite()            # where no target counts, the loss may be NaN
+        if alive.shape[0] == y.numel() != y.shape[0]: alive = alive.view(len(alive), -1).any(1).view_as(y)
+        elif alive.dim() == y.dim() + 1: alive = next((a for a in (alive.any(1), alive.any(-1)) if a.shape == y.shape), alive)
+        if alive.shape == y.shape: found.append(alive)
+    if not found or (alive := torch.stack(found).any(0)).all(): return None
+    for t,a in ((y, alive), (y[:,1:], alive[:,:-1])) if y.dim() == 2 else ((y, alive),):           # the second: shifted
+        if a.all(): continue
+        v = t[~a][0].item()
+        if torch.equal(_valid(t, v), a): return v
 
 # %% ../../nbs/api/core/02_losses.ipynb #8c1f0a02
 # When to look: at the first micro-batches, and then ever more rarely, at random places
@@ -384,31 +312,20 @@ class LookTimes:
 # %% ../../nbs/api/core/02_losses.ipynb #747548d6
 def _targets(yb): return [t for t in tree_leaves(yb) if isinstance(t, Tensor) and t.dim()]
 
-_tests = {'>': operator.gt, '>=': operator.ge, '==': operator.eq, 'in 0 to': lambda y, last: (y >= 0) & (y <= last)}
-
-# Which targets count for a rule with a `test`
-def _passing(y, info):
-    if info.channel == 'row': y = y.amax(-1)
-    elif info.channel == 'item': y = y.flatten(1).amax(1)
-    elif info.channel is not None: y = y[...,info.channel]
-    name,value = info.test
-    return _tests[name](y, value)
-
 def _valid(y, ignored):
     if ignored is None: return torch.ones_like(y, dtype=torch.bool)
     if y.dtype is not torch.int64 and not y.is_floating_point(): y = y.long()  # a uint8 is never -100, but -100 as a uint8 is 156
     return ~y.isnan() if ignored != ignored else y != ignored
 
 # The weight of each item: one number for all items, or a tensor with a number per item
-def _item_weights(info, yb, dtype=None):
+def item_weights(info, yb, dtype=None):
     over = info.over
     y = yb[0] if isinstance(yb, (tuple,list)) and len(yb) else yb
     if info.target is not None: y = _targets(yb)[info.target]
     if info.shifted: y = y[:,1:]
     if over == 'items' or not isinstance(y, Tensor): return 1
     if over == 'elements' or over == 'classes' and y.is_floating_point(): return math.prod(y.shape[1:])
-    if over == 'count': w = _passing(y, info)
-    elif over == 'mask': w = y if info.channel is None else y[...,info.channel]
+    if over == 'mask': w = y
     else:
         w,cw = _valid(y, info.ignore_index),info.class_weight
         if over == 'classes' and cw is not None: w = (cw.float() if cw.itemsize < 4 else cw)[y.long().where(w, 0)]*w

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fastcore.basics import patch
+from .losses import LossInfo, loss_weight
 from .memory import is_out_of_memory
-from .probe import _own_copy
-from .untouched import Moved, Untouched
+from .untouched import Moved, Untouched, own_copy
 
 # %% auto #0
 __all__ = []
@@ -85,18 +85,21 @@ def gradients_of(loss, pred):
 # What the micro-batches of a loss count, during a fit: each is measured beside reference items.
 #
 # look: context in which the loss may be called, as its attribute `loss`; can_wait: are graphs kept until there is a reference?
-# always: audit each step; most: elements of outputs in a call of the loss; cure: what messages say is to be written
+# always: audit each step; most: elements of outputs in a call of the loss; room: elements that are kept; cure: what messages say is to be
+# written
 class LossMeasure:
-    most = 2**21
-    def __init__(self, loss_func, look=None, can_wait=False, always=False, cure=None):
+    def __init__(self, loss_func, look=None, can_wait=False, always=False, cure=None, most=2**21, room=2**22):
         self.loss_func,self.look = loss_func,look or Look
         self.verdict = Verdict(getattr(loss_func, '__name__', type(loss_func).__name__), cure)
-        self.references,self.audit,self.floor,self.table = References(can_wait),Audit(always),Floor(),Table()
+        self.references,self.audit,self.floor,self.table = References(can_wait, room),Audit(always, room),Floor(),Table()
+        self.most = most
+        self.first_grads = ()                                  # gradients of outputs in the first call
         self.n = self.n_steps = self.predicted = 0             # micro-batches, steps
         self.where = ''                                        # the place in training, for messages
         self.next = self.next_close = 0                        # the next micro-batch that is looked at, and closely
         self.least = math.inf                                  # the smallest divisor that was just what is added
         self.audited = None                                    # how far the gradient of the last step was off, if it was looked at
+        self.values = None                                     # a `ValueMeasure`, if the model computes the loss
         self.begin_step()
 
     # The place in training, for messages
@@ -114,6 +117,7 @@ class LossMeasure:
         self.block = 0                                         # the block of outputs in whose units the step is
         self.references.begin_step()
         self.audit.begin_step(self.n_steps)
+        if self.values is not None: self.values.begin_step()
         self.begin_batch(plan)
 
     # Those of a loader batch: is it the `whole` step? Then each column is divided as the big batch does
@@ -132,7 +136,7 @@ class LossMeasure:
         if self.verdict.why is not None: return self._unmeasured(items, counts, loss)
         counted = None if counts is None or loss is None else self._predicted(counts, loss)
         if counted is None:
-            try: counted = self._looked_at(items, loss, own)
+            try: counted = self._found(items, loss, own)
             except NotMeasured as e:
                 self._refuse(e)
                 return self._unmeasured(items, counts, loss)
@@ -147,21 +151,14 @@ class LossMeasure:
     # In a fifth to three fifths of the micro-batches so far: at random, the same in each run
     def _pause(self): return 1 + round(self.n*random.Random(self.n).uniform(.2, .6))
 
-    # Do gradients and divisors add up? least: what the step divides by at least, if others have a part of it
-    def end_step(self, least=0.):
-        self.n_steps += 1
-        self.audited = None
-        if self.verdict.why is None and self.counted:
-            try:
-                if self.reference is not None: self._check_step(least)
-                elif not self.is_lost: self.verdict.why = self.references.why_none
-            except Stuck as e: self._refuse(e)
-        if self.verdict.waits: self._say_how_far()
-        self.audit.end_step(self.n_steps)
-        self.begin_step()
-
     @property
     def reference(self): return self.references.now
+
+    # What is less is rounding; None, if it has no reference yet
+    @property
+    def tol(self):
+        if self.values is not None: return 1e-5
+        return None if self.reference is None else self.reference.tol
 
     # What each call adds once to the divisor: it counts once in a step
     @property
@@ -182,7 +179,33 @@ class LossMeasure:
         if self.is_sum: return 'nothing: it is a sum (measured)'
         return str(self.verdict) if self.n or self.verdict.why else 'not looked at: each step was one micro-batch, which needs no weight'
 
+# %% ../../nbs/api/core/20_measured.ipynb #ea5ec775
+# Do gradients and divisors add up? least: what the step divides by at least, if others have a part of it
+@patch
+def end_step(self:LossMeasure, least=0.):
+    self.n_steps += 1
+    self.audited = None
+    if self.verdict.why is None and self.counted:
+        try:
+            if self.reference is not None: self._check_step(least)
+            elif self.values is None and not self.is_lost: self.verdict.why = self.references.why_none
+        except Stuck as e: self._refuse(e)
+    if self.verdict.waits: self._say_how_far()
+    self.audit.end_step(self.n_steps)
+    self.begin_step()
+
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ed39a
+# By its gradients, or by its values, if the model computes it
+@patch
+def _found(self:LossMeasure, items, loss, own):
+    if self.values is None:
+        try: return self._looked_at(items, loss, own)
+        except (Stuck, NotAMean): raise
+        except NotMeasured:
+            if self.n or not hasattr(self.loss_func, 'values'): raise
+            self.values = ValueMeasure(self.loss_func.values)
+    return self.values.measure(items)
+
 # If memory runs out, its groups are made smaller
 @patch
 def _looked_at(self:LossMeasure, items, loss, own):
@@ -218,6 +241,7 @@ def _begin_unit(self:LossMeasure):
 def _check_calls(self:LossMeasure, f, items):
     some = items.first_of(self.most)
     first,second = loss_and_grads(f, some)[1],loss_and_grads(f, some)[1]
+    self.first_grads = first
     moves = math.sqrt(float(square([a-b for a,b in zip(first, second)])/square(first)))
     if moves < math.inf: self.verdict.moves = moves        # otherwise no item has a gradient
     if moves > 1e-4: raise NotMeasured('it changes itself at each call')
@@ -323,7 +347,7 @@ def _check_step(self:LossMeasure, least):
     if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
     for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, _one(w), _one(d))
     most = max(float(total.nan_to_num(0.).max()), least)
-    if self.audit.due or ref.copies_of(most): offs += self._calls(most)
+    if self.audit.due or ref.copies_of(most, self.most): offs += self._calls(most)
     if not bool(total.isfinite().all()): offs.append(math.nan)
     self.verdict.saw(by_gradients > 10*ref.tol, by_divisors > 10*ref.tol)
     self.note(offs)
@@ -336,7 +360,7 @@ def _calls(self:LossMeasure, total):
     with self.look(self.loss_func) as look:
         ref.f = look.loss
         try:
-            offs = [ref.test(total), self.audit.off(ref, self.extra)]
+            offs = [ref.test(total, self.most), self.audit.off(ref, self.extra)]
             if len(self.audit.kept) > 1: self.audited = offs[1]
             return offs
         except Stuck: raise
@@ -492,7 +516,7 @@ def is_lost(self:LossMeasure): return any(c.silenced for c in self.counted)
 
 # It is measured in another way
 @patch
-def leave(self:LossMeasure): self.verdict.refuse(Elsewhere('its outputs are not there'))
+def leave(self:LossMeasure): self.verdict.leave()
 
 # Is it known only now what micro-batches of this step counted?
 @patch
@@ -516,7 +540,8 @@ def end(self:LossMeasure): self.verdict.waits = False
 # What parts of a micro-batch add, and divide by, if that is something else, in any unit; None for a sum
 @patch
 def weigh(self:LossMeasure, parts):
-    if self.reference is None or self.verdict.why is not None: return [float(o.n) for o in parts]
+    if self.verdict.why is not None or self.tol is None: return [float(o.n) for o in parts]
+    if self.values is not None: return [float(self.values.measure(o).adds) for o in parts]
     if not self.reference.adds and self.is_sum: return None
     with self.look(self.loss_func) as look:
         self.reference.renew(look.loss)
@@ -534,14 +559,14 @@ class Look:
     def __init__(self, loss_func): self.loss_func,self.safe = loss_func,Untouched(loss_func)
     def __enter__(self):
         self.safe.__enter__()
-        self.loss = _own_copy(self.loss_func)
+        self.loss = own_copy(self.loss_func)
         return self
 
     # Before all other looks, on two items: does it change what cannot be put back?
     def try_out(self, items):
         few = items.some(range(min(2, items.n)))
         def call():
-            value,grads = loss_and_grads(_own_copy(self.loss_func), few)
+            value,grads = loss_and_grads(own_copy(self.loss_func), few)
             return [value, *grads]
         try: self.safe.try_out(call)
         except Moved as e: raise Stuck(str(e)) from None
@@ -559,7 +584,7 @@ class Verdict:
     def __init__(self, name, cure=None):
         self.name = name
         self.cure = cure                                       # what to write, where it is not `GradientAccumulation` that accumulates
-        self.why,self.elsewhere = None,False                   # why it is not measured; since the model computes it?
+        self.why,self.elsewhere = None,False                   # why it is not measured; is it, in another way?
         self.off = None                                        # how far gradients of a step are off, as it is no mean
         self.moves = None                                      # how far a second call is from the first
         self.once = None                                       # how much of a sum comes once for each call
@@ -574,12 +599,19 @@ class Verdict:
 
     # It cannot be measured
     def refuse(self, error):
-        self.why,self.elsewhere = str(error),isinstance(error, Elsewhere)
+        self.why = str(error)
         if isinstance(error, NotAMean):
             if self.off is None: self.of_means = error.of_means
             self.off = math.nan
             self.waits = True
         if isinstance(error, Stuck): self.stuck = str(error)
+
+    # Others know what it averages over
+    def leave(self): self.elsewhere = True
+
+    # Does nothing tell what its micro-batches count?
+    @property
+    def is_unknown(self): return self.why is not None and not self.was_known
 
     # The largest one counts
     def found_change(self, off): self.changed = max(off, self.changed or 0.)
@@ -587,10 +619,6 @@ class Verdict:
     # What differs from what a mean would show: gradients, or only divisors?
     def saw(self, by_gradients, by_divisors):
         if self.off is None: self.of_means = by_divisors and not by_gradients
-
-    # Does it say what the loss averages over, or that there is no such thing? A random loss compares badly with itself
-    @property
-    def is_sure(self): return not (self.elsewhere or self.draws) and (self.why is None or self.off is not None)
 
     @property
     def message(self):
@@ -607,7 +635,7 @@ class Verdict:
 
     # (words, figures) of what is worst
     def _found(self):
-        if self.elsewhere: return None                         # it is measured by its values
+        if self.elsewhere: return None
         if self.moves is not None and self.moves > 1e-4 and not self.draws: return changes_itself,dict(off=self.moves)
         if self.off is not None and self.draws: return not_measured,dict(why='it draws random numbers')
         if self.off is not None: return function_of_mean if self.of_means else no_mean,dict(how=self._how_far, when=self.when)
@@ -620,6 +648,7 @@ class Verdict:
         how_far = '' if self.off is None or self.off != self.off else f'; not a mean: {self.off:.2%} off'
         return ('measured at each micro-batch' if self.why is None else f'items (assumed: {self.why})') + how_far
 
+# %% ../../nbs/api/core/20_measured.ipynb #ea5e9c62
 changes_itself = (
     "{name} changes itself at each call, and its gradients with it, by {off:.2%}, and accumulation calls it once "
     "for each micro-batch. Change its state once a step, in a callback's `after_step`, or load the whole batch, and"
@@ -675,9 +704,8 @@ class Floor:
 # The one loss of all outputs of a step, beside what was accumulated: in the first steps, then ever more rarely.
 # room: elements of outputs that are kept
 class Audit:
-    room = 2**22
-    def __init__(self, always=False):
-        self.always = always
+    def __init__(self, always=False, room=2**22):
+        self.always,self.room = always,room
         self.next = 0
         self.begin_step(0)
 
@@ -711,7 +739,8 @@ class Audit:
         wide = [ref.meet(items) for _,items in kept]
         _,whole = loss_and_grads(ref.f, wide[0].join(*wide[1:]))
         ours = [torch.cat(o) for o in zip(*(_as_wide(g, o) for g,o in zip(_accumulated(kept, ref, extra), wide)))]
-        return _distance(ours, whole)
+        off = _distance(ours, whole)
+        return 0. if self.is_thin and off != off else off      # those that are left may count nothing
 
     # The same for a loss that is no mean, if all micro-batches count by their items
     def off_by_items(self, f):
@@ -875,14 +904,14 @@ def _silent(self:Reference, part):
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ef509
 # How many copies divide by as much as a step does; 0 if as many were tested
 @patch
-def copies_of(self:Reference, total, most=2**20):
-    m = min(math.ceil(total/self.scale)+1, most//self.items.numel) if total < math.inf else 0
+def copies_of(self:Reference, total, most):
+    m = min(math.ceil(total/self.scale)+1, min(most, 2**20)//self.items.numel) if total < math.inf else 0
     return m if m > self.tested else 0
 
 # How far from the line is its divisor there? What depends on the size of the batch shows here
 @patch
-def test(self:Reference, total):
-    m = self.copies_of(total)
+def test(self:Reference, total, most):
+    m = self.copies_of(total, most)
     if not m: return 0.
     self.tested = 2*m
     try: return float((self.copies(m)/(1+(m-1)*self.slope)-1).nan_to_num(0.).abs().max())
@@ -892,10 +921,10 @@ def test(self:Reference, total):
 # The reference of a fit: chosen from the first micro-batch that has one, measured again in each step, replaced by one that shows more.
 # room: elements of outputs that are kept of micro-batches that wait
 class References:
-    room = 2**22
-    def __init__(self, can_wait=False):
-        self.can_wait,self.now,self.spare = can_wait,None,None
+    def __init__(self, can_wait=False, room=2**22):
+        self.can_wait,self.room,self.now,self.spare = can_wait,room,None,None
         self.is_first = True
+        self.few = 4                                           # how many items it should have
         self.saved = None                                      # a `state_dict`, until the next items come
         self.is_news = False                                   # is the present one not another rank's, and not told to others?
         self.lives = False                                     # has any item had a gradient?
@@ -914,7 +943,7 @@ class References:
     # That of a sum adds nothing to the divisor, nor do items that count nothing beside a floor: `closely`, others are looked for.
     # Returns whether there is another one. `anew`: see `Reference.renew`
     def find(self, f, items, most, closely=True, anew=True):
-        before = self.now
+        before,self.few = self.now,few_of(items, most)
         if not self.fresh and before is not None: self._renew(f, items, anew)
         ref = self.now
         if ref is None and not closely: return False
@@ -974,7 +1003,7 @@ class References:
 def keep(self:References, counted, items):
     ref = self.now
     if (ref is None or not ref.adds) and sum(o.numel for _,o in self.waiting) < self.room: self.waiting.append((counted, items))
-    if items.n <= Choice.few and ref is not None and ref.base.n < Choice.few: self.spare = items.alone()
+    if items.n <= self.few and ref is not None and ref.base.n < self.few: self.spare = items.alone()
 
 # Beside another rank's reference
 @patch
@@ -1012,7 +1041,7 @@ def _renew(self:References, f, items, anew):
     except NotMeasured: self.now = self.spare = None
     else:
         if self.plan and bool(ref.dead.any()): self.now = None
-        elif ref.base.n < Choice.few and self.spare is not None: self._grow(f)
+        elif ref.base.n < self.few and self.spare is not None: self._grow(f)
 
 # A single item beside another one does not show what is done to items of different kinds
 @patch
@@ -1030,12 +1059,15 @@ def grows(f, items, blocks):
     c,_ = blocks.shrink(loss_and_grads(f, items, copies)[1], loss_and_grads(f, items)[1])
     return not bool((c > 1-1e-4).all())
 
+# How many reference items there are: so many that four copies of them have at most `most` outputs
+def few_of(items, most): return min(4, max(1, most*items.n//(4*items.numel)))
+
 # Where reference items come from: a micro-batch, or the targets of others that are known already, beside its outputs
 class Choice:
-    few = 4
     def __init__(self, f, items, plan, most):
         self.f,self.items,self.most = f,items,most
         self.plan = [o for o in plan if o.looks_like(items)]
+        self.few = few_of(items, most)
         self.lives = False                                     # has any item a gradient?
 
     # The first with which no micro-batch changes the gradients of others: one divisor for all outputs, or for each, or for each column
@@ -1100,7 +1132,9 @@ class Choice:
 # Outputs and targets of `n` items. `xb`: inputs that the loss may look at; `shown(xb, yb)`: context in which it finds them
 class Items:
     def __init__(self, pred, yb, n, xb=(), shown=None):
-        self.pred,self.yb,self.n,self.xb,self.shown = tree_map(_detached, pred),tuple(yb),n,xb,shown
+        self.pred = tree_map(_detached, pred)
+        self.yb = tuple(yb) if isinstance(yb, (tuple,list)) else (yb,)
+        self.n,self.xb,self.shown = n,xb,shown
 
     # Those of other outputs or targets, and of as many items unless `n` says otherwise
     def put(self, pred=None, yb=None, n=None, xb=None):
@@ -1133,6 +1167,9 @@ class Items:
         xbs = [p.xb for p in parts]
         xb = _Lazy(lambda i: _joined(*(xb[i] for xb in xbs)), min(map(len, xbs)))
         return self.put(*self._map(_joined, *others), sum(p.n for p in parts), xb)
+
+    # Context in which a loss finds the inputs
+    def seen(self): return nullcontext() if self.shown is None else self.shown(self.xb, self.yb)
 
     # Without the batch that they were taken from
     def alone(self): return self.put(xb=() if self.shown is None else [self.xb[i] for i in range(len(self.xb))])
@@ -1244,7 +1281,6 @@ def _narrowed(t, n, shape):
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e7c4a
 class NotMeasured(ValueError): pass                    # the loss raises an error on other items, or returns what is no loss
 class Stuck(NotMeasured): pass                         # each call changes what cannot be put back
-class Elsewhere(NotMeasured): pass                     # it does not depend on the outputs: the model computes it
 class NoReference(NotMeasured): pass                   # no item has a finite gradient
 class NotAMean(NotMeasured):                           # gradients beside other items are other ones, or divisors do not add up
     def __init__(self, why, of_means=False):
@@ -1257,14 +1293,14 @@ def loss_and_grads(f, items, *beside):
     own = [_exact(os[0]).detach().requires_grad_() if _has_grad(os[0]) else None for os in columns]
     wanted = [t for t in own if t is not None]
     if not wanted: raise NotMeasured('its outputs are no numbers with gradients')
+    if any(len(t)%items.n for t in wanted): raise NotMeasured('its outputs have no rows for each item')
     rest = items.put(pred=()).join(*(o.put(pred=()) for o in beside))           # copies: the loss may change them
-    shown = nullcontext() if rest.shown is None else rest.shown(rest.xb, rest.yb)
-    with torch.enable_grad(), torch.autocast(wanted[0].device.type, enabled=False), shown:
+    with torch.enable_grad(), torch.autocast(wanted[0].device.type, enabled=False), rest.seen():
         args = [_alone(_joined(*os)) if t is None else torch.cat([t, *map(_exact, os[1:])]) for t,os in zip(own, columns)]
         pred = tree_unflatten(args, tree_flatten(items.pred, is_leaf=partial(_has_objects, items.n))[1])
         loss,grads = _call(f, pred, tree_map(_exact, rest.yb), wanted)
     computed = loss.grad_fn is not None or any(loss is o for o in args)
-    if computed and all(g is None for g in grads): raise Elsewhere('it does not depend on the outputs')
+    if computed and all(g is None for g in grads): raise NotMeasured('it does not depend on the outputs')
     return loss.detach().sum(),[torch.zeros_like(t) if g is None else g.as_subclass(Tensor) for t,g in zip(wanted, grads)]
 
 # A number among the outputs, as a loss that the model has computed
@@ -1379,6 +1415,31 @@ class Table:
     @property
     def sure(self): return self.alive and self.confirmed >= 8
 
+# %% ../../nbs/api/core/20_measured.ipynb #ea5e7f02
+# What a rule says of some items: what they add, and what their own loss divides by. A sum adds nothing to the divisor
+def by_rule(info, yb, n, dtype=None):
+    if info.reduction == 'sum': return 0.,1.
+    adds = loss_weight(info, yb, n, dtype)
+    return adds,adds
+
+# Of losses with these two numbers each, if all of them add `total`, and each call adds something `once`
+def factors(weights, total, once=0.):
+    divided_by = torch.stack([torch.as_tensor(d).cpu().double() for _,d in weights])
+    return divided_by/max(float(total) + once, float(divided_by.max()))
+
+# How far are the factors of a rule from those that were measured? A loss that divides by little is as much larger, so the least
+# factor has to be right, too
+def factors_off(by_rule, measured):
+    gap = (by_rule - measured).abs()
+    each = torch.where(measured > 0, gap/measured, 0.).max()
+    return float(each if each > .01 else gap.max()/measured.max())
+
+# Gradients of the outputs in the first call, for rules: once
+@patch
+def take_first_grads(self:LossMeasure):
+    grads,self.first_grads = self.first_grads,()
+    return grads
+
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e205f
 # What micro-batches of a loss count that the model computes: only values are seen, of `values(parts)`, a call of the model for each part.
 #
@@ -1387,30 +1448,49 @@ class Table:
 # them, of items with high losses and with low ones, of which the farther one is taken
 class ValueMeasure:
     def __init__(self, values, eps=1e-6):
-        self.values,self.eps,self.references,self.extra,self.unsure = values,eps,None,0.,0.
+        self.values,self.eps = values,eps
+        self.references = None                                 # (items, their value, what it divides by)
+        self.extra = 0.                                        # what each call adds once to the divisor
+        self.is_fresh = True                                   # are the values those of the present weights?
+
+    # The weights may be others from here on
+    def begin_step(self): self.is_fresh = False
 
     def measure(self, items, own=None):
         if self.references is None: self._choose(items)
-        own = self.values([items])[0] if own is None else own
+        if not self.is_fresh: self._renew()
+        own = self._of([items])[0] if own is None else own
         ref,value,scale = max(self.references, key=lambda o: abs(o[1]-own))
-        both, = self.values([ref.join(items)])
+        both, = self._of([ref.join(items)])
         if not abs(both-own) > self.eps*abs(own): raise NotMeasured('all parts of a micro-batch have one value')
         adds = (value + self.extra*own - both)/(both-own)
-        self.unsure = max(self.unsure, self.eps*abs(own/(both-own)))
         number = lambda v: torch.tensor(v*scale, dtype=torch.float64)
         d = adds + self.extra
         return Counted(number(adds), number(d), number(d*own))
 
+    def _renew(self):
+        self.references = [(items, self._of([items])[0], scale) for items,_,scale in self.references]
+        self.is_fresh = True
+
+    # The only place that calls the user's model: its errors are reasons why the loss is not measured
+    def _of(self, parts):
+        try: return self.values(parts)
+        except Moved as e: raise Stuck(str(e)) from None
+        except Exception as e:
+            if is_out_of_memory(e): raise
+            raise NotMeasured(f'{type(e).__name__}: {e}') from e
+
     def _choose(self, items):
         k = max(1, items.n//8)
         groups = [items.some(range(i, min(i+k, items.n))) for i in range(0, items.n, k)]
-        order = [g for _,g in sorted(zip(self.values(groups), groups), key=lambda o: o[0])]
+        order = [g for _,g in sorted(zip(self._of(groups), groups), key=lambda o: o[0])]
         if len(order) < 2: raise NotMeasured('it has seen a single item')
         half = len(order)//2
         low,high = order[0].join(*order[1:half]),order[half].join(*order[half+1:])
-        v_low,v_high,v_two = self.values([low, high, high.join(high)])
+        v_low,v_high,v_two = self._of([low, high, high.join(high)])
         slope = 2*v_high/v_two - 1
         self.extra = 1-slope if abs(1-slope) > 100*self.eps else 0.
         self.references = [(high, v_high, 1.)]
+        self.is_fresh = True
         unit = float(self.measure(low, v_low).divided_by)      # of `low`, in units of `high`
         self.references.append((low, v_low, unit))

@@ -10,7 +10,7 @@ from array import array
 from collections import OrderedDict, deque
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from copy import copy
+from copy import copy, deepcopy
 from functools import lru_cache, partial
 from math import inf
 from numbers import Number
@@ -518,3 +518,41 @@ def _hear(event, args):
 # As opposed to what is only read; the events of other libraries may have other arguments
 def _is_written(path=None, mode=None, flags=0, *others):
     return isinstance(path, (str,bytes)) and path != os.devnull and isinstance(flags, int) and bool(flags & _writing)
+
+# %% ../../nbs/api/core/19_untouched.ipynb #6cb748e9
+# A loss and everything it holds: attributes, arguments, and what its functions refer to
+def _walk(o, depth=6, seen=None):
+    seen = {} if seen is None else seen
+    holds_nothing = o is None or isinstance(o, (type,str,Number)) or inspect.ismodule(o) or inspect.isbuiltin(o)
+    if holds_nothing or id(o) in seen or len(seen) > 2000: return
+    seen[id(o)] = o
+    yield o
+    if depth == 0 or isinstance(o, Tensor): return
+    if isinstance(o, partial): kids = o.func,o.args,o.keywords
+    elif inspect.ismethod(o): kids = o.__func__,o.__self__
+    elif inspect.isfunction(o):
+        inner = inspect.getclosurevars(o).nonlocals.values()
+        kids = *o.__code__.co_names,*inner,o.__defaults__,o.__kwdefaults__,vars(o)
+    elif isinstance(o, dict): kids = list(o.values())
+    elif isinstance(o, (list,tuple)): kids = o
+    else: kids = [*getattr(o, '__dict__', {}).values(), *(vars(type(o)).get(k) for k in ('forward', '__call__'))]
+    if inspect.isfunction(o): kids = [o.__globals__.get(k) if isinstance(k, str) else k for k in kids]
+    for k in kids: yield from _walk(k, depth-1, seen)
+
+# A copy that can be called without changing the modules of the loss. A function is its own copy
+def own_copy(loss_func):
+    f = getattr(loss_func, '_torchdynamo_orig_callable', getattr(loss_func, '_orig_mod', loss_func))  # other sizes would be compiled again
+    if isinstance(f, partial): return partial(own_copy(f.func), *f.args, **f.keywords)
+    if inspect.isroutine(f) and not isinstance(getattr(f, '__self__', None), nn.Module): return f
+    if isinstance(f, nn.Module) or inspect.isroutine(f):
+        held = list(_walk(f))
+        # tensors kept from its last call belong to the model's graph, which cannot be copied; objects it only refers to are shared
+        memo = {id(o): o.detach().clone() for o in held if isinstance(o, Tensor) and not o.is_leaf}
+        memo.update({id(o): o for o in held if hasattr(o, '__dict__') and not isinstance(o, (Tensor,nn.Module,dict)) and o is not f})
+        f = deepcopy(f, memo)
+        for p in getattr(f, '__self__', f).parameters(): p.requires_grad_(False)
+        return f
+    f = copy(f)
+    for k,v in list(getattr(f, '__dict__', {}).items()):
+        if isinstance(v, nn.Module): f.__dict__[k] = own_copy(v)
+    return f

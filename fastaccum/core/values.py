@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from fastcore.basics import patch
 from .accumulator import mean_loss, mean_of_divided
 from .losses import at_least, is_known, loss_weight, mixer_of, of_outputs
-from .microbatch import join_items, map_tensors
-from .probe import _Batch, _own_copy
-from .untouched import Moved, Untouched, name_of
+from .measured import Items
+from .untouched import Moved, Untouched, name_of, own_copy
 
 # %% auto #0
 __all__ = []
@@ -50,24 +49,24 @@ class LossValues:
         self._start = sum(n for _,n,*_ in self.parts)
 
     # A micro-batch has been counted, as number `i` of its accumulated batch. `weigh(part)`: what a part of it averages
-    # over, None for a sum; `shown`: see `LossRule`; `rows`: the places of its items in the loader batch, if they do not
+    # over, None for a sum; `xb`, `shown`: see `Items`; `rows`: the places of its items in the loader batch, if they do not
     # follow those before
-    def add(self, i, n, pred, yb, weigh, shown=None, rows=None):
+    def add(self, i, n, pred, yb, weigh, rows=None, xb=(), shown=None):
         held = vars(self.holder)
         new = [k for k,v in held.items() if k not in (*self.fits, *self.given) and v is not self._before.get(k) and leaves_of(v)]
         unsure = [k for k,left in self._looks.items() if left]
-        if new or unsure: self._look(new + unsure, pred, yb, n, weigh, shown)
+        if new or unsure: self._look(new + unsure, Items(pred, yb, n, xb, shown), weigh)
         done = sum(n for _,n,*_ in self.parts)
         places = range(done, done+n) if rows is None else [self._start+j for j in rows]
         names = [k for k in (*self.fits, *new) if k in held and self.fits.get(k, True)]
         self.parts.append((i, n, places, {k: tree_map(_detached, held[k]) for k in names}))
 
     # A single item has no parts: it is looked at together with the next one
-    def _look(self, names, pred, yb, n, weigh, shown):
+    def _look(self, names, items, weigh):
         single,self._single = self._single,None
-        if n > 1: return self._measure(names, lambda: _Batch(pred, yb, n, shown), weigh)
-        if single is not None: return self._measure(names, lambda: _Batch(*join_items([single, (pred, yb)], (1, 1)), 2), weigh)
-        self._single = map_tensors(Tensor.detach, (pred, yb))
+        if items.n > 1: return self._measure(names, lambda: items, weigh)
+        if single is not None: return self._measure(names, lambda: single.join(items), weigh)
+        self._single = items.alone()
 
     # Put the values of the micro-batches from number `start` on together. They count with `weights`; `divided`: what their
     # losses divided by, if that is something else; `once`: what each adds once
@@ -109,9 +108,9 @@ def _measure(self:LossValues, names, make, weigh):
         with trace, torch.no_grad():
             batch = make()
             n,k = batch.n,batch.n//2
-            if not self.fits: trace.try_out(partial(self._call, batch.part(0, n)))
-            copy = _own_copy(self.loss_func)
-            cuts = [batch.part(*o) for o in [(0, n), (0, n), (0, k), (k, n)]]
+            if not self.fits: trace.try_out(partial(self._call, batch))
+            copy = own_copy(self.loss_func)
+            cuts = [batch.some(range(*o)) for o in [(0, n), (0, n), (0, k), (k, n)]]
             found = []
             for part in cuts:
                 with part.seen(): copy(part.pred, *part.yb)
@@ -134,7 +133,7 @@ def _measure(self:LossValues, names, make, weigh):
 
 @patch
 def _call(self:LossValues, batch):
-    with batch.seen(): return [o for o in tree_leaves(_own_copy(self.loss_func)(batch.pred, *batch.yb)) if isinstance(o, Tensor)]
+    with batch.seen(): return [o for o in tree_leaves(own_copy(self.loss_func)(batch.pred, *batch.yb)) if isinstance(o, Tensor)]
 
 @patch
 def _give_up(self:LossValues, name):
@@ -175,12 +174,8 @@ calls_change = ("{name} was called again to find out how its values of micro-bat
                 "`after_step` instead.")
 
 # %% ../../nbs/api/core/14_values.ipynb #4e6911de
-# What a part averages over by this rule, None for a sum: `part` has its targets. With a floor also what its loss divides by
-def weigh_by(rule):
-    def weigh(part):
-        weight = loss_weight(rule, part.yb, part.n)
-        return weight if weight is None or rule.floor is None else (weight, at_least(rule.floor, weight))
-    return weigh
+# What a part averages over by this rule, None for a sum: `part` has its targets
+def weigh_by(rule): return lambda part: loss_weight(rule, part.yb, part.n)
 
 # The object that a loss may write to, or None
 def holder_of(loss_func):

@@ -27,8 +27,8 @@ class OneRank:
     total = None         # items of the present loader batch on all ranks; None: those of this rank
     # Of a number that each rank has for the present loader batch
     def sum_of_batch(self, n): return n
-    # Of two numbers that each rank has at the end of a step
-    def sums_of_step(self, a, b): return a,b
+    # The plain value that each rank has at the end of a step
+    def of_all_ranks(self, value): return [value]
     shares_early = False # must ranks count by one measure before the first backward pass, and have they none yet?
     # Has this rank items of the loader batch? Called before it goes through the model
     def begin(self, batch): return True

@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/memory/advice.html.md"""
 # %% ../../nbs/api/memory/02_advice.ipynb #848a9f9c
 from __future__ import annotations
 import math
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
 from functools import cached_property
 from dataclasses import dataclass, replace
@@ -26,11 +26,12 @@ from .chunks import ChunkedHead
 from ..core.checks import is_count, is_positive
 from ..core.coupled import CoupledBatch
 from ..core.grads import summed_for
-from ..core.losses import count_items, n_items
+from ..core.losses import count_items, is_known, n_items
+from ..core.measured import Items, NotMeasured, loss_and_grads
 from ..core.memory import StorageFollower, as_bytes, device_of, is_out_of_memory, side_stream
 from ..core.microbatch import _holds_items, map_tensors, part_sizes, tensors_in
-from ..core.probe import LossProbe
 from ..core.random import RandomState, Snapshot
+from ..core.untouched import own_copy
 from ..core.watch import OutputViews, Passes, batchnorms, hooks_of_others
 from ..loop.events import EventTable, keeps_state
 from ..loop.sizes import n_inputs
@@ -544,8 +545,7 @@ class PassCosts:
         else: return Pass(costs, k)
         return self.passed(plan, train, n, k, keeps)    # outside `except`: the traceback keeps the activations alive
 
-    # The costs of a micro-batch, or of all those that share a loss, in training or in validation: of `n` items, chosen
-    # `among` so many
+    # The costs of a micro-batch, or of all that share a loss, in training or in validation: of `n` items, chosen `among` so many
     def follow(self, plan, train, among, n, k, keeps):
         key = replace(plan, size=k),train,among,n,keeps
         if key in self.runs: return self.runs[key]
@@ -615,10 +615,18 @@ class PassCosts:
             now.loss_grad = sum(t.float().sum() for t in tensors_in(now.pred) if t.is_floating_point())
         fire('after_loss')
         if train and acc is not None and acc.check_loss and acc.normalize and acc.weight is None and not way_of(acc).is_coupled:
-            probe = LossProbe(learn.loss_func)
-            with nullcontext() if self.why is not None else costs.without_values(): probe.look(now.pred, yb, n, now.loss_grad)
-            self.measured = 0 if probe.known else costs.pred
+            self.measured = 0 if is_known(learn.loss_func) else costs.pred
+            if self.measured:
+                items = Items(now.pred, yb, n)
+                with nullcontext() if self.why is not None else costs.without_values(): _measured_once(learn.loss_func, items)
         return now.loss_grad.mean()
+
+# %% ../../nbs/api/memory/02_advice.ipynb #d2c0a00f
+# As a look does: the loss of the items, and of these beside a few others
+def _measured_once(loss_func, items):
+    few = items.some(range(min(items.n, 4)))
+    with suppress(NotMeasured):
+        for o in (items, few.join(items)): loss_and_grads(own_copy(loss_func), o)
 
 # %% ../../nbs/api/memory/02_advice.ipynb #d2c0a008
 # What to try when not even one item fits

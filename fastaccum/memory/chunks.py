@@ -82,7 +82,7 @@ class ChunkedHead(LoopCallback):
     def _chunked(self): return self.learn.loss_func.chunked if isinstance(self.learn.loss_func, HeadLoss) else None
 
     def before_train(self):
-        if self._chunked is not None: self._chunked.rule.begin_epoch()
+        if self._chunked is not None: self._chunked.times.begin_epoch()
     def before_batch(self):
         learn,self.deferred = self.learn,self.learn.training or self.only_loss
         if self._chunked is not None: self._chunked.comes_to(f'epoch {learn.epoch}, batch {learn.iter}')

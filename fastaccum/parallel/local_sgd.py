@@ -78,7 +78,7 @@ class LocalRanks(Ranks):
         if acc.normalize and target is not None: rescale(acc.params, target, acc.divisor(weight))
         return loss,weight,acc.n_items             # planned, over all ranks, as DataParallel counts them
 
-    def sums_of_step(self, a, b): return super().sums_of_step(a, b) if self.warming_up else (a, b)
+    def of_all_ranks(self, value): return super().of_all_ranks(value) if self.warming_up else [value]
 
     def stepped(self):
         self.since += not self.warming_up

@@ -130,9 +130,9 @@ class Ranks(OneRank):
 def sum_of_batch(self:Ranks, n): return int(self.agree('count', items=n).items)
 
 @patch
-def sums_of_step(self:Ranks, a, b):
-    head = self.agree('sums', other1=a, other2=b)
-    return head.other1,head.other2
+def of_all_ranks(self:Ranks, value):
+    self.agree('values')
+    return from_all(value)
 
 @patch
 def begin(self:Ranks, batch):
@@ -222,10 +222,6 @@ def add_up(self:Ranks, loss, weight, n_items):
     if head.news:
         self._share_reference()
         head = exchange(*acc.mean())
-    elif not head.measuring and head.unsure and not same_on_all(head.rule, head.rule_squared, self.world):
-        self._share_rule()
-        head = exchange(*acc.mean())
-        self._check_rule(head)
     if head.measuring and head.ruled: raise RuntimeError(self._disagree())
     measuring.hear(head)
     for cb in self.summing: cb.summed_over_ranks((head.other1, head.other2), head.weight, head.items)
@@ -242,22 +238,6 @@ def step_cancelled(self:Ranks):
     scale_grads(self.accumulation.acc.params, 1/self.world)
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #de5b6650
-# A rank that has not seen what the loss averages over, as its targets were all ignored so far, or it had a single
-# item, takes over what another rank has measured
-@patch
-def _share_rule(self:Ranks):
-    cb,acc = self.accumulation,self.accumulation.acc
-    rules = from_all(cb.rule.info.as_dict() if cb.rule.sure else None)
-    if cb.rule.sure: return
-    weights = cb.rule.adopt(first(r for r in rules if r is not None))
-    if not acc.losses or len(weights) != len(acc.losses): return
-    acc.correct(weights, cb.rule.divided_by(weights))
-    weight = acc.mean()[1]
-    if acc.normalize and not weight:
-        for p in acc.params:
-            if p.grad is not None: p.grad.zero_()                  # they may be NaN
-    elif not self.late_weights: self._warn_of_late()
-
 @patch
 def _warn_of_late(self:Ranks):
     self.accumulation.warn_once("This rank could not measure what the loss averages over before the gradients were sent, so the first step "
@@ -307,10 +287,6 @@ def _rule(self:Ranks):
     return zlib.crc32(f'{acc.rule.key} {acc.acc.normalize}'.encode())%1000
 
 @patch
-def _check_rule(self:Ranks, head):
-    if not same_on_all(head.rule, head.rule_squared, self.world): raise RuntimeError(self._disagree())
-
-@patch
 def _disagree(self:Ranks):
     pass_weight = "Pass weight= to the accumulation callback: a function that takes the Learner and returns what its loss averaged over."
     found = self.accumulation.facts.message or pass_weight
@@ -355,7 +331,7 @@ def load_shares(self:Ranks, state):
     if self.dl is not None: self._share(0)
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #232b40c9
-kinds = ('train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','sums',
+kinds = ('train','step','validate','outputs','forward','validated','cancelled','metrics','average','count','norm','backward','values',
          'reference','end')
 steps = 'train','step','average'                  # steps follow, or weights of steps are averaged
 asks = 'save','SIGINT','SIGTERM','SIGUSR1'
@@ -375,7 +351,6 @@ class Head(NamedTuple):
     renewed:bool = False
     news:bool = False
     lost:bool = False
-    by_rule:float = 0.
     other1:float = 0.        # of a callback with `sums_over_ranks`
     other2:float = 0.
     place:int = 0
@@ -389,7 +364,7 @@ class Head(NamedTuple):
     weights:float = 0.       # sum of a parameter, or of all
     weights_squared:float = 0.
     size:float = 0.          # sum of their absolute values
-    unsure:bool = False      # is the rule merely assumed?
+    unsure:bool = False      # is the loss measured, and no rule believed?
     ended:bool = False       # has the rank ended the fit?
     save:bool = False        # what it asks for
     SIGINT:bool = False
@@ -417,7 +392,7 @@ def agree(self:Ranks, kind, votes=True, **values):
     if kind in ('outputs','forward'): self.calls += 1
     place,rule = (0, 0) if ends or not votes else (self._place_of(kind), self._rule() if kind == 'step' else 0)
     acc = self.accumulation
-    unsure = kind == 'step' and (not acc.rule.sure or acc.weights.measuring.is_on)
+    unsure = kind == 'step' and acc.weights.measuring.is_on
     settings = self._digest() if kind in steps else 0
     own = Head(**values, place=place, place_squared=place**2, votes=votes, rule=rule, rule_squared=rule**2, unsure=unsure,
                settings=settings, settings_squared=settings**2, ended=ends, **self._sums(kind), **dict.fromkeys(asked, True))
@@ -435,7 +410,7 @@ def agree(self:Ranks, kind, votes=True, **values):
 # A number that must be the same on all ranks
 @patch
 def _place_of(self:Ranks, kind):
-    learn,step = self.learn,kind in ('step','average','count','norm','backward','sums','reference')
+    learn,step = self.learn,kind in ('step','average','count','norm','backward','values','reference')
     batch = learn.iter if step else self.calls if kind in ('outputs','forward') else 0
     # the others may come without a fit
     if step or kind in ('train','validate'): batch += learn.epoch*len(learn.dls.train)
@@ -453,7 +428,7 @@ def _check_same(self:Ranks, kind, head):
                            "another is not. Something ends a step, an epoch or a validation on some ranks only "
                            "(`CancelStepException`, `CancelTrainException`, `CancelEpochException`, "
                            f"`CancelValidException`{of_batches}): end it on all ranks, or raise `CancelFitException`.")
-    if not head.unsure: self._check_rule(head)
+    if not head.unsure and not same_on_all(head.rule, head.rule_squared, self.world): raise RuntimeError(self._disagree())
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #5e1f0b02
 # What must be the same on all ranks: rates, and which parameters are trained

@@ -99,7 +99,7 @@ class JointValidation:
     @property
     def _rule(self):
         rule = self.accumulation and self.accumulation.rule
-        return rule.info if rule and rule.probed and rule.sure and rule.info.loss_func is self.learn.loss_func else self.info
+        return rule.info if rule and rule.by is not None and rule.info.loss_func is self.learn.loss_func else self.info
 
     # The validation ends on this rank. Other ranks may have more loader batches, in which it takes part
     def end(self):

@@ -110,11 +110,11 @@ def test_gan_loss():
                       lambda real, fake: (real-fake).pow(2).sum(), nn.Identity())
         gan.generator = False
         return gan
-    from fastaccum.core.probe import is_known
+    from fastaccum.core.losses import is_known
     assert not is_known(make())
 
 def test_forward_on_the_instance():
-    from fastaccum.core.probe import is_known
+    from fastaccum.core.losses import is_known
     loss = nn.CrossEntropyLoss()
     loss.forward = lambda p, t: F.cross_entropy(p, t, reduction='sum')
     assert not is_known(loss)
@@ -311,26 +311,9 @@ def test_no_trace():
         fit(closure, x, y, bs, GradientAccumulation(32), n_epoch=1)
         assert (count, len(seen)) == (n, n)
 
-def test_checks_are_rare():
-    "Of 1,000 micro-batches few are looked at; with 'always' all"
-    class Counts(nn.Module):
-        def forward(self, p, t): return F.cross_entropy(p, t)
-    from fastaccum.core.losses import LossRule
-    from fastaccum.core.probe import LossProbe
-    def looks(n, **kw):
-        rule = LossRule(LossProbe, **kw)
-        rule.look_up(Counts())
-        p,t,k = torch.randn(4, 3),torch.tensor([0, 1, 2, 1]),0
-        for i in range(n):
-            if rule.probed and rule.due(): k += 1; rule.measure(p, (t,), 4, before=i%4)
-        return k
-    assert 8 < looks(1000) < 20
-    assert looks(50, always=True) == 50
-
 def test_known_losses_are_not_looked_at():
     from fastaccum.core.losses import LossRule
-    from fastaccum.core.probe import LossProbe
-    rule = LossRule(LossProbe)
+    rule = LossRule(checks=True)
     rule.look_up(nn.CrossEntropyLoss())
     assert not rule.probed
 

@@ -51,7 +51,7 @@ def ended(where, ex, bs, cbs, **kwargs):
 
 def is_clear(learn): return all(p.grad is None or not p.grad.any() for p in learn.model.parameters())
 
-@pytest.mark.filterwarnings('ignore:What BreaksLoss averages over could not be measured .CancelFitException')
+@pytest.mark.filterwarnings('ignore:What BreaksLoss averages over could not be measured .(CancelFitException|Boom)')
 @pytest.mark.parametrize('ex', [Boom('boom'), KeyboardInterrupt(), CancelFitException()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize('way', [pytest.param(w, marks=[pytest.mark.fp16]*(w == 'fp16')) for w in ways])
 @pytest.mark.parametrize('where', places)

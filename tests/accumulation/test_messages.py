@@ -33,6 +33,7 @@ class NoBackward(torch.autograd.Function):
     def forward(ctx, x): return x.clone()
     backward = staticmethod(too_few)
 
+@pytest.mark.filterwarnings('ignore:What <lambda> averages over could not be measured .ValueError. too few')
 def test_only_a_loss_that_fails_is_told_of_coupled():
     with pytest.raises(ValueError, match=where + r' A loss .* coupled=True.\)'): fit(fails)
     callbacks = Raises(),On('after_loss', too_few),On('after_backward', too_few)

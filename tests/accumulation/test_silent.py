@@ -60,10 +60,10 @@ class MeanOutside(Callback):
         self.learn.loss_grad = self.learn.loss_grad.sum()/(self.learn.y >= 0).sum()
         self.learn.loss = self.learn.loss_grad.clone()
 
-measured = {'focal, class weights': (data, Focal(weight=cw), 'items'), 'sum over items': (values, PerItem(), 'items'),
+measured = {'focal, class weights': (data, Focal(weight=cw), 'valid'), 'sum over items': (values, PerItem(), 'items'),
             'own object': (values, Own(), 'items'),
             'valid targets': (masked, valid_mean, 'valid'),
-            'half': (values, lambda p, y: F.mse_loss(p, y)/2, 'elements'),
+            'half': (values, lambda p, y: F.mse_loss(p, y)/2, 'items'),
             'a sum': (values, lambda p, y: (p-y).pow(2).sum()/50, 'sum')}
 
 @pytest.mark.parametrize('name', measured)

@@ -107,7 +107,7 @@ def test_of_a_whole_step(kwargs, all_look, monkeypatch):
 
 class Rules(Witness):
     heard = []
-    def new_rule(self): self.heard.append((self.cb.facts.replaced is not None, self.cb.rule.measured))
+    def new_rule(self): self.heard.append((self.cb.facts.replaced is not None, self.cb.rule.by is not None))
 
 def test_a_replaced_loss_is_another_rule(monkeypatch):
     "They hear of it at once, before it is measured"

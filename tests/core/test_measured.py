@@ -5,7 +5,7 @@ from quick import quickly
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from fastaccum.core import measured
-from fastaccum.core.measured import Choice, Items, LossMeasure, ValueMeasure, divisor, joint_value, loss_and_grads
+from fastaccum.core.measured import Items, LossMeasure, ValueMeasure, divisor, joint_value, loss_and_grads
 
 class LiveMemory(TorchDispatchMode):
     "Peak bytes of tensors that come and go inside a `with` block, on a CPU; `known` ones do not count"
@@ -317,7 +317,7 @@ def test_nothing_counts():
 def test_few_reference_items():
     m = LossMeasure(own_weights)
     accumulated(m, [classes(50)]*2)
-    assert m.reference.base.n == Choice.few == 4
+    assert m.reference.base.n == 4
 
 def test_reference_grows():
     "A single item beside another one does not show what is done to items of different kinds"
@@ -470,10 +470,10 @@ def test_by_values():
     assert float(joint_value(cs)) == pytest.approx(float(loss(x, y).detach()), rel=1e-9)
 
 def test_the_model_computes_it():
-    "The loss does not depend on the outputs: there is no message, and `ValueMeasure` takes over"
+    "The loss does not depend on the outputs: only its values can tell, as `ValueMeasure` sees them"
     w = torch.ones(3, requires_grad=True)
     m = LossMeasure(lambda p, y: (w.sum()*y.float()).mean())
-    assert m.measure(items_of(classes(5))) is None and m.verdict.elsewhere and m.message is None
+    assert m.measure(items_of(classes(5))) is None and m.verdict.why == 'it does not depend on the outputs'
     same = ValueMeasure(lambda parts: [1. for _ in parts])
     with pytest.raises(ValueError, match='one value'): same.measure(items_of(classes(4)))
 

@@ -5,10 +5,8 @@ import numpy as np, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from torch import tensor
 from fastai.losses import BaseLoss, CrossEntropyLossFlat, FocalLoss, LabelSmoothingCrossEntropy
 from torch.nn.utils.rnn import pack_sequence
-from fastaccum.core.losses import (LossInfo, LossRule, _item_weights, _options, _passing, _targets, _valid, at_least,
-                                   count_items, ignore_empty,
-                                   is_known, loss_weight, mixer_of, n_items, unwrapped)
-from fastaccum.core.probe import LossProbe
+from fastaccum.core.losses import (LookTimes, LossInfo, LossRule, _options, _targets, _valid, at_least, count_items, ignore_empty, is_known,
+                                   ignored_values, item_weights, loss_weight, mixer_of, n_items, rules_of, unwrapped)
 
 cw = tensor([.5, 2., 7.])
 y = tensor([0, 2, -100, 1, 1, -100, 2, 0])
@@ -66,7 +64,7 @@ def test_weights_of_another_target():
 
 def test_looks_up_what_has_changed():
     loss = nn.CrossEntropyLoss()
-    rule = rule_of(loss, LossProbe)
+    rule = rule_of(loss, True)
     info = rule.info
     rule.look_up(loss); assert rule.info is info                       # nothing has changed
     for change in (lambda: setattr(loss, 'ignore_index', 3), lambda: setattr(loss, 'reduction', 'sum'),
@@ -79,26 +77,14 @@ def test_looks_up_what_has_changed():
     assert (info.ignore_index, info.reduction, info.class_weight is cw, rule.is_sum, rule.may_be_nan) == (3, 'sum', True, True, True)
     rule.look_up(nn.CrossEntropyLoss()); assert rule.info is not info and not rule.is_sum and not rule.may_be_nan
     info = rule.info
-    rule.look_up(rule.info.loss_func, False); assert rule.probe is None
+    rule.look_up(rule.info.loss_func, False); assert not rule.probed
     info = rule.info
     rule.look_up(info.loss_func, False); assert rule.info is info
-    rule.look_up(info.loss_func, True); assert rule.info is not info and rule.probe is not None
-
-def test_looks_up_the_probe_too():
-    "Options of a known loss may make it one that is measured"
-    loss = nn.CrossEntropyLoss()
-    rule = rule_of(loss, LossProbe)
-    loss.ignore_index = 3
-    rule.look_up(loss); assert str(rule) == "valid targets (not 3) (known: PyTorch's or fastai's own)"
-    loss.reduction = 'none'
-    rule.look_up(loss); assert rule.probed and rule.measuring and not rule.probe.known
-    loss.reduction = 'mean'
-    probe = rule.probe
-    rule.look_up(loss); assert rule.probe is probe                                 # it is measured now
+    rule.look_up(info.loss_func, True); assert rule.info is not info
 
 def test_looks_inside():
     flat = CrossEntropyLossFlat()
-    rule = rule_of(flat, LossProbe)
+    rule = rule_of(flat, True)
     info = rule.info
     rule.look_up(flat); assert rule.info is info
     flat.func = nn.CrossEntropyLoss(ignore_index=1)
@@ -125,237 +111,51 @@ def test_options():
 
 def own(pred, t): return ((pred-t)**2).sum(1).mean()
 
-def test_probes_the_unknown():
-    rule = rule_of(own, LossProbe)
-    assert rule.probed and rule.measuring and rule.probe is not None and rule.message is None and 'not measured yet' in str(rule)
-    probe = rule.probe
-    rule.look_up(own); assert rule.probe is probe                                 # what it has learned stays
-    rule.look_up(lambda pred, t: own(pred, t)); assert rule.probe is not probe
-    rule.look_up(own, check=False); assert rule.probe is None and not rule.probed and not rule.measuring
-    rule = rule_of(own); assert rule.probe is None and not rule.probed
-    rule = rule_of(nn.MSELoss(), LossProbe); assert not rule.probed and not rule.measuring and 'known' in str(rule)
-    assert str(LossRule()) == repr(LossRule()) == 'not looked up yet: nothing was trained'
-    assert LossRule().key == '' and rule.key == 'elements mean'
-
-def test_forgets_with_other_class_weights():
-    class Weighted:
-        def __call__(self, pred, t): return F.cross_entropy(pred, t, weight=self.weight)
-    loss = Weighted()
-    loss.weight = cw
-    rule,pred = rule_of(loss, LossProbe),torch.randn(8, 3)
-    rule.due(); rule.measure(pred, (y,), 8)
-    assert rule.info.class_weight is cw and rule.info.over == 'classes' and not rule.measuring
-    probe,info = rule.probe,rule.info
-    rule.look_up(loss); assert rule.info is info
-    loss.weight = cw.flip(0)
-    rule.look_up(loss); assert rule.probe is probe and rule.measuring and not rule.info.measured
-    flat = BaseLoss(nn.MSELoss)
-    flat.func = own
-    rule.look_up(flat); assert rule.probe is not probe and rule.probed
-    probe = rule.probe
-    rule.look_up(flat); assert rule.probe is probe
-    flat.func = lambda pred, t: own(pred, t)
-    rule.look_up(flat); assert rule.probe is not probe                             # the same wrapper, another loss in it
-
-def test_sure():
-    assert rule_of(own).sure is True and rule_of(nn.MSELoss(), LossProbe).sure is True
-    rule = rule_of(own, LossProbe)
-    assert rule.sure is False
-    rule.due(); rule.measure(torch.randn(1, 3), (torch.randn(1, 3),), 1); assert rule.sure is False      # a single item cannot tell
-    rule.due(); rule.measure(torch.randn(4, 3), (torch.randn(4, 3),), 4); assert rule.sure is True
-
-def test_adopts():
-    "A rank with single items takes over what another one has measured, and weighs those by it"
-    torch.manual_seed(0)
-    pred,holes = torch.randn(8, 3),tensor([0, -1, 2, 0, -1, 2, 1, 1])
-    other,rule = rule_of(valid, LossProbe),rule_of(valid, LossProbe)
-    other.due(); other.measure(pred, (holes,), 8)
-    rule.due(); rule.measure(pred[1:2], (holes[1:2],), 1)
-    assert [float(w) for w in rule.adopt(other.info.as_dict())] == [0] and rule.info is rule.probe.rule
-    assert rule.info.key == other.info.key and rule.info.ignore_index == -1 and 'measured by another process' in str(rule)
-
 class Mix:
     def __init__(self, old): self.old_lf = old
     def lf(self, pred, t): return self.old_lf(pred, t)
 
 def test_mixers():
     mix = Mix(nn.CrossEntropyLoss(weight=cw))
-    rule = rule_of(mix.lf, LossProbe)
+    rule = rule_of(mix.lf, True)
     assert rule.info.over == 'elements' and rule.info.loss_func is mix.old_lf and not rule.probed and not rule.info.inexact
     assert mixer_of(mix.lf) is mix and mixer_of(own) is None and mixer_of([].append) is None
     assert LossInfo(LabelSmoothingCrossEntropy()).inexact and not LossInfo(LabelSmoothingCrossEntropy()).plain_mean().inexact
 
 # --- when it looks
 
-def test_when():
-    rule = rule_of(own, LossProbe)
-    p,t,looked = torch.randn(4, 3),torch.randn(4, 3),[]
-    for i in range(1, 1001):
-        if i == 501: rule.begin_epoch()
-        if i == 511: rule.begin_epoch()
-        if rule.due(): looked.append(i); rule.measure(p, (t,), 4)
-    assert looked[:8] == list(range(1, 9)) and 10 < len(looked) < 25
-    assert all(.4 < (b-a)/a < 1.6 for a,b in zip(looked[8:], looked[9:]) if a < 200)
-    assert any(501 <= i <= 1000 for i in looked)
-    rule.times.next = 10**9
-    rule.begin_epoch(); at = rule.times.next - rule.times.n
-    assert 1 <= at <= 490                                                            # as many as the last epoch had
-    always = rule_of(own, LossProbe, always=True)
-    for i in range(30):
-        assert always.due()
-        always.measure(p, (t,), 4)
-
-class Script:
-    "A probe that finds `rules`, one at each look"
-    known,open,left_out,was_sure,change,moves = False,False,False,False,None,None
-    def __init__(self, *rules): self.rules,self.calls,self.rule = [*rules],[],rules[0]
-    def look(self, *args, **kwargs): self.calls.append((args, kwargs)); self.rule = self.rules.pop(0)
-    def take_change(self): return self.change
-    def left_out_message(self, n): return f'{n} left out'
-    def moves_message(self): return self.moves
-    def take_news(self): pass
-    def changed_message(self, *args): return args
-
-info = LossInfo(own)
-other = info.measure('elements')
-
-def scripted(*rules):
-    rule = LossRule()
-    rule.probe,rule.info,rule.probed = Script(*rules),rules[0],True
-    return rule,rule.probe
-
-def randoms(rule, at):
+def randoms(times, at):
     "The ranges that are drawn from; what is drawn is one end of them"
     ranges = []
     def draw(*ends): ranges.append(ends); return ends[at]
-    rule.times._random = SimpleNamespace(randint=draw, uniform=draw)
+    times._random = SimpleNamespace(randint=draw, uniform=draw)
     return ranges
 
 def test_first_looks():
     "At the first 8 micro-batches, later ever more rarely"
-    rule,_ = scripted(info)
-    rule.times.next = 11
-    assert [rule.due() for _ in range(12)] == [True]*8 + [False]*2 + [True]*2
-    rule.always = True;                        rule.times.next = 99; assert rule.due()
-    rule.always,rule.measuring = False,True;                    assert rule.due()
-    rule.measuring = False;                                     assert not rule.due()
+    times = LookTimes()
+    times.next = 11
+    assert [times.due() for _ in range(12)] == [True]*8 + [False]*2 + [True]*2
+    times.next = 99
+    assert times.due(always=True) and not times.due()
 
 @pytest.mark.parametrize('at,n,next', [(0, 1, 2), (0, 3, 5), (1, 10, 25), (0, 100, 150), (1, 100, 250)])
 def test_next_look(at, n, next):
-    rule,_ = scripted(info, info)
-    ranges,rule.times.n = randoms(rule, at),n
-    rule.measure(None, None, 4)
-    assert ranges == [(.5, 1.5)] and rule.times.next == next
+    times = LookTimes()
+    ranges,times.n = randoms(times, at),n
+    times.looked()
+    assert ranges == [(.5, 1.5)] and times.next == next
 
 def test_looks_in_each_epoch():
-    rule,_ = scripted(info)
-    ranges,rule.times.next = randoms(rule, 1),99
-    rule.begin_epoch(); assert rule.times.next == 1 and ranges == [(1, 1)]                # no epoch before it
-    rule.times.next = 99
-    for _ in range(5): rule.due()
-    rule.begin_epoch(); assert rule.times.next == 10 and ranges[1:] == [(1, 5)]
-    for _ in range(3): rule.due()
-    rule.begin_epoch(); assert rule.times.next == 10 and ranges[2:] == [(1, 3)]           # 11 would be later
-    rule,_ = scripted(info)
-    ranges = randoms(rule, 1)
-    for _ in range(5): rule.due()
-    rule.begin_epoch(); assert ranges == [(1, 5)]                                    # what went before the first epoch counts, too
-    assert LossRule().times._random.random() == LossRule().times._random.random()                # at the same places in each run
-
-@pytest.mark.parametrize('change,gap,before,seen,was_sure,says', [
-    (None, False, 0, 0, False, False), (None, True, 0, 0, False, False), (None, False, 1, 1, False, False),
-    (None, False, 1, 0, False, False),
-    (.5, False, 0, 0, False, False), (.5, True, 0, 0, False, True), (.5, False, 1, 1, False, True), (.5, True, 1, 1, True, True),
-    (None, False, 0, 0, True, False), (None, True, 0, 0, True, True), (None, False, 1, 1, True, False), (None, False, 1, 0, True, True),
-    (0., True, 0, 0, False, True)])
-def test_says_what_could_not_be_corrected(change, gap, before, seen, was_sure, says):
-    "A change is told if micro-batches that were not looked at may have been weighted wrongly; a rule that was measured, if it goes"
-    rule,probe = scripted(*[info]*seen, other)
-    rule.info = info
-    for i in range(seen): rule.times.n += 1; rule.measure(None, (torch.ones(4, 3),), 4, before=i, where='earlier')
-    rule.times.n += 1 + gap
-    probe.change,probe.was_sure = change,was_sure
-    late = rule.measure(None, (torch.ones(2, 3),), 2, before=before, where='now')
-    assert late == ([12] if before and seen and not gap else None) and rule.news == [(info, change, 'earlier' if seen else '', 'now')]*says
-
-def test_measures_what_it_is_given():
-    rule,probe = scripted(*[info]*4)
-    rule.measure('pred', 'yb', 4, 0, 'loss', 'losses', 'shown', 'where')
-    assert probe.calls == [(('pred', 'yb', 4), dict(loss='loss', losses='losses', shown='shown', where='where'))] and not rule.news
-    rule.measure('pred', 'yb', 4); assert probe.calls[1] == (('pred', 'yb', 4), dict(loss=None, losses=None, shown=None, where=''))
-    probe.left_out,probe.moves = True,'it moves'
-    rule.measure(None, None, 5); assert rule.news == ['5 left out']
-    probe.left_out = False
-    rule.measure(None, None, 5, before=1); assert rule.news[1:] == ['it moves']     # with one micro-batch a step it is as always
-
-def test_end():
-    rule = rule_of(own, LossProbe)
-    rule.end(); assert rule.measuring is False and rule.probe.open is False and rule.message is None    # it was not looked at
-    rule = rule_of(own, LossProbe)
-    rule.due(); rule.measure(torch.randn(1, 3), (torch.randn(1, 3),), 1)
-    rule.end(); assert 'could not be measured (it has seen a single item)' in rule.message
-
-def test_passes_over():
-    "A micro-batch that is all of a step. If the step is cancelled, and goes on, it gets its weight"
-    rule = rule_of(valid, LossProbe)
-    rule.pass_over((tensor([1, -1, -1, 2]),), 4)
-    assert str(rule).startswith('not looked at') and rule.probe.rules.seen == [] and rule.message is None
-    assert rule.due()
-    assert rule.measure(torch.randn(4, 3), (tensor([1, -1, 0, 2]),), 4, before=1) == [2]
-    assert 'not looked at' not in str(rule) and not rule.news
-    rule = rule_of(valid, LossProbe)
-    for before in 0,1: rule.due(); rule.measure(torch.randn(4, 3), (tensor([1, -1, 0, 2]),), 4, before=before)
-    rule.due(); rule.due()
-    assert rule.measure(torch.randn(4, 3), (tensor([1, 1, 0, 2]),), 4, before=2) is None               # those before were others
-    assert len(rule._earlier) == 1
-    LossRule().end()
-    assert LossRule().message is None
-
-def valid(pred, t): return F.cross_entropy(pred, t, ignore_index=-1)
-
-def test_corrects_those_before():
-    "The rule shows at the second micro-batch: the first one's weight is asked for"
-    torch.manual_seed(0)
-    pred,clean,holes = torch.randn(8, 3),tensor([0, 1, 2, 0, 1, 2, 1, 1]),tensor([0, 1, -1, -1, -1, 2, 1, 1])
-    def numbers(pred, t): return F.mse_loss(pred[ok], t[ok]) if (ok := ~t.isnan()).any() else pred.sum()*0
-    rule = rule_of(numbers, LossProbe)
-    t = torch.randn(8, 3); nan = t.clone(); nan[:3] = float('nan')
-    rule.due(); assert rule.measure(pred, (t,), 8) is None and rule.info.over == 'elements'
-    rule.due(); assert [float(w) for w in rule.measure(pred, (nan,), 8, before=1)] == [24.] and rule.info.over == 'valid'
-    assert not rule.news
-    rule.due(); assert rule.measure(pred, (nan,), 8, before=2) is None                # nothing new
-    rule = rule_of(valid, LossProbe)
-    rule.due(); rule.measure(pred, (clean,), 8)
-    rule.due(); assert rule.measure(pred, (holes,), 8) is None and rule.info.ignore_index == -1 and not rule.news     # a new step
-    rule.due(); rule.due()
-    assert rule.measure(pred, (holes,), 8, before=5) is None                          # it has not seen those before
-
-def test_says_since_when():
-    torch.manual_seed(0)
-    pred,t = torch.randn(8, 3),torch.randint(3, (8,))
-    def loss(p, t): return F.cross_entropy(p, t) if not loss.late else F.cross_entropy(p, t, reduction='sum')/4
-    loss.late = False
-    rule = rule_of(loss, LossProbe)
-    for i in range(9): rule.due(); rule.measure(pred, (t,), 8, where=f'batch {i}')
-    loss.late = True
-    rule.due(); rule.due()
-    assert rule.measure(pred, (t,), 8, where='batch 10') is None and rule.is_sum
-    msg, = rule.news
-    assert 'batch 10' in msg and '(batch 8)' in msg and '43.17% off' in msg and "check_loss='always'" in msg
-    assert rule.sum_message(3, 3) is None                                             # small counts may look like a sum: two looks more
-    while rule.measuring: rule.measure(pred, (t,), 8)
-    assert '3 times' in rule.sum_message(3, 3) and rule.sum_message(1, 3) is None
-    loss.reduction = 'sum'
-    declared = rule_of(loss, LossProbe)
-    while declared.measuring: declared.measure(pred, (t,), 8)
-    assert declared.is_sum and declared.sum_message(3, 3) is None
-    assert rule_of(nn.MSELoss(reduction='sum'), LossProbe).sum_message(3, 3) is None
-    rule,probe = scripted(info)
-    probe.sum_message = lambda *args: args
-    assert rule.sum_message(3, 5) is None
-    rule.info = info.measure('items', reduction='sum')
-    assert rule.sum_message(3, 5) == (3, 5)
-    rule.probed = False; assert rule.sum_message(3, 5) is None
+    times = LookTimes()
+    ranges,times.next = randoms(times, 1),99
+    times.begin_epoch(); assert times.next == 1 and ranges == [(1, 1)]                    # no epoch before it
+    times.next = 99
+    for _ in range(5): times.due()
+    times.begin_epoch(); assert times.next == 10 and ranges[1:] == [(1, 5)]
+    for _ in range(3): times.due()
+    times.begin_epoch(); assert times.next == 10 and ranges[2:] == [(1, 3)]               # 11 would be later
+    assert LookTimes()._random.random() == LookTimes()._random.random()                   # at the same places in each run
 
 # --- what is known
 
@@ -366,34 +166,58 @@ def test_names():
     assert str(info.measure('valid', ignore_index=None, class_weight=None)) == 'valid targets'
     assert str(info.measure('valid', ignore_index=None, target=1, class_weight=None)) == 'valid targets (of target 1)'
     assert str(info.measure('valid', target=1, class_weight=None)) == 'valid targets (not -100, of target 1)'
-    assert (str(info.measure('mask', target=1, channel=2)) == 'the sum of target 1, column 2'
-            and str(info.measure('mask', target=0)) == 'the sum of the target')
+    assert str(info.measure('mask', target=1)) == 'the sum of target 1' and str(info.measure('mask', target=0)) == 'the sum of the target'
     assert (str(info.measure('elements')) == 'elements of the target'
             and str(LossInfo(nn.MSELoss(reduction='sum'))) == 'nothing: it is a sum')
-    count = info.measure('count', test=('in 0 to', 5), floor=1)
-    assert str(count) == 'the number of targets in 0 to 5 in the target, at least 1'
-    assert str(count.measure('count', target=1, channel='row', shifted=True)) == \
-        'the number of targets in 0 to 5 in target 1, by row without its first column, at least 1'
     assert str(info.measure('valid', shifted=True)) == 'valid targets (not -100, of the target without its first column)'
 
-rules = [info.measure(**{**dict(over='valid', ignore_index=float('nan')), **kw}) for kw in (
-    {}, dict(over='count'), dict(reduction='sum'), dict(ignore_index=0), dict(target=1), dict(channel=1), dict(class_weight=cw),
-    dict(class_weight=cw.clone()), dict(test=('>', 0)), dict(shifted=True), dict(floor=1))]
-def test_keys():
-    "Two rules are the same if nothing differs, a NaN neither"
-    assert (len({r.key for r in rules}) == len(rules)
-            and all(r.measure(**r.as_dict()|dict(class_weight=r.class_weight)).key == r.key for r in rules))
-    assert rules[0].measure('valid', ignore_index=float('nan')).key == rules[0].key
-    assert rules[-1].key[:-1] == rules[-1].measure('valid', floor=.5).key[:-1]        # the floor is measured for all others alike
+def test_measures_the_unknown():
+    rule = rule_of(own, True)
+    assert rule.probed and str(rule) == 'items (assumed)'
+    rule.use(('elements', 0, False, None)); assert str(rule) == 'elements of the target (measured)'
+    info = rule.info
+    rule.look_up(own); assert rule.info is info                                    # what was found stays
+    rule.use(('elements', 0, False, None)); assert rule.info is info
+    rule.use(None); assert rule.info is rule.declared
+    rule.look_up(own, check=False); assert not rule.probed and str(rule) == 'items'
+    rule.use(('elements', 0, False, None)); assert rule.info.over == 'items'       # its options are believed
+    rule = rule_of(nn.MSELoss(), True); assert not rule.probed and 'known' in str(rule) and rule.key == 'elements mean'
+    assert str(LossRule()) == repr(LossRule()) == 'not looked up yet: nothing was trained' and LossRule().key == ''
 
-def test_rule_for_another_process():
-    w = cw.clone().requires_grad_()
-    rule = info.measure('valid', ignore_index=3, target=1, channel=2, test=('>', 0), floor=.5, shifted=True, class_weight=w).as_dict()
-    assert torch.equal(rule['class_weight'], cw) and not rule['class_weight'].requires_grad
-    rule['class_weight'] = None
-    assert rule == dict(over='valid', reduction='mean', ignore_index=3, target=1, channel=2, test=('>', 0), floor=.5,
-                        shifted=True, class_weight=None)
-    assert rules[0].as_dict()['class_weight'] is None and list(rules[0].as_dict()) == list(rule)
+def test_other_options():
+    "A loss of one's own is asked again if its class weights are others, or another one stands in its wrapper"
+    class Weighted:
+        weight = cw
+        def __call__(self, pred, t): return F.cross_entropy(pred, t, weight=self.weight)
+    loss = Weighted()
+    rule = rule_of(loss, True)
+    declared = rule.declared
+    rule.use(('classes', 0, False, -100)); assert rule.info.class_weight is cw
+    rule.look_up(loss); assert rule.declared is declared and rule.info is not declared
+    loss.weight = cw.flip(0)
+    rule.look_up(loss); assert rule.declared is rule.info is not declared
+    flat = BaseLoss(nn.MSELoss)
+    flat.func = own
+    rule.look_up(flat); declared = rule.declared
+    rule.look_up(flat); assert rule.declared is declared
+    flat.func = lambda pred, t: own(pred, t)
+    rule.look_up(flat); assert rule.declared is not declared
+    loss = nn.CrossEntropyLoss()
+    rule.look_up(loss); assert not rule.probed
+    loss.reduction = 'none'
+    rule.look_up(loss); assert rule.probed                                         # another one takes the mean
+
+def test_rules_of():
+    overs = lambda rules: [rule[0] for rule in rules]
+    assert overs(rules_of(LossInfo(own), (torch.rand(4, 3),))) == ['items', 'elements', 'mask', 'sum']
+    assert overs(rules_of(LossInfo(own), (y,))) == ['valid', 'items', 'mask', 'sum']
+    two = y[:,None].expand(8, 2),torch.rand(8) > .5
+    assert overs(rules_of(LossInfo(own), two)) == [*['valid']*2, 'items', 'elements', *['mask']*2, 'sum']
+    weighted = LossInfo(nn.CrossEntropyLoss(weight=cw))
+    assert overs(rules_of(weighted, (y,)))[0] == 'classes'
+    assert 'classes' not in overs(rules_of(weighted, (y+1,)))                       # there is a class without a weight
+    ignored = ignored_values((y,), [(y != 2)[:,None]*torch.ones(8, 3)])
+    assert ignored == [2] and {rule[3] for rule in rules_of(LossInfo(own), (y,), ignored)} == {-100, 2, None}
 
 @pytest.mark.parametrize('over,may', [('items', False), ('elements', False), ('valid', True), ('mask', True), ('classes', True)])
 def test_measured(over, may):
@@ -425,36 +249,21 @@ def test_valid_and_classes():
     assert _valid(tensor([156, 3], dtype=torch.uint8), -100).all()
     assert _valid(tensor([1., float('nan')]), float('nan')).tolist() == [True, False]
     half = LossInfo(nn.CrossEntropyLoss(weight=cw.half()))
-    assert _item_weights(half, y).dtype is torch.float32 and _item_weights(half, y)[2] == 0          # an ignored target counts nothing
-    assert _item_weights(LossInfo(nn.CrossEntropyLoss(weight=tensor([2.]))), tensor([0, -100])).tolist() == [2, 0]
-    assert _item_weights(LossInfo(nn.CrossEntropyLoss(weight=cw.double())), y).dtype is torch.float64
-    assert _item_weights(LossInfo(nn.CrossEntropyLoss(weight=cw.to(torch.float8_e4m3fn).bfloat16())), y).dtype is torch.float32
-    assert _item_weights(LossInfo(nn.CrossEntropyLoss()), ()) == 1
-    assert _item_weights(LossInfo(nn.CrossEntropyLoss()), 'text') == 1 and _item_weights(LossInfo(F.mse_loss), (torch.ones(2, 3, 4),)) == 12
-
-@pytest.mark.parametrize('test,rows', [(('>', 1), [0, 1, 2]), (('>=', 1), [1, 2, 2]), (('==', 1), [1, 1, 0]), (('in 0 to', 1), [3, 1, 0])])
-def test_counts(test, rows):
-    counts = LossInfo(own).measure('count', test=test, floor=1)
-    t = tensor([[0, 1, 0], [1, -1, 2], [3, -1, 2]])
-    assert _item_weights(counts, t, torch.float64).tolist() == rows and not _item_weights(counts, t, torch.float64).is_floating_point()
-
-def test_counts_by():
-    "A column, a row, an item: what counts is their largest element"
-    t = tensor([[[0, 1], [2, 0], [3, 3]], [[0, 0], [0, 0], [0, 1]]])
-    by = lambda channel, of=t: _item_weights(LossInfo(own).measure('count', channel=channel, test=('>', 0), floor=1), of).tolist()
-    assert by(None) == [4, 1] and by(0) == [2, 0] and by(1) == [2, 1] and by('row') == [3, 1] and by('item') == [1, 1]
-    assert by('item', t-1) == [1, 0] and by('row', t-1) == [2, 0]
-    assert _passing(t, LossInfo(own).measure('count', channel='row', test=('>', 0))).shape == (2, 3)
+    assert item_weights(half, y).dtype is torch.float32 and item_weights(half, y)[2] == 0          # an ignored target counts nothing
+    assert item_weights(LossInfo(nn.CrossEntropyLoss(weight=tensor([2.]))), tensor([0, -100])).tolist() == [2, 0]
+    assert item_weights(LossInfo(nn.CrossEntropyLoss(weight=cw.double())), y).dtype is torch.float64
+    assert item_weights(LossInfo(nn.CrossEntropyLoss(weight=cw.to(torch.float8_e4m3fn).bfloat16())), y).dtype is torch.float32
+    assert item_weights(LossInfo(nn.CrossEntropyLoss()), ()) == 1
+    assert item_weights(LossInfo(nn.CrossEntropyLoss()), 'text') == 1 and item_weights(LossInfo(F.mse_loss), (torch.ones(2, 3, 4),)) == 12
 
 def test_sum_of_a_mask():
     mask,t = LossInfo(own).measure('mask'),tensor([[[.1, 1.], [.2, 0.]], [[0., 0.], [0., 2.]]])
-    assert _item_weights(mask, t).tolist() == pytest.approx([1.3, 2.]) and _item_weights(mask, t).dtype is torch.float32
-    assert _item_weights(mask.measure('mask', channel=1), t).tolist() == [1, 2]
-    assert _item_weights(mask, t, torch.float64).tolist() == [sum(t.double()[0].flatten().tolist()), 2]
+    assert item_weights(mask, t).tolist() == pytest.approx([1.3, 2.]) and item_weights(mask, t).dtype is torch.float32
+    assert item_weights(mask, t, torch.float64).tolist() == [sum(t.double()[0].flatten().tolist()), 2]
 
 def test_shifted():
     t = tensor([[1, 2, -100], [-100, 1, 1]])
-    assert _item_weights(LossInfo(own).measure('valid', shifted=True, target=1), (torch.ones(2), t)).tolist() == [1, 2]
+    assert item_weights(LossInfo(own).measure('valid', shifted=True, target=1), (torch.ones(2), t)).tolist() == [1, 2]
 
 def test_targets(): assert [t.tolist() for t in _targets((None, tensor(1.), [tensor([2]), 'a'], {'b': tensor([[3]])}))] == [[2], [[3]]]
 

@@ -37,12 +37,11 @@ def test_not_normalized_from_the_second_batch_on(k):
     assert rel_err(weights(trained(lambda p, y: F.cross_entropy(p, y)).model), weights(trained(F.cross_entropy).model)) < 1e-6
 
 def test_check_is_asked_each_time():
-    from fastaccum.core.probe import LossProbe
-    rule = LossRule(LossProbe)
+    rule = LossRule(checks=True)
     own = lambda p, y: F.mse_loss(p, y)
     for check in (True, False, True):
         rule.look_up(own, check)
-        assert rule.measuring is check and (rule.probe is not None) is check
+        assert rule.probed is check
 
 @pytest.mark.parametrize('k', (None, 4))
 def test_heard_in_the_batch_in_which_it_came(k):

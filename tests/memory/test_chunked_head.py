@@ -197,7 +197,7 @@ class Own(Callback):
     run_valid = False
     def after_batch(self):
         chunked = self.learn.loss_func.chunked
-        self.seen = chunked.rule.new_probe is not None,chunked.rule.always,chunked.where == f'epoch {self.epoch}, batch {self.iter}'
+        self.seen = chunked.rule.checks,chunked.rule.always,chunked.where == f'epoch {self.epoch}, batch {self.iter}'
 
 class Keeps(nn.Module):
     "Keeps a part of the loss, and a number that cannot be put together"

@@ -47,10 +47,10 @@ def test_pages(site):
 def test_order_of_pages():
     """The overview; each folder's face and its pages for users; what stands in no folder. What all of these are made of
     stands in one place of another part of the menu, by folder too"""
-    names = ('conformance', 'all', 'core/index', 'core/accumulator', 'core/probe', 'accumulation/index',
+    names = ('conformance', 'all', 'core/index', 'core/accumulator', 'core/measured', 'accumulation/index',
              'accumulation/callback', 'accumulation/plan', 'new/page')
     titles = {f'api/{m}.md': m for m in names} | {'contributing.md': 'Contributing'}
-    api,contributing = docs.navigation(titles, {'api/core/probe.md', 'api/accumulation/plan.md'})
+    api,contributing = docs.navigation(titles, {'api/core/measured.md', 'api/accumulation/plan.md'})
     assert api=={'API reference': [
         {'all': 'api/all.md'},
         {'accumulation/index': ['api/accumulation/index.md', {'accumulation/callback': 'api/accumulation/callback.md'}]},
@@ -58,7 +58,7 @@ def test_order_of_pages():
         {'new': [{'new/page': 'api/new/page.md'}]}, {'conformance': 'api/conformance.md'}]}
     assert contributing=={'Contributing': [{'How to contribute': 'contributing.md'}, {'Internals': [
         {'accumulation/index': [{'accumulation/plan': 'api/accumulation/plan.md'}]},
-        {'core/index': [{'core/probe': 'api/core/probe.md'}]}]}]}
+        {'core/index': [{'core/measured': 'api/core/measured.md'}]}]}]}
 
 def test_internals_are_told_from_code():
     "A page is for users if it describes what a face hands on"

@@ -16,7 +16,7 @@ class UndeclaredSum(Witness):
     page = 'troubleshooting.html#the-loss-is-off'
     looks_at_whole = True
 
-    def new_rule(self): self.due = self.cb.rule.probed and (self.cb.rule.is_sum or self.cb.rule.always)
+    def new_rule(self): self.due = self.cb.rule.probed
 
     # Each loss is warned of once. One that callbacks make is another object in each fit
     @property
