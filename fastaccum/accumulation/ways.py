@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/ways.html.md"""
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #a196cd39
 from __future__ import annotations
+from itertools import count
 from typing import Any, NamedTuple
 from fastai.basics import *
 from torch.utils._pytree import tree_leaves
@@ -13,7 +14,7 @@ from ..core.accumulator import scalar, weighted
 from ..core.coupled import CoupledBatch, find_head, up_to
 from ..core.lockstep.run import LockstepBatch
 from ..core.memory import device_of, free_memory, is_out_of_memory
-from ..core.microbatch import join_items, map_tensors, part_sizes, split_batch
+from ..core.microbatch import join_items, map_tensors, part_sizes, rows_of, split_batch
 from ..core.private import check_parts
 from ..core.watch import Traces, batchnorms, hooks_of_others
 from .arguments import places
@@ -267,12 +268,13 @@ class Coupled(Whole):
     def join(self, learn, preds):
         if not self.is_shared: return
         learn.yb = self.batch.shown.yb
-        learn.pred = map_tensors(self._own_rows, learn.pred)
+        views,numbers = self.cb.facts.views.found or {},count()
+        learn.pred = map_tensors(lambda t: self._own_rows(t.detach(), views.get(next(numbers), 1)), learn.pred)
 
-    def _own_rows(self, t):
+    def _own_rows(self, t, views):
         total,first,n = self.batch.n_items,self.cb.ranks.first_item,self.batch.n
-        rows = len(t)//total if t.dim() and len(t)%total == 0 else 0
-        return t.detach()[first*rows:(first+n)*rows] if rows else t.detach()
+        if not t.dim() or not len(t) or len(t)%(total*views): return t
+        return rows_of(t, views, total, first, n).flatten(0, 2)
 
     def end(self): self.coupled = None
 

@@ -30,7 +30,7 @@ class CoupledBatch:
         n:int,      # Items of the batch
         size:int,   # Most items of a part
         module=None,# Module whose buffers the call reads and changes, default `model`
-        gather=None,# `gather(outputs)`: outputs of all ranks, place of this rank's first item in them, and factor for their gradients
+        gather=None,# `gather(outputs)`: outputs of all ranks, place of this rank's first item, factor for their gradients, and their views
         views=None, # `OutputViews`, which finds the order of rows in outputs; default: one row or several for each item
         looks=(),   # Who is told of both passes of each part: `first_pass(i, last, out)`, `second_pass(i, out)`
         lists=None  # What knows if a list in the inputs holds columns, or an object for each item; default: its lengths
@@ -40,7 +40,7 @@ class CoupledBatch:
         self.xb,self.n = xb,n
         self.size,self.lists = size,lists
         self.kept = None
-        self.find_views = views if n > size else None
+        self.find_views = views if n > size or gather is not None else None
         # on the device: do numbers of the output differ between parts?
         self.looks,self.differs = looks,None
         self.grads = {}
@@ -51,7 +51,7 @@ class CoupledBatch:
         "Forward passes. The graph of each part is freed before the next part begins; a single part keeps its graph"
         views,n = self.find_views,self.n
         self.sizes = part_sizes(n, self.size)
-        joined,last,finds = Joined(self.sizes),len(self.sizes)-1,views is not None and self.gather is None
+        joined,last = Joined(self.sizes),len(self.sizes)-1
         if views is not None: views.know(self.module)
         self.xbs = [*zip(*(split_items(x, self.size, n, True, self.lists) for x in self.xb))] if last else [self.xb]
         device,own = (device_of(self.module), generators_of(self.module)) if views is None else (views.device, views.own)
@@ -63,8 +63,7 @@ class CoupledBatch:
             before = [(t, t._version, t.clone()) if last and isinstance(t, Tensor) else (t, None, None) for t in leaves]
             with replay.first():
                 self.kept = self.model(*tree_unflatten(leaves, form))
-                if finds and views.found is None: views.find(self, self.kept)
-                if finds: joined.views = views.found
+                if views is not None: joined.views = views.of(self, self.kept)
                 out = joined.add(i, self.kept)
             self.xbs[i] = tree_unflatten([t if version is None or t._version == version else old for t,version,old in before], form)
             for o in self.looks: o.first_pass(i, last, self.kept)
@@ -74,10 +73,10 @@ class CoupledBatch:
     # The outputs for the whole batch, to which the loss's backward pass brings gradients
     def _cut_outputs(self, joined, out):
         self.xb,self.views = None,joined.views
+        if self.gather is not None: out,self.first,self.factor,self.views = self.gather(out)
         # rows of an item in a view of each output
         self.each = [len(t)//self.n//self.views.get(k, 1) if t.dim() else 0 for k,t in enumerate(joined.whole)]
         self.differs = joined.differs
-        if self.gather is not None: out,self.first,self.factor = self.gather(out)
         places = iter(enumerate(joined.has_grad))
         cut = lambda t: self._cut(t, *next(places))
         return cut(out) if isinstance(out, Tensor) else map_tensors(cut, out)          # the usual case is faster

@@ -105,12 +105,17 @@ class OutputViews:
     def __init__(self):
         self.found = self.device = self.own = None
         self.moved = None                     # a warning: a call of the model has left a trace
+        self.is_shared = False                # do several ranks know what one has found?
 
     # The device of `module`, and the random generators that it has
     def know(self, module):
         if self.device is None: self.device,self.own = device_of(module),generators_of(module)
 
-    # Find them for `batch`, whose first part gave `out`
+    # Those of `batch`, whose first part gave `out`
+    def of(self, batch, out):
+        if self.found is None: self.find(batch, out)
+        return {} if self.found is None else self.found
+
     def find(self, batch, out):
         n = batch.sizes[0]
         if has_records(out, n):
@@ -120,12 +125,18 @@ class OutputViews:
         unsure = any(t.dim() and (len(t) != n or t.shape[1:2] == (n,)) for t in tensors_in(out))
         # perhaps a number of items
         unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))
+        if unsure and batch.n == 1: return    # what another rank finds holds here, too
         self.found = {}
         if not unsure: return
         try: self.found = views_of(batch)
         except Moved as e: self.moved = model_moved.format(what='how many views its outputs hold', why=e)
 
     def believe(self): self.found = {}
+
+    # `ranks`: what each has found
+    def share(self, ranks):
+        self.found = max((o for o in ranks if o is not None), key=len, default=None)
+        self.is_shared = self.found is not None
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d013
 # Output -> how many views its rows hold, if more than 1: 2 if all items' first views come before all second ones, as in

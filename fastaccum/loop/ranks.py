@@ -18,7 +18,7 @@ class OneRank:
     joint_gradients = True # does a step add up the gradients of all?
     refuses = {}         # name of a callback -> why it does not work with these ranks
     reduce = None        # `reduce(loss, weight, n_items, target)`: the same over all ranks; leaves the mean gradient
-    # `gather(outputs)`: outputs of all ranks, place of this rank's first item, factor for their gradients
+    # `gather(outputs)`: outputs of all ranks, place of this rank's first item, factor for their gradients, and their views
     gather = None
     norms = None         # pools the statistics of BatchNorm
     def __init__(self): self.known = set()

@@ -20,7 +20,7 @@ from .norms import JointNorms
 from .processes import all_ended, from_all, same_on_all, together
 from .saving import joined, load_together
 from .shares import Shares, split_items
-from .tensors import GradientBuckets, average_buffers, joined_items, same_weights
+from .tensors import GradientBuckets, average_buffers, joined_items, rows_by_items, rows_by_views, same_weights
 
 # %% auto #0
 __all__ = []
@@ -151,16 +151,23 @@ def no_items(self:Ranks):
     learn.one_batch.now.went_through()         # other ranks have its items
     learn.pred,learn.loss = None,torch.zeros((), device=self.device)
 
-# Outputs of all ranks' items, place of this rank's first, and the factor for its gradients; the targets of all go
-# into `learn.yb`. A rank without items has no outputs, and needs none
+# Outputs of all ranks' items, place of this rank's first, the factor for its gradients, and the views of each output; the targets of all
+# go into `learn.yb`. A rank without items has no outputs, and needs none
 @patch
 def gather(self:Ranks, out=None):
-    learn = self.learn
-    own = None if out is None else (out, learn.yb)
+    learn,views = self.learn,self._views()
+    own = None if out is None else (rows_by_items(out, views, self.n_own), learn.yb)
     with self.shares.waiting(self.device): joined = joined_items(self.row, own, self.device)
     if joined is None: return None
     out,learn.yb = joined
-    return out,self.first_item,self.n_active
+    return rows_by_views(out, views, sum(self.row)),self.first_item,self.n_active,views
+
+# In how many views outputs have their rows, as one rank or another has found in the first batch
+@patch
+def _views(self:Ranks):
+    views = self.accumulation.facts.views
+    if not views.is_shared: views.share(from_all(views.found))
+    return {} if views.found is None else views.found
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #aea2e21f
 @patch

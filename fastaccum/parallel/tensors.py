@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/parallel/tensors.html.md"""
 
 # %% ../../nbs/api/parallel/08_tensors.ipynb #e86cb4b1
 from __future__ import annotations
+from itertools import count
 from fastai.basics import *
 import torch.distributed as dist
 from ..core.microbatch import map_tensors
@@ -107,6 +108,17 @@ def items_of_all(sizes, t):
     all_ranks = [torch.empty_like(room) for _ in sizes]
     with together(): dist.all_gather(all_ranks, room)
     return torch.cat([o[:n*per_item] for o,n in zip(all_ranks, sizes)]).as_subclass(type(t))
+
+# Outputs of `n` items, whose rows are in `views`, first all items' first views, as rows of one item after the other; and back
+def rows_by_items(out, views, n): return _turned(out, lambda t, k: t.unflatten(0, (k, n, -1)), views)
+def rows_by_views(out, views, n): return _turned(out, lambda t, k: t.unflatten(0, (n, k, -1)), views)
+
+def _turned(out, cut, views):
+    numbers = count()
+    def turn(t):
+        k = views.get(next(numbers), 1)
+        return t if k == 1 else cut(t, k).transpose(0, 1).flatten(0, 2)
+    return map_tensors(turn, out)
 
 # Tensors in any nesting, of the items of all ranks, on `device`. `row`: items of each rank; a rank without items has
 # None, and gets None

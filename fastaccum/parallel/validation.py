@@ -19,7 +19,7 @@ from ..core.memory import is_out_of_memory
 from ..core.microbatch import map_tensors, tensors_in
 from ..loop.events import cancels
 from .processes import from_all, together
-from .tensors import items_of_all
+from .tensors import items_of_all, rows_by_items, rows_by_views
 
 # %% auto #0
 __all__ = []
@@ -70,7 +70,9 @@ class JointValidation:
         return learn.loss_func(pred, *yb)
 
     def _joined(self, own=None):
-        joined,why = items_of_ranks(own, self.learn.loss_func, self.ranks.device)
+        views = self.accumulation and self.accumulation.facts.views
+        known = views.found if views and views.is_shared else None
+        joined,why = items_of_ranks(own, self.learn.loss_func, self.ranks.device, known)
         self.alone = why or self.alone
         return joined
 
@@ -167,9 +169,10 @@ computed_alone = ("Each rank has computed the validation loss of its own items, 
 
 # %% ../../nbs/api/parallel/09_validation.ipynb #9b48e001
 # Outputs and targets of the items of all ranks, as `Items`; or None, and why they cannot be joined. `own`: those of this rank, or None
-# on a rank without items, which gets None
-def items_of_ranks(own, loss_func, device):
-    ranks = from_all(own and (own.n, [_kind(own.n, o) for o in own.leaves]))
+# on a rank without items, which gets None. `views`: of each output, in how many its rows are, if the ranks know
+def items_of_ranks(own, loss_func, device, views=None):
+    if own is not None and views: own = own.put(pred=rows_by_items(own.pred, views, own.n))
+    ranks = from_all(own and (own.n, [_kind(own.n, o, views is None) for o in own.leaves]))
     sizes,kinds = zip(*(r for r in ranks if r is not None))
     why = _why_apart(kinds)
     if why is not None: return None,f'the outputs and targets of the ranks cannot be joined: {why}'
@@ -182,17 +185,19 @@ def items_of_ranks(own, loss_func, device):
         if not alike: parts = _as_wide(parts, loss_func)
         if parts is None: return None,'they have other widths from rank to rank, and padding counts in the loss'
         joined = parts[0].join(*parts[1:])
-    if _depends_on_order(joined, own, sizes, loss_func): return None,'the order of several rows of each item counts in the loss'
+    if views: return joined.put(pred=rows_by_views(joined.pred, views, joined.n)),None
+    if views is None and _depends_on_order(joined, own, sizes, loss_func):
+        return None,'the order of several rows of each item counts in the loss'
     return joined,None
 
 # What must be alike on all ranks: the rows of an item, and the rest of the shape; None if a tensor has no rows of items
-def _kind(n, o):
+def _kind(n, o, may_be_by_column):
     if isinstance(o, Tensor):
         if not o.dim(): return o.item()
-        is_by_column = len(o) != n and o.shape[1:2] == (n,)
+        is_by_column = may_be_by_column and len(o) != n and o.shape[1:2] == (n,)
         return None if len(o)%n or is_by_column else (len(o)//n, *o.shape[1:])
     if isinstance(o, list): return 'list'
-    if is_dataclass(o): return [_kind(n, t) for t in tensors_in(o)]
+    if is_dataclass(o): return [_kind(n, t, may_be_by_column) for t in tensors_in(o)]
     return o if isinstance(o, (int,float,str,type(None))) else type(o).__name__
 
 def _why_apart(kinds):

@@ -776,6 +776,20 @@ def contrasted(**kwargs): return run(*data(97, 3), model=TwoViews(), loss=Contra
 def coupled(): return contrasted()
 @case
 def coupled_every_batch(): return contrasted(accum=16, cbs=[GradientClip(.05)])
+class Stacked(nn.Module):
+    "All first views, then all second ones, and the rows of each item together"
+    def __init__(self): super().__init__(); self.net = mlp(4)
+    def forward(self, x):
+        a,b = self.net(x),self.net(x+1)
+        return torch.cat((a, b)),torch.stack((a, b), 1).flatten(0, 1)
+class OfStacked(nn.Module):
+    def forward(self, pred, y):
+        (a,b),c = pred[0].chunk(2),pred[1][1::2]
+        return F.cross_entropy(a@b.T + c@b.T + y.float()[None]*.1, torch.arange(len(a)))
+@case
+def coupled_stacked(): return run(*data(97, 3), model=Stacked(), loss=OfStacked(), micro_batch_size=(3, 16)[rank], coupled=True)
+@case
+def coupled_single(): return run(*data(97, 3), model=Stacked(), loss=OfStacked(), micro_batch_size=4, coupled=True, bs=3, accum=9)
 @case
 def coupled_errors():
     if not many: return {}

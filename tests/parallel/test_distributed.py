@@ -59,7 +59,8 @@ equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights
          'drop', 'carry', 'schedule', 'layer_groups', 'unused', 'fine_tune', 'early_stopping', 'several_fits',
          'short_epoch', 'after_an_exception', 'distrib_ctx', 'lr_find',
          'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first',
-         'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow', 'coupled', 'coupled_every_batch']
+         'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow', 'coupled', 'coupled_every_batch', 'coupled_stacked',
+         'coupled_single']
 @pytest.mark.parametrize('name', quickly(few['equal'], equal))
 def test_equals_one_process(results, name):
     runs = results(name)

@@ -51,10 +51,9 @@ class LockstepBatch(CoupledBatch):
         outs = self.run.forward([partial(self.model, *xb) for xb in self.xbs], self.looks)
         self.message = self.run.message
         joined = Joined(self.sizes)
-        if views is not None and self.gather is None:
+        if views is not None:
             views.know(self.module)
-            if views.found is None: views.find(self, outs[0])
-            joined.views = views.found
+            joined.views = views.of(self, outs[0])
         for i,out in enumerate(outs): whole = joined.add(i, out)
         self.xbs = None
         self.ends = [[get_gradient_edge(t) if t.requires_grad else None for t in tensors_in(out)] for out in outs]
