@@ -110,14 +110,15 @@ def items_of_all(sizes, t):
     return torch.cat([o[:n*per_item] for o,n in zip(all_ranks, sizes)]).as_subclass(type(t))
 
 # Outputs of `n` items, whose rows are in `views`, first all items' first views, as rows of one item after the other; and back
-def rows_by_items(out, views, n): return _turned(out, lambda t, k: t.unflatten(0, (k, n, -1)), views)
-def rows_by_views(out, views, n): return _turned(out, lambda t, k: t.unflatten(0, (n, k, -1)), views)
+def rows_by_items(out, views, n): return _turned(out, lambda t, k: t.unflatten(0, (k, n, -1)), views, n)
+def rows_by_views(out, views, n): return _turned(out, lambda t, k: t.unflatten(0, (n, k, -1)), views, n)
 
-def _turned(out, cut, views):
+def _turned(out, cut, views, n):
     numbers = count()
     def turn(t):
         k = views.get(next(numbers), 1)
-        return t if k == 1 else cut(t, k).transpose(0, 1).flatten(0, 2)
+        has_views = k > 1 and t.dim() and len(t)%(k*n) == 0        # a model may return them only in training
+        return cut(t, k).transpose(0, 1).flatten(0, 2) if has_views else t
     return map_tensors(turn, out)
 
 # Tensors in any nesting, of the items of all ranks, on `device`. `row`: items of each rank; a rank without items has
