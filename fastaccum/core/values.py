@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fastcore.basics import patch
 from .accumulator import mean_loss, mean_of_divided
-from .losses import at_least, is_known, loss_weight, mixer_of, of_outputs
+from .losses import is_known, loss_weight, mixer_of, of_outputs
 from .measured import Items
 from .untouched import Moved, Untouched, name_of, own_copy
 
