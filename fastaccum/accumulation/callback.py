@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/callback.html.md"""
 # %% ../../nbs/api/accumulation/01_callback.ipynb #034d4086
 from __future__ import annotations
 import inspect
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 import matplotlib.pyplot as plt
 from numbers import Integral, Real
 from typing import NoReturn
@@ -549,9 +549,9 @@ def end_with_step(self:GradientAccumulation): self.remainder = 'step'
 # %% ../../nbs/api/accumulation/01_callback.ipynb #acba428b
 @patch
 def state_dict(self:GradientAccumulation) -> dict: # Plain values
-    "The micro-batch sizes that 'auto' has found, whether the epoch goes by plan, and what the fit has found out, for checkpoints"
+    "The micro-batch sizes that 'auto' has found, whether the epoch goes by plan, and what the fit has found out and told, for checkpoints"
     return dict(self.fitting.state_dict(), micro_bs=self.micro_bs, by_plan=self.learn is not None and self.loop.plan is not None,
-                facts=self.facts.state_dict() if self.running else '')
+                facts=self.facts.state_dict() if self.running else '', told=json.dumps(sorted(self._warned)))
 
 @patch
 def load_state_dict(self:GradientAccumulation,
@@ -560,6 +560,7 @@ def load_state_dict(self:GradientAccumulation,
     "Continue with the saved micro-batch sizes, as planned or not, and with what is known"
     self.fitting.load_state_dict(state)
     self.facts.load_state_dict(state.get('facts', ''))
+    with suppress(TypeError, ValueError): self._warned = {*self._warned, *json.loads(state.get('told', '[]'))}    # somebody has changed the file
     if self.learn is not None and not state.get('by_plan'): self.loop.forget_plan()
 
 # %% ../../nbs/api/accumulation/01_callback.ipynb #b4e97aad

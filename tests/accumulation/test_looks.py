@@ -4,8 +4,9 @@ import random, sqlite3, subprocess, sys, threading, types, warnings, weakref
 from pathlib import Path
 import numpy as np, pandas as pd, pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.basics import Callback, CancelBatchException, DataLoader, DataLoaders, Learner, SGD
+from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.core.untouched import Kept
-from fastaccum.all import FastaccumWarning, GradientAccumulation, GradientAccumulationSchedule
+from fastaccum.all import FastaccumWarning, GradientAccumulation, GradientAccumulationSchedule, TrainingCheckpoint
 
 def items(n=80, seed=0):
     g = torch.Generator().manual_seed(seed)
@@ -90,6 +91,22 @@ def test_sum_is_told_once_for_each_loss():
             learn.loss_func = loss
             fit(learn, 1)
     assert [str(w.message).split()[0] for w in told if w.category is FastaccumWarning] == ['undeclared_sum','another_sum']
+
+def test_sum_is_told_once_over_a_resume(tmp_path):
+    "Another process has other objects, by the same names"
+    class Stops(Callback):
+        order = 2000
+        def after_batch(self):
+            if self.training and self.epoch == 1: raise OSError('the power is out')
+    def told(*cbs):
+        def a_sum(pred, y): return undeclared_sum(pred, y)
+        CheckpointFolder.in_use.clear()
+        learn = learner(a_sum, 16, GradientAccumulation(32), TrainingCheckpoint(tmp_path, every_steps=1), *cbs)
+        with warnings.catch_warnings(record=True) as found, contextlib.suppress(OSError):
+            warnings.simplefilter('always')
+            fit(learn)
+        return sum('is a sum' in str(w.message) for w in found)
+    assert (told(Stops()), told()) == (1, 0)
 
 def test_first_step_of_two():
     "The first look comes with it; the steps before need no weight"

@@ -8,6 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/witnesses/sums.html
 __all__ = []
 
 # %% ../../../nbs/api/accumulation/witnesses/12_sums.ipynb #1a5c9601
+from ...core.losses import unwrapped
 from ...loop.sizes import loader_bs
 from .witness import Witness
 
@@ -18,11 +19,13 @@ class UndeclaredSum(Witness):
 
     def new_rule(self): self.due = self.cb.rule.probed
 
-    # Each loss is warned of once. One that callbacks make is another object in each fit
+    # Each loss is warned of once, by its name: it is another object in the next process, and one that callbacks make in each fit
     @property
     def about(self):
         replaced = self.cb.facts.replaced
-        return f'sum of {id(self.learn.loss_func)} {None if replaced is None else replaced.__name__}'
+        f,_ = unwrapped(self.learn.loss_func)
+        named = f if hasattr(f, '__qualname__') else type(f)
+        return f'sum of {named.__module__}.{named.__qualname__} {None if replaced is None else replaced.__name__}'
 
     def after_batch(self, batch):
         cb = self.cb
