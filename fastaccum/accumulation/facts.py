@@ -14,7 +14,7 @@ from pickle import UnpicklingError
 import torch
 from fastcore.basics import patch
 from ..core.lockstep.run import LockstepFacts
-from ..core.losses import LossRule, of_outputs
+from ..core.losses import LookTimes, LossRule, of_outputs
 from ..core.measured import LossMeasure, as_now
 from ..core.microbatch import Lists
 from ..core.values import LossValues
@@ -35,6 +35,8 @@ class FitFacts:
         self.values = LossValues()                          # what the loss keeps of its last call
         self.looked_at = None                               # the loss function that it was seen at
         self.replaced = None                                # the loss that callbacks put in the place of loss_func's
+        self.was_replaced = False                           # had they, in the process before?
+        self.terms = LookTimes()                            # when is it looked if they add a term of the outputs?
         self.lists = Lists()                                # do lists in batches hold columns, or an object for each item?
         self.views = OutputViews()                          # coupled: how many views the rows of outputs hold
         self.numbers = OutputNumbers()                      # coupled: are numbers in outputs the same for all parts?
@@ -59,6 +61,10 @@ class FitFacts:
     # Callbacks have put the loss `replaced`, a `ReplacedLoss`, in the place of loss_func's
     def found_replaced(self, replaced): self.replaced = replaced
 
+    # Is that loss to be put there again?
+    @property
+    def lacks_replaced(self): return self.was_replaced and self.replaced is None
+
     # In a validation
     def found_keeps(self): self.keeps = True
 
@@ -69,7 +75,7 @@ class FitFacts:
     def measure_of(self, loss_func):
         if self.measure is not None and loss_func == self.measure.loss_func: return self.measure
         self.measure,self.trust = LossMeasure(loss_func, always=self.rule.always),Trust()
-        if self.saved is not None and self.replaced is None: self._go_on()
+        if self.saved is not None: self._go_on()
         return self.measure
 
     # Does a rule of its targets say what is measured?
@@ -103,7 +109,9 @@ class FitFacts:
         measure,trust = before
         self.measure,self.trust = as_now(measure),copy(trust)
 
-    def begin_epoch(self): self.wide.begin_epoch()
+    def begin_epoch(self):
+        self.wide.begin_epoch()
+        self.terms.begin_epoch()
 
     # The fit ends
     def end(self):
@@ -114,10 +122,9 @@ class FitFacts:
 # checkpoint need not compare what one fit knows with what another one does
 @patch
 def state_dict(self:FitFacts):
-    own = self.replaced is None
-    measure = self.measure.state_dict() if own and self.measure is not None else None
+    measure = self.measure.state_dict() if self.measure is not None else None
     measure = None if measure is None else as_text(measure)
-    return json.dumps(dict(lists=self.lists.state_dict(), measure=measure, trust=self.trust.state_dict() if own else None))
+    return json.dumps(dict(lists=self.lists.state_dict(), measure=measure, trust=self.trust.state_dict(), replaced=self.replaced is not None))
 
 # A text of another form comes from a file that somebody has changed: the fit finds out by itself
 @patch
@@ -125,7 +132,9 @@ def load_state_dict(self:FitFacts, text):
     try: state = json.loads(text)
     except ValueError: return
     with suppress(KeyError, TypeError, ValueError): self.lists.load_state_dict(state['lists'])
-    if isinstance(state, dict): self.saved = from_text(state.get('measure')),state.get('trust')
+    if not isinstance(state, dict): return
+    self.saved = from_text(state.get('measure')),state.get('trust')
+    self.was_replaced = state.get('replaced') is True
 
 # Plain values and tensors
 def as_text(state):

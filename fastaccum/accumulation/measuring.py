@@ -197,7 +197,7 @@ def _count(self:MeasuredWeights, micro):
     if self._goes_elsewhere: return measure.leave()
     items = self._items(learn.pred, micro).put(yb=learn.yb)
     measure.at('epoch {}, batch {}'.format(*self.batch.place))
-    self.counted = measure.measure(items)
+    self.counted = measure.measure(items, learn.loss_grad)
     if measure.values is not None and self.cb.ranks.world > 1: self._refuse_values()
     if not self.acc.losses: self.acc.open(normalize=True)
     if measure.stuck: self.facts.values.leave(measure.stuck)

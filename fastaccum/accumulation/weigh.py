@@ -96,6 +96,7 @@ def look_up(self:Weights, batch):
     cb,rule,facts = self.cb,self.rule,self.facts
     is_one_loss = batch.way.is_coupled and (batch.opens and batch.closes or cb.ranks.world > 1)
     before,declared = rule.info,rule.declared
+    if facts.lacks_replaced: facts.found_replaced(ReplacedLoss(cb.loop))
     rule.look_up(facts.loss_of(self.learn), self.is_measured and (not is_one_loss or rule.probed))
     self.measuring.take(batch.way)
     if rule.probed:
@@ -178,11 +179,15 @@ def _measure(self:Weights, micro):
     if measuring.is_on: measuring.ask_rules(micro)
     elif not self.acc.losses: self.acc.open(normalize=self.cb.normalize and not self.rule.is_sum)          # it is not measured at all
 
-# Is there another loss of the outputs than loss_func's?
+# Is there another loss of the outputs than loss_func's? A term is looked for at times
 @patch
 def _is_replaced(self:Weights, changed):
     if not self.is_measured or self.batch.way.is_coupled or self.batch.loop.now.losses is not None: return False
-    return changed == 'replaced' or self.rule.always and term_reaches_outputs(self.learn)
+    if changed == 'replaced': return True
+    times = self.facts.terms
+    if not times.due(self.rule.always): return False
+    times.looked()
+    return term_reaches_outputs(self.learn)
 
 # %% ../../nbs/api/accumulation/11_weigh.ipynb #55c22ce1
 # A callback has put another loss in the place of loss_func's: that is measured from here on

@@ -402,7 +402,7 @@ class LossWeigher:
     def _measured(self, acc, loss, n, pred, yb):
         measure = self.measure
         measure.at('a later step')
-        counted = measure.measure(Items(pred, yb, n))
+        counted = measure.measure(Items(pred, yb, n), loss)
         if counted is None:                    # by items, in the unit of the step
             return loss,n*acc.mean()[1]/acc.n_items if acc.losses else n,None,None
         if measure.take_settled() and 0 < len(acc.losses) == len(measure.counted)-1:

@@ -134,7 +134,7 @@ class LossMeasure:
         table = self.table
         counts = table.counts(items.yb, items.n)
         if self.verdict.why is not None: return self._unmeasured(items, counts, loss)
-        counted = None if counts is None or loss is None else self._predicted(counts, loss)
+        counted = None if counts is None or loss is None or self.audit.due else self._predicted(counts, loss)
         if counted is None:
             try: counted = self._found(items, loss, own)
             except NotMeasured as e:
@@ -228,7 +228,7 @@ def _in_groups(self:LossMeasure, look, items, loss, own):
 
 @patch
 def _find(self:LossMeasure, f, items, closely=True):
-    if self.references.find(f, items, self.most, closely, self.audit.due): self._begin_unit()
+    if self.references.find(f, items, self.most, closely): self._begin_unit()
 
 # Another reference: its floor is not known, and if nothing leads to it from the one before, it is the unit
 @patch
@@ -347,7 +347,7 @@ def _check_step(self:LossMeasure, least):
     if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
     for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, _one(w), _one(d))
     most = max(float(total.nan_to_num(0.).max()), least)
-    if self.audit.due or ref.copies_of(most, self.most): offs += self._calls(most)
+    if self.audit.due or ref.copies_of(most, self.most) > ref.tested: offs += self._calls(most)
     if not bool(total.isfinite().all()): offs.append(math.nan)
     self.verdict.saw(by_gradients > 10*ref.tol, by_divisors > 10*ref.tol)
     self.note(offs)
@@ -544,8 +544,9 @@ def weigh(self:LossMeasure, parts):
     if self.values is not None: return [float(self.values.measure(o).adds) for o in parts]
     if not self.reference.adds and self.is_sum: return None
     with self.look(self.loss_func) as look:
-        self.reference.renew(look.loss)
-        counted = [self.reference.measure(o)[0] for o in parts]
+        ref = copy(self.reference)                             # the step goes on with its own
+        ref.renew(look.loss)
+        counted = [ref.measure(o)[0] for o in parts]
         return [self._as_one(_one(c.adds), _one(c.divided_by)) for c in counted]
 
 # They differ by more than rounding, or not at all
@@ -772,6 +773,7 @@ class Reference:
     def __init__(self, f, items, blocks=None, scale=1.):
         self.base,self.blocks,self.scale,self.padding = items,blocks or Blocks(),scale,None
         self.tol = 1e-8 if items.in_double else 2e-5
+        self.tested = 4                                        # how many copies were looked at
         self._begin(f, items)
         times,most = 1,min(2**18//items.numel, 255)
         while not (self.adds and self.on_a_line) and times <= most and (times > 1 or self._grows(most)):
@@ -786,16 +788,15 @@ class Reference:
         self.renew(f)
         self.then = (self.copies(4)-self.slope-1)/2
 
-    # Once a step: the loss may be another one, and numbers among the outputs are today's. If its gradients are as before, copies
-    # are looked at again only if `anew` says so
-    def renew(self, f, anew=True):
-        before,self.f = self.alone,f
+    # Once a step: the loss may be another one, and numbers among the outputs are today's
+    def renew(self, f):
+        self.f = f
         self.value,self.alone = loss_and_grads(f, self.items)
-        if anew or before is None or not all(map(torch.equal, before, self.alone)): self._look_at_copies()
+        self._look_at_copies()
 
     def _look_at_copies(self):
         self.dead = self.blocks.dot(self.alone, self.alone) == 0                # columns in which nothing counts
-        self.slope,self.tested = self.copies(2)-1,4
+        self.slope = self.copies(2)-1
         once = 1-self.slope
         self.once = torch.where((once.abs() > self.tol) & ~self.dead, once, 0.)
         # does it add to the divisor? A sum does not, nor do items that count nothing beside a floor
@@ -902,17 +903,16 @@ def _silent(self:Reference, part):
     raise NotMeasured('its items have other shapes from one micro-batch to the next, and padding counts in it')
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ef509
-# How many copies divide by as much as a step does; 0 if as many were tested
+# How many copies divide by as much as a step does
 @patch
 def copies_of(self:Reference, total, most):
-    m = min(math.ceil(total/self.scale)+1, min(most, 2**20)//self.items.numel) if total < math.inf else 0
-    return m if m > self.tested else 0
+    return min(math.ceil(total/self.scale)+1, min(most, 2**20)//self.items.numel) if total < math.inf else 0
 
 # How far from the line is its divisor there? What depends on the size of the batch shows here
 @patch
 def test(self:Reference, total, most):
     m = self.copies_of(total, most)
-    if not m: return 0.
+    if m <= 4: return 0.
     self.tested = 2*m
     try: return float((self.copies(m)/(1+(m-1)*self.slope)-1).nan_to_num(0.).abs().max())
     except NotAMean: return 1.
@@ -941,10 +941,10 @@ class References:
     def why_none(self): return 'a few of its items have no gradients of their own' if self.lives else 'its gradients are zero'
 
     # That of a sum adds nothing to the divisor, nor do items that count nothing beside a floor: `closely`, others are looked for.
-    # Returns whether there is another one. `anew`: see `Reference.renew`
-    def find(self, f, items, most, closely=True, anew=True):
+    # Returns whether there is another one
+    def find(self, f, items, most, closely=True):
         before,self.few = self.now,few_of(items, most)
-        if not self.fresh and before is not None: self._renew(f, items, anew)
+        if not self.fresh and before is not None: self._renew(f, items)
         ref = self.now
         if ref is None and not closely: return False
         if ref is not None and (ref.adds or not closely or not grows(f, items, ref.blocks)): return ref is not before
@@ -994,7 +994,6 @@ class References:
         if 'base' not in state: return is_other
         self.now = Reference(f, again(state['base']), Blocks(state['by']), state['scale'])
         self.now.padding = state['padding']
-        self.now.alone = None                                  # the loss may have changed since they were saved
         return is_other
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ed6ea
@@ -1032,10 +1031,10 @@ def _settle_all(self:References, c, now):
 # Once a step: the loss may be another one now, or in another mode, for which these items are none; or nothing may have counted in some
 # columns so far
 @patch
-def _renew(self:References, f, items, anew):
+def _renew(self:References, f, items):
     ref,self.fresh = self.now,True
     try:
-        ref.renew(f, anew)
+        ref.renew(f)
         ref.meet(items)
     except (Stuck, NotAMean): raise
     except NotMeasured: self.now = self.spare = None

@@ -94,6 +94,9 @@ class Keeps(nn.Module):
 # --- callbacks
 class Penalty(Callback):
     def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + 1e-2*(self.learn.pred**2).mean()
+class ActivationPenalty(Callback):
+    "A term that does not depend on the outputs"
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + 1e-2*self.learn.model[0](self.learn.x).square().mean()
 class Replaces(Callback):
     def after_loss(self): self.learn.loss_grad = F.cross_entropy(self.learn.pred, self.learn.y, label_smoothing=.1)
 class ChangesRates(Callback):
@@ -181,6 +184,7 @@ kinds = {
     'mixup': lambda: learner(classes, drop(), ce(), G(32, micro_batch_size=6), MixUp(.4)),
     'mixup, own loss': lambda: learner(classes, drop(), CrossEntropyLossFlat(), G(32, micro_batch_size=6), MixUp(.4)),
     'penalty': lambda: learner(classes, drop(), ce(weight=cw), G(32, micro_batch_size=6), Penalty()),
+    'penalty of activations': lambda: learner(classes, drop(), ce(weight=cw), G(32, micro_batch_size=6), ActivationPenalty()),
     'penalty, measured': lambda: learner(classes, drop(), own_weights, G(32, micro_batch_size=6), Penalty()),
     'penalty, tokens': lambda: learner(texts(), Text(), per_token, G(32, micro_batch_tokens=96), Penalty()),
     'replaced': lambda: learner(classes, drop(), ce(), G(32, micro_batch_size=6), Replaces()),

@@ -182,6 +182,18 @@ def test_terms_and_losses_of_callbacks(bs, mbs):
     off,told = compared(lambda p, y: p.mean(), ignored, bs, mbs, Elsewhere())
     assert off < 1e-9 and told == []
 
+class Spread(Callback):
+    "A term that compares items"
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad + .1*self.pred.std(0, correction=0).sum()
+
+@pytest.mark.parametrize('bs,mbs', splits)
+@pytest.mark.parametrize('loss,targets', [(nn.CrossEntropyLoss(), classes), (nn.MSELoss(), numbers), (class_weights, classes)])
+def test_a_term_that_compares_items(loss, targets, bs, mbs):
+    "Beside a loss that is known, too"
+    off,told = compared(loss, targets, bs, mbs, Spread(), check=True)
+    assert off > 1e-6 and len(told) == 1 and 'Spread' in told[0] and '% off' in told[0]
+
 class Stop(Callback):
     "After the batch with this number"
     order = 2000
@@ -190,11 +202,13 @@ class Stop(Callback):
         if self.training and self.learn.train_iter == self.at: raise KeyboardInterrupt
 
 @pytest.mark.parametrize('at', [14, 30])
-@pytest.mark.parametrize('loss,check', [(masked, True), (quantile, True), (masked, 'always')])
-def test_a_resumed_fit_is_the_same_to_the_bit(tmp_path, at, loss, check):
-    "Where each micro-batch is measured, where a rule is trusted from the third step on, and where none is"
-    def run(folder, *cbs):
-        return fit(loss, numbers, accumulated(None, check), TrainingCheckpoint(tmp_path/folder, every_steps=1), *cbs, bs=2, n_epoch=3)
+@pytest.mark.parametrize('loss,check,cbs', [(masked, True, ()), (quantile, True, ()), (masked, 'always', ()), (nn.MSELoss(), True, (Penalty,))])
+def test_a_resumed_fit_is_the_same_to_the_bit(tmp_path, at, loss, check, cbs):
+    """Where each micro-batch is measured, where a rule is trusted from the third step on, where none is, and where a callback adds a
+    term"""
+    def run(folder, *more):
+        own = [*(cb() for cb in cbs), *more]
+        return fit(loss, numbers, accumulated(None, check), TrainingCheckpoint(tmp_path/folder, every_steps=1), *own, bs=2, n_epoch=3)
     _,whole,*_ = run('whole')
     with pytest.raises(KeyboardInterrupt): run('stopped', Stop(at))
     _,ours,told,_ = run('stopped')

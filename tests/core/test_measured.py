@@ -648,10 +648,10 @@ def calls_of_steps(f, make, monkeypatch, n_steps=125, k=8, n=32):
 @pytest.mark.parametrize('f,make,copies', [(positives, labels, 1), (masked, masked_numbers, 1), (sum_by_64, classes, 2)],
                          ids=lambda o: getattr(o, '__name__', None))
 def test_cost(f, make, copies, monkeypatch):
-    """A micro-batch takes one call of the loss, of it (twice that of a sum) and four items, and a step one more, of four items
-    or as many as lift them above a floor. Few steps are looked at closely"""
+    """A micro-batch takes one call of the loss, of it (twice that of a sum) and four items, and a step two more, of four items and
+    of two copies of them, or as many as lift them above a floor. Few steps are looked at closely"""
     steps = calls_of_steps(f, make, monkeypatch)
-    usual = [s for s in steps if len(s) <= 9]
+    usual = [s for s in steps if len(s) <= 10]
     assert len(usual) > 95 and all(max(s) <= copies + .5 for s in usual)
     closely = sum(map(sum, steps)) - sum(map(sum, usual))
     assert closely < (.4 if copies == 1 else 3.5)*1000, closely
@@ -678,7 +678,7 @@ def test_reads_of_a_usual_micro_batch(f, make):
 
 def test_cost_of_class_weights(monkeypatch):
     "Targets of one number for each item tell what a micro-batch counts, once that is sure"
-    assert sum(map(len, calls_of_steps(own_weights, classes, monkeypatch))) < 200
+    assert sum(map(len, calls_of_steps(own_weights, classes, monkeypatch))) < 250
 
 # -- Errors and memory -------------------------------------------------------------------------------------------
 def test_errors_of_the_loss_are_reasons():
