@@ -560,7 +560,8 @@ def load_state_dict(self:GradientAccumulation,
     "Continue with the saved micro-batch sizes, as planned or not, and with what is known"
     self.fitting.load_state_dict(state)
     self.facts.load_state_dict(state.get('facts', ''))
-    with suppress(TypeError, ValueError): self._warned = {*self._warned, *json.loads(state.get('told', '[]'))}    # somebody has changed the file
+    # somebody may have changed the file
+    with suppress(TypeError, ValueError): self._warned = {*self._warned, *json.loads(state.get('told', '[]'))}
     if self.learn is not None and not state.get('by_plan'): self.loop.forget_plan()
 
 # %% ../../nbs/api/accumulation/01_callback.ipynb #b4e97aad

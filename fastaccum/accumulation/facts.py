@@ -124,7 +124,8 @@ class FitFacts:
 def state_dict(self:FitFacts):
     measure = self.measure.state_dict() if self.measure is not None else None
     measure = None if measure is None else as_text(measure)
-    return json.dumps(dict(lists=self.lists.state_dict(), measure=measure, trust=self.trust.state_dict(), replaced=self.replaced is not None))
+    is_replaced = self.replaced is not None
+    return json.dumps(dict(lists=self.lists.state_dict(), measure=measure, trust=self.trust.state_dict(), replaced=is_replaced))
 
 # A text of another form comes from a file that somebody has changed: the fit finds out by itself
 @patch

@@ -202,7 +202,8 @@ class Stop(Callback):
         if self.training and self.learn.train_iter == self.at: raise KeyboardInterrupt
 
 @pytest.mark.parametrize('at', [14, 30])
-@pytest.mark.parametrize('loss,check,cbs', [(masked, True, ()), (quantile, True, ()), (masked, 'always', ()), (nn.MSELoss(), True, (Penalty,))])
+@pytest.mark.parametrize('loss,check,cbs', [(masked, True, ()), (quantile, True, ()), (masked, 'always', ()),
+                                            (nn.MSELoss(), True, (Penalty,))])
 def test_a_resumed_fit_is_the_same_to_the_bit(tmp_path, at, loss, check, cbs):
     """Where each micro-batch is measured, where a rule is trusted from the third step on, where none is, and where a callback adds a
     term"""

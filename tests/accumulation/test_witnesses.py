@@ -16,8 +16,8 @@ from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.core.losses import LossRule
 
 # The number of micro-batches that each kind of warning needs is in tests of their own: here it is enough that some are given
-told_in = {'smoothing, class weights', 'own sum', 'lockstep, own buffers', 'penalty of activations', 'penalty, tokens', 'rates', 'gradients',
-           'hooks', 'weights', 'buffers', 'terms', 'text classifier', 'head', 'lockstep', 'batchnorm', 'whole step each'}
+told_in = {'smoothing, class weights', 'own sum', 'lockstep, own buffers', 'penalty of activations', 'penalty, tokens', 'rates',
+           'gradients', 'hooks', 'weights', 'buffers', 'terms', 'text classifier', 'head', 'lockstep', 'batchnorm', 'whole step each'}
 
 in_short = ['whole', 'items', 'coupled', 'head', 'tokens', 'lockstep, own buffers', 'smoothing, class weights', 'own sum',
             'penalty of activations', 'penalty, tokens', 'rates', 'gradients', 'hooks', 'weights', 'buffers', 'batchnorm', 'terms', 'fp16',
