@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/fitting.html.md"""
 # %% ../../nbs/api/accumulation/12_fitting.ipynb #1aa503db
 from __future__ import annotations
 from fastai.basics import *
-from torch.utils._pytree import tree_leaves
+from ..core.losses import leaves
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.random import Snapshot
 
@@ -77,7 +77,7 @@ class FittingSize:
         self.room = room if type(room) is int and room > 0 else None
 
 # Shapes of an item, and types: 'auto' keeps a micro-batch size for each such combination
-def shapes_of(xb): return tuple((o.shape[1:], o.dtype) for o in tree_leaves(xb) if isinstance(o, Tensor))
+def shapes_of(xb): return tuple((o.shape[1:], o.dtype) for o in leaves(xb) if isinstance(o, Tensor))
 
 # Elements of an item
 def elements_of(shapes): return sum(s.numel() for s,_ in shapes) or 1
@@ -88,7 +88,7 @@ class Start:
     def __init__(self, batch):
         learn,cb = batch.learn,batch.cb
         self.cb = cb
-        self.tensors = [o for o in tree_leaves((learn.xb, learn.yb)) if isinstance(o, Tensor)]
+        self.tensors = [o for o in leaves((learn.xb, learn.yb)) if isinstance(o, Tensor)]
         self.versions = [o._version for o in self.tensors]
         self.record = cb.acc.so_far
         self.measured = cb.weights.measuring.so_far()

@@ -7,14 +7,16 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/losses.html.md"""
 # %% ../../nbs/api/core/02_losses.ipynb #2c000c6d
 from __future__ import annotations
 from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import partial
 from numbers import Number
 import inspect, math, random
 import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from fastcore.basics import patch
+from fastcore.foundation import L
 from .checks import with_article
 
 # %% auto #0
@@ -112,11 +114,11 @@ def loss_weight(
 
 # %% ../../nbs/api/core/02_losses.ipynb #4ced9b1a
 def n_items(
-    b # A tensor, or any nesting of tensors in tuples, lists and dicts
+    b # A tensor, or any nesting of tensors in tuples, lists, dicts and dataclasses
 ) -> int: # Length of the first dimension of the first tensor
     "Number of items in a batch"
     t = b[0] if isinstance(b, (tuple,list)) and b else b  # the usual case
-    if not isinstance(t, Tensor) or not t.dim(): t = next((t for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()), None)
+    if not isinstance(t, Tensor) or not t.dim(): t = next((t for t in leaves(b) if isinstance(t, Tensor) and t.dim()), None)
     if t is None:
         raise TypeError(f"Cannot count the items of {with_article(type(b).__name__)} without tensors: pass the number of items, or a "
                         "`weight`.")
@@ -310,7 +312,7 @@ class LookTimes:
         self.next = min(self.next, self.n + self._random.randint(1, max(1, n)))
 
 # %% ../../nbs/api/core/02_losses.ipynb #747548d6
-def _targets(yb): return [t for t in tree_leaves(yb) if isinstance(t, Tensor) and t.dim()]
+def _targets(yb): return [t for t in leaves(yb) if isinstance(t, Tensor) and t.dim()]
 
 def _valid(y, ignored):
     if ignored is None: return torch.ones_like(y, dtype=torch.bool)
@@ -359,6 +361,48 @@ def mixer_of(loss_func):
     o = getattr(loss_func, '__self__', None)
     return o if 'old_lf' in getattr(o, '__dict__', {}) else None
 
+# %% ../../nbs/api/core/02_losses.ipynb #7e3209db
+# Is it a dataclass, and nothing else?
+def is_record(b): return is_dataclass(b) and not isinstance(b, (dict,type))
+
+# The values in a container, by their keys: all that walks through a batch goes by it. None: `b` is a value itself
+def inside(b):
+    if isinstance(b, dict): return b
+    if isinstance(b, (list,tuple,L)): return dict(enumerate(b))
+    if is_record(b): return {o.name: getattr(b, o.name) for o in fields(b)}
+
+# Such a container with these values
+def refilled(b, values):
+    if isinstance(b, dict): return type(b)(values)
+    if isinstance(b, (list,tuple,L)): return (b._make if hasattr(b, '_make') else type(b))(values.values())     # a namedtuple
+    made = copy(b)
+    for k,v in values.items(): object.__setattr__(made, k, v)     # it may be frozen
+    return made
+
+# Are its values columns?
+def has_columns(b): return isinstance(b, dict) or is_record(b)
+
+# PyTorch's walk, which stops at dataclasses, goes on in them
+def map_leaves(f, *batches, is_leaf=lambda o: False):
+    def stops(o): return is_leaf(o) or is_record(o)
+    def at(b, *others):
+        if is_leaf(b) or not is_record(b): return f(b, *others)
+        held = [*map(inside, (b, *others))]
+        return refilled(b, {k: map_leaves(f, *(o[k] for o in held), is_leaf=is_leaf) for k in held[0]})
+    return tree_map(at, *batches, is_leaf=stops)
+
+# The values at its ends, in order
+def leaves(b, is_leaf=lambda o: False):
+    found = []
+    map_leaves(found.append, b, is_leaf=is_leaf)
+    return found
+
+# Others, in the structure of `b`
+def with_leaves(b, leaves, is_leaf=lambda o: False):
+    left = iter(leaves)
+    return map_leaves(lambda _: next(left), b, is_leaf=is_leaf)
+
+
 # %% ../../nbs/api/core/02_losses.ipynb #3e7209da
 # The items of a batch in the usual case: its first input and its first target are tensors with as many rows. Else None
 def usual_items(xb, yb):
@@ -389,10 +433,12 @@ def count_items(xb, yb=(), views=False, lists=None, bs=None):
 def _counts(b, is_batch=False):
     if isinstance(b, PackedSequence): return [int(b.batch_sizes[0])]
     if isinstance(b, (Tensor,np.ndarray)): return [len(b)] if b.ndim else []
-    if b is None or isinstance(b, (str,bytes,Number)) or not hasattr(b, '__len__'): return []
-    kids = [_counts(o) for o in (b.values() if hasattr(b, 'values') else b)]
+    held = b if hasattr(b, 'values') else inside(b)
+    if held is None and (b is None or isinstance(b, (str,bytes,Number)) or not hasattr(b, '__len__')): return []
+    kids = [_counts(o) for o in (b if held is None else held.values())]
     kids = [k for k in kids if k]               # numbers belong to every item
     rows = kids[0] if kids else []
-    if is_batch or hasattr(b, 'values'): return rows  # the inputs (and the targets) themselves are a tuple of columns
+    # the inputs (and the targets) themselves are a tuple of columns
+    if is_batch or hasattr(b, 'values') or has_columns(b): return rows
     alike = all(k[0] == rows[0] for k in kids)
     return [*rows, len(b)] if alike else [len(b)]

@@ -13,9 +13,8 @@ import math, random
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fastcore.basics import patch
-from .losses import LossInfo, loss_weight
+from .losses import LossInfo, leaves, loss_weight, map_leaves, with_leaves
 from .memory import is_out_of_memory
 from .untouched import Moved, Untouched, own_copy
 
@@ -1131,7 +1130,7 @@ class Choice:
 # Outputs and targets of `n` items. `xb`: inputs that the loss may look at; `shown(xb, yb)`: context in which it finds them
 class Items:
     def __init__(self, pred, yb, n, xb=(), shown=None):
-        self.pred = tree_map(_detached, pred)
+        self.pred = map_leaves(_detached, pred)
         self.yb = tuple(yb) if isinstance(yb, (tuple,list)) else (yb,)
         self.n,self.xb,self.shown = n,xb,shown
 
@@ -1146,13 +1145,13 @@ class Items:
     # Others, on the device of these
     def like_dict(self, d):
         device = float_tensors(self.pred)[0].device
-        pred,yb,xb = tree_map(lambda o: o.to(device) if isinstance(o, Tensor) else o, (d['pred'], tuple(d['yb']), d['xb']))
+        pred,yb,xb = map_leaves(lambda o: o.to(device) if isinstance(o, Tensor) else o, (d['pred'], tuple(d['yb']), d['xb']))
         return Items(pred, yb, d['n'], xb, self.shown)
 
     def _map(self, f, *others):
         parts = self,*others
-        return (tree_map(f, *(o.pred for o in parts), is_leaf=partial(_has_objects, self.n)),
-                tree_map(f, *(o.yb for o in parts), is_leaf=partial(_is_by_item, self.n)))
+        return (map_leaves(f, *(o.pred for o in parts), is_leaf=partial(_has_objects, self.n)),
+                map_leaves(f, *(o.yb for o in parts), is_leaf=partial(_is_by_item, self.n)))
 
     # Those of a `slice` share their memory
     def some(self, rows):
@@ -1188,14 +1187,15 @@ class Items:
 
     # Tensors, lists with an object for each item, and what else outputs and targets are made of
     @property
-    def leaves(self): return [o for leaves,_ in self._flat() for o in leaves]
-    def _flat(self):
-        return (tree_flatten(self.pred, is_leaf=partial(_has_objects, self.n)), tree_flatten(self.yb, is_leaf=partial(_is_by_item, self.n)))
+    def leaves(self): return self._of_pred + leaves(self.yb, partial(_is_by_item, self.n))
+    @property
+    def _of_pred(self): return leaves(self.pred, partial(_has_objects, self.n))
 
     # Others, in the same structure
     def put_leaves(self, leaves, n):
-        (own,of_pred),(_,of_yb) = self._flat()
-        return self.put(tree_unflatten(leaves[:len(own)], of_pred), tree_unflatten(leaves[len(own):], of_yb), n)
+        k = len(self._of_pred)
+        pred = with_leaves(self.pred, leaves[:k], partial(_has_objects, self.n))
+        return self.put(pred, with_leaves(self.yb, leaves[k:], partial(_is_by_item, self.n)), n)
 
     # Have targets and inputs of its items the same shapes?
     def looks_like(self, other): return self._of_data == other._of_data
@@ -1209,16 +1209,16 @@ class Items:
         if shapes == self.shapes: return self
         left = iter(shapes)
         wider = lambda fill: lambda o: _widened(o, self.n, next(left), fill) if isinstance(o, Tensor) and o.dim() else o
-        return self.put(tree_map(wider(0), self.pred), tree_map(wider(value), self.yb, is_leaf=partial(_is_by_item, self.n)))
+        return self.put(map_leaves(wider(0), self.pred), map_leaves(wider(value), self.yb, is_leaf=partial(_is_by_item, self.n)))
 
     # Numbers among the outputs, such as a learned temperature, belong to all items: those of the `other` items are the present ones
     def with_numbers(self, other):
-        return self.put(tree_map(lambda a, b: b if isinstance(b, Tensor) and not b.dim() else a, self.pred, other.pred))
+        return self.put(map_leaves(lambda a, b: b if isinstance(b, Tensor) and not b.dim() else a, self.pred, other.pred))
     @property
-    def has_numbers(self): return any(isinstance(t, Tensor) and not t.dim() for t in tree_leaves(self.pred))
+    def has_numbers(self): return any(isinstance(t, Tensor) and not t.dim() for t in leaves(self.pred))
 
     @property
-    def numel(self): return sum(t.numel() for t in tree_leaves(self.pred) if isinstance(t, Tensor))
+    def numel(self): return sum(t.numel() for t in leaves(self.pred) if isinstance(t, Tensor))
     @property
     def in_double(self): return any(t.dtype == torch.float64 for t in float_tensors(self.pred))
 
@@ -1248,7 +1248,7 @@ def as_now(o, copies=None):
     return o
 
 def _detached(o): return o.detach() if isinstance(o, Tensor) else o
-def float_tensors(pred): return [t for t in tree_leaves(pred) if _has_grad(t)]
+def float_tensors(pred): return [t for t in leaves(pred) if _has_grad(t)]
 
 # A list of targets with an object for each item, such as its boxes. Among outputs, a list of tensors holds columns.
 # (PyTorch keeps such functions until garbage is collected: they hold no items)
@@ -1288,7 +1288,7 @@ class NotAMean(NotMeasured):                           # gradients beside other 
 
 # Value of the loss, and its gradients with respect to the outputs of `items`, in float32 at least. `beside`: items that stand after them
 def loss_and_grads(f, items, *beside):
-    columns = list(zip(*(tree_leaves(o.pred, is_leaf=partial(_has_objects, o.n)) for o in (items, *beside))))
+    columns = list(zip(*(leaves(o.pred, is_leaf=partial(_has_objects, o.n)) for o in (items, *beside))))
     own = [_exact(os[0]).detach().requires_grad_() if _has_grad(os[0]) else None for os in columns]
     wanted = [t for t in own if t is not None]
     if not wanted: raise NotMeasured('its outputs are no numbers with gradients')
@@ -1296,8 +1296,8 @@ def loss_and_grads(f, items, *beside):
     rest = items.put(pred=()).join(*(o.put(pred=()) for o in beside))           # copies: the loss may change them
     with torch.enable_grad(), torch.autocast(wanted[0].device.type, enabled=False), rest.seen():
         args = [_alone(_joined(*os)) if t is None else torch.cat([t, *map(_exact, os[1:])]) for t,os in zip(own, columns)]
-        pred = tree_unflatten(args, tree_flatten(items.pred, is_leaf=partial(_has_objects, items.n))[1])
-        loss,grads = _call(f, pred, tree_map(_exact, rest.yb), wanted)
+        pred = with_leaves(items.pred, args, partial(_has_objects, items.n))
+        loss,grads = _call(f, pred, map_leaves(_exact, rest.yb), wanted)
     computed = loss.grad_fn is not None or any(loss is o for o in args)
     if computed and all(g is None for g in grads): raise NotMeasured('it does not depend on the outputs')
     return loss.detach().sum(),[torch.zeros_like(t) if g is None else g.as_subclass(Tensor) for t,g in zip(wanted, grads)]
@@ -1374,7 +1374,7 @@ class Table:
     # How often each number comes, as a vector whose places are kept; None if the targets are others
     def counts(self, yb, n):
         if not self.alive: return None
-        ts = [t for t in tree_leaves(yb) if isinstance(t, Tensor)]
+        ts = [t for t in leaves(yb) if isinstance(t, Tensor)]
         if len(ts) != 1 or ts[0].shape != (n,) or ts[0].is_floating_point() or ts[0].device.type != 'cpu': self.alive = False; return None
         numbers,times = ts[0].as_subclass(Tensor).unique(return_counts=True)
         found = dict(zip(numbers.tolist(), times.tolist()))

@@ -6,15 +6,13 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/microbatch.html.md"""
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #13b6e732
 from __future__ import annotations
-from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from numbers import Number
 import numpy as np, torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from fastcore.foundation import L
 from .checks import with_article
-from .losses import n_items
+from .losses import has_columns, inside, leaves, n_items, refilled
 
 # %% auto #0
 __all__ = []
@@ -29,15 +27,15 @@ def part_sizes(n, size):
 
 _listy = list,tuple,L
 
-# Are the items the rows of the tensors in `b`, rather than the elements of `b`?
-def _holds_items(b, n):
-    rows = [t.shape[0] == n for t in tree_leaves(b) if isinstance(t, Tensor) and t.dim()]
-    return bool(rows) and all(rows)
+def _rows(b): return {t.shape[0] for t in leaves([*inside(b).values()]) if isinstance(t, Tensor) and t.dim()}
 
-# Split `b` along its `n` items into `part_sizes`: a tensor, any nesting of tuples, lists and dicts of tensors, a list
-# with one object per item. Every part contains the whole of a value without items (a number, a string, `None`, a tensor
-# without dimensions). `views`: may a tensor have several views of all items, one after the other? `lists`: `Lists`,
-# which knows what they hold
+# Are the items the rows of the tensors in `b`, rather than the elements of `b`?
+def _holds_items(b, n): return _rows(b) == {n}
+
+# Split `b` along its `n` items into `part_sizes`: a tensor, any nesting of tuples, lists, dicts and dataclasses of
+# tensors, a list with one object per item. Every part contains the whole of a value without items (a number, a string,
+# `None`, a tensor without dimensions). `views`: may a tensor have several views of all items, one after the other?
+# `lists`: `Lists`, which knows what they hold
 def split_items(b, size, n=None, views=False, lists=None):
     if n is None: n = n_items(b)
     m = -(-n//size)
@@ -47,19 +45,19 @@ def split_items(b, size, n=None, views=False, lists=None):
         if views and b.shape[0]%n == 0: return [p.flatten(0, 1) for p in b.unflatten(0, (-1, n)).tensor_split(m, 1)]
         raise TypeError(f"Cannot split a tensor of shape {tuple(b.shape)} into micro-batches: the batch has {n} items. "
                         "Leave out micro_batch_size for such data.")
-    if isinstance(b, dict):
-        parts = {k: split_items(v, size, n, views, lists) for k,v in b.items()}
-        return [type(b)({k: v[i] for k,v in parts.items()}) for i in range(m)]
+    if has_columns(b):
+        if not isinstance(b, dict) and n not in _rows(b): return [b]*m        # a dataclass with settings
+        parts = {k: split_items(v, size, n, views, lists) for k,v in inside(b).items()}
+        return [refilled(b, {k: v[i] for k,v in parts.items()}) for i in range(m)]
     if isinstance(b, _listy) and not isinstance(b, nn.utils.rnn.PackedSequence):
         if len(b) == n and (lists.holds_objects(b) if lists is not None and lists.knows(b) else not _holds_items(b, n)):
             ends = np.cumsum([0, *part_sizes(n, size)]).tolist()
             return [b[i:j] for i,j in zip(ends, ends[1:])]
         columns = [split_items(o, size, n, views, lists) for o in b]
-        make = b._make if hasattr(b, '_make') else type(b)  # a namedtuple
-        return [make(c[i] for c in columns) for i in range(m)]
+        return [refilled(b, {k: c[i] for k,c in enumerate(columns)}) for i in range(m)]
     if b is None or isinstance(b, (Number,str,bytes,Tensor)) or not hasattr(b, '__len__'): return [b]*m
-    raise TypeError(f"Cannot split {with_article(type(b).__name__)} into micro-batches: use tensors, or lists, tuples and dicts of "
-                    "them, or leave out micro_batch_size.")
+    raise TypeError(f"Cannot split {with_article(type(b).__name__)} into micro-batches: use tensors, or lists, tuples, dicts and "
+                    "dataclasses of them, or leave out micro_batch_size.")
 
 # %% ../../nbs/api/core/04_microbatch.ipynb #d9b0c001
 # What the lists of a fit's batches hold: an object for each item, or columns
@@ -88,7 +86,7 @@ class Lists:
         sure = len(fit) == 1 or n in (*fixed, *others, bs)
         forms = {p: _forms(b, n) for p,b in nodes.items()}
         # if a list at one end holds objects, that at the other end does; and dicts in a list are hardly columns
-        objects = any(f == {'objects'} or p not in self.known and isinstance(nodes[p][0], dict) for p,f in forms.items())
+        objects = any(f == {'objects'} or p not in self.known and has_columns(nodes[p][0]) for p,f in forms.items())
         for p,b in nodes.items():
             one = len(forms[p]) == 1
             if one and sure: self._learn(p, *forms[p])
@@ -131,11 +129,8 @@ class Lists:
 # Walk through a batch: the rows of its tensors, and its lists by their place
 def _columns_of(b, path, rows, lists, top=False):
     if isinstance(b, Tensor): rows += b.shape[:1]
-    elif isinstance(b, dict): [_columns_of(v, (*path, k), rows, lists) for k,v in b.items()]
-    elif top: [_columns_of(v, (*path, i), rows, lists) for i,v in enumerate(b)]
+    elif top or has_columns(b): [_columns_of(v, (*path, k), rows, lists) for k,v in (inside(b) or {}).items()]
     elif isinstance(b, _listy) and not hasattr(b, '_make') and len(b): lists[path] = b
-
-def _rows(b): return {t.shape[0] for t in tree_leaves([*b]) if isinstance(t, Tensor) and t.dim()}
 
 # What the list `b` may hold in a batch of `n` items
 def _forms(b, n):
@@ -154,14 +149,10 @@ def _guess(b):
 def map_tensors(f, *batches):
     b = batches[0]
     if isinstance(b, Tensor): return f(*batches)
-    if isinstance(b, dict): return type(b)({k: map_tensors(f, *(o[k] for o in batches)) for k in b})
-    if isinstance(b, _listy):
-        mapped = [map_tensors(f, *o) for o in zip(*batches)]
-        return b._make(mapped) if hasattr(b, '_make') else type(b)(mapped)
-    if is_dataclass(b) and not isinstance(b, type):
-        made = copy(b)
-        for k in (field.name for field in fields(b)): object.__setattr__(made, k, map_tensors(f, *(getattr(o, k) for o in batches)))
-        return made
+    held = [*map(inside, batches)]
+    if held[0] is not None:
+        keys = min(held, key=len) if isinstance(b, _listy) else held[0]
+        return refilled(b, {k: map_tensors(f, *(o[k] for o in held)) for k in keys})
     return b.map_tensors(f, *batches[1:]) if hasattr(type(b), 'map_tensors') else b
 
 # The tensors of a batch, in order
@@ -172,9 +163,8 @@ def tensors_in(b):
 
 # The values that are no tensors
 def others_in(b):
-    if isinstance(b, (dict,*_listy)):
-        return [v for o in (b.values() if isinstance(b, dict) else b) for v in others_in(o)]
-    if is_dataclass(b) and not isinstance(b, type): return others_in([getattr(b, field.name) for field in fields(b)])
+    held = inside(b)
+    if held is not None: return [v for o in held.values() for v in others_in(o)]
     return [] if isinstance(b, Tensor) or hasattr(type(b), 'map_tensors') else [b]
 
 # Undo `split_items`: concatenate tensors along their items, and stack tensors without dimensions; a list with a dict or a dataclass

@@ -1,8 +1,9 @@
 "Errors say what failed, and what to write"
 from dataclasses import dataclass
-import pytest
+import warnings, pytest
 from reference import *
 from fastaccum.core.chunks import HeadInput
+from fastaccum.core.warnings import FastaccumWarning
 from fastaccum.memory.chunks import ChunkedHead
 
 torch.manual_seed(0)
@@ -124,3 +125,39 @@ def test_coupled_levels():
         learn.fit(1, .1)
         return weights(learn.model)
     assert rel_err(trained(GradientAccumulation(micro_batch_size=5, coupled=True)), trained()) < 1e-6
+
+# --- batches in dataclasses
+@dataclass
+class Columns:
+    x: Tensor
+    z: Tensor
+@dataclass
+class WithLen(Columns):
+    def __len__(self): return len(self.x)
+
+def mse_of(pred, y): return F.mse_loss(pred, y.x if isinstance(y, Columns) else torch.stack([o.x for o in y]) if isinstance(y, list) else y)
+def each(kind, t): return [kind(row, row) for row in t]
+def as_it_is(kind, t): return t
+def columns(kind, t): return kind(t, t)
+
+@pytest.mark.parametrize('targets', [as_it_is, columns, each])
+@pytest.mark.parametrize('inputs', [columns, each])
+@pytest.mark.parametrize('kind', [Columns, WithLen])
+def test_batches_in_dataclasses(kind, inputs, targets):
+    "With columns, or one for each item"
+    class Net(nn.Linear):
+        def forward(self, b): return super().forward(torch.stack([o.x for o in b]) if isinstance(b, list) else b.x+b.z)
+    def trained(bs, *cbs):
+        set_seed(0)
+        items = list(zip(torch.randn(32, 6), torch.randn(32, 4)))
+        def batch(items):
+            x,y = map(torch.stack, zip(*items))
+            return inputs(kind, x),targets(kind, y)
+        dls = DataLoaders(*[DataLoader(items, bs=bs, create_batch=batch) for _ in range(2)], device='cpu')
+        learn = Learner(dls, Net(6, 4), loss_func=mse_of, opt_func=SGD, cbs=list(cbs))
+        with warnings.catch_warnings(), learn.no_bar(), learn.no_logging():
+            warnings.simplefilter('error', FastaccumWarning)
+            learn.fit(2, .1)
+        return weights(learn.model)
+    for bs,acc in ((16, dict(micro_batch_size=5)), (4, dict(accum_bs=16))):
+        assert rel_err(trained(bs, GradientAccumulation(**acc)), trained(16)) < 1e-6
