@@ -27,7 +27,7 @@ __all__ = []
 
 # %% ../../nbs/api/accumulation/13_facts.ipynb #f7ed04c3
 class FitFacts:
-    def __init__(self, rule=None, rounding=None):
+    def __init__(self, rule=None, rounding=None, share_views=None):
         self.rule = LossRule() if rule is None else rule    # what the loss averages over
         self.measure = None                                 # what measures a loss that is not known: a `LossMeasure`
         self.trust = Trust()                                # is its rule enough?
@@ -38,7 +38,7 @@ class FitFacts:
         self.was_replaced = False                           # had they, in the process before?
         self.terms = LookTimes()                            # when is it looked if they add a term of the outputs?
         self.lists = Lists()                                # do lists in batches hold columns, or an object for each item?
-        self.views = OutputViews()                          # coupled: how many views the rows of outputs hold
+        self.views = OutputViews(share_views)               # coupled: how many views the rows of outputs hold
         self.numbers = OutputNumbers()                      # coupled: are numbers in outputs the same for all parts?
         self.lockstep = LockstepFacts()                     # what its passes in lockstep show
         self.wide = Wide()                                  # micro_batch_tokens: which inputs and targets are of tokens
@@ -49,7 +49,8 @@ class FitFacts:
     @classmethod
     def of_fit(cls, cb):
         in_full_precision = cb.loop.precision is cb.loop.as_it_is
-        return cls(LossRule(bool(cb.check_loss), cb.check_loss == 'always'), 1e-4 if in_full_precision else 1e-2)
+        rule = LossRule(bool(cb.check_loss), cb.check_loss == 'always')
+        return cls(rule, 1e-4 if in_full_precision else 1e-2, cb.ranks.share_views)
 
     # The loss function may be another one now
     def look_at_loss(self, loss_func):

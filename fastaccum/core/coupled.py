@@ -30,7 +30,7 @@ class CoupledBatch:
         n:int,      # Items of the batch
         size:int,   # Most items of a part
         module=None,# Module whose buffers the call reads and changes, default `model`
-        gather=None,# `gather(outputs)`: outputs of all ranks, place of this rank's first item, factor for their gradients, and their views
+        gather=None,# `gather(outputs)`: outputs of all ranks, place of this rank's first item, and factor for their gradients
         views=None, # `OutputViews`, which finds the order of rows in outputs; default: one row or several for each item
         looks=(),   # Who is told of both passes of each part: `first_pass(i, last, out)`, `second_pass(i, out)`
         lists=None  # What knows if a list in the inputs holds columns, or an object for each item; default: its lengths
@@ -63,7 +63,7 @@ class CoupledBatch:
             before = [(t, t._version, t.clone()) if last and isinstance(t, Tensor) else (t, None, None) for t in leaves]
             with replay.first():
                 self.kept = self.model(*tree_unflatten(leaves, form))
-                if views is not None: joined.views = views.of(self, self.kept)
+                if views is not None: joined.views = views.of(self, self.kept, self.sizes[i])
                 out = joined.add(i, self.kept)
             self.xbs[i] = tree_unflatten([t if version is None or t._version == version else old for t,version,old in before], form)
             for o in self.looks: o.first_pass(i, last, self.kept)
@@ -73,7 +73,7 @@ class CoupledBatch:
     # The outputs for the whole batch, to which the loss's backward pass brings gradients
     def _cut_outputs(self, joined, out):
         self.xb,self.views = None,joined.views
-        if self.gather is not None: out,self.first,self.factor,self.views = self.gather(out)
+        if self.gather is not None: out,self.first,self.factor = self.gather(out)
         # rows of an item in a view of each output
         self.each = [len(t)//self.n//self.views.get(k, 1) if t.dim() else 0 for k,t in enumerate(joined.whole)]
         self.differs = joined.differs

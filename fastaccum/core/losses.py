@@ -426,7 +426,7 @@ def count_items(xb, yb=(), views=False, lists=None, bs=None):
     n = next((n for n in xs if n in ys), xs[0])
     if views and ys and n not in ys:
         few,many = sorted((n, ys[0]))
-        if few > 1 and many%few == 0: return few,True
+        if few and many%few == 0: return few,True
     return n,not ys or n in ys
 
 # Candidates for the number of items in `b`, the most likely first: the rows of its tensors, the length of a list

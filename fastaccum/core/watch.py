@@ -10,11 +10,12 @@ from collections import deque
 from contextlib import contextmanager
 from functools import partial
 from numbers import Number
+from typing import Any, NamedTuple
 import numpy as np, torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .memory import device_of
-from .microbatch import check_others, has_records, map_tensors, others_in, part_sizes, split_items, tensors_in
+from .microbatch import are_records, check_others, has_records, map_tensors, others_in, part_sizes, split_items, tensors_in
 from .private import next_number, number_of
 from .random import RandomState, Snapshot, generator_types
 from .untouched import Kept, Moved, Untouched, _no_collection, package_of
@@ -102,59 +103,112 @@ def hooks_of_others(model):
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d006
 # How the outputs of a coupled model hold items: output -> how many views its rows hold, found with the first batch
 class OutputViews:
-    def __init__(self):
+    page = 'tutorials/contrastive.html#what-splitting-makes-of-it'        # which says more
+    # share: `share(views, batch)`, if there are several ranks: all of them know what one has found, before anything is joined
+    def __init__(self, share=None):
         self.found = self.device = self.own = None
-        self.moved = None                     # a warning: a call of the model has left a trace
-        self.is_shared = False                # do several ranks know what one has found?
+        self.share = share
+        self.is_known = False                 # by all ranks?
+        self.is_guess = False                 # have all looks failed?
+        self.of_targets = None                # views of targets whose order only the loss tells
+        self.refused = None                   # why outputs cannot be joined
+        self.records = None                   # the same, if nothing else is found
+        self.has_several = False              # are there several rows of each item?
+        self.failed = None                    # the model's error in a look
+        self.message = None                   # a warning: a call of the model has left a trace, or nothing was found
 
     # The device of `module`, and the random generators that it has
     def know(self, module):
         if self.device is None: self.device,self.own = device_of(module),generators_of(module)
 
-    # Those of `batch`, whose first part gave `out`
-    def of(self, batch, out):
-        if self.found is None: self.find(batch, out)
-        return {} if self.found is None else self.found
+    # Those of `batch`. `out`: of a part of it, with `n` items
+    def of(self, batch, out, n):
+        if self.found is None: self._find(batch, out, n)
+        if not self.is_known and self.share is not None: self.share(self, batch)
+        elif self.found is None: self.settle([self.told])
+        return self.found or {}
 
-    def find(self, batch, out):
-        n = batch.sizes[0]
-        if has_records(out, n):
-            raise ValueError(f"coupled: the model returns a list of {n} {type(out[0]).__name__}s for {n} items, and those of "
-                             "micro-batches cannot be joined: return a dict of tensors with a row for each item, by `torch.stack`, or "
-                             "compute the loss in the model.")
-        unsure = any(t.dim() and (len(t) != n or t.shape[1:2] == (n,)) for t in tensors_in(out))
+    def _find(self, batch, out, n):
+        self.has_several = any(t.dim() and len(t) != n for t in tensors_in(out))
+        if has_records(out, n): self.records = records_out.format(n=n, name=type(out[0]).__name__)
+        unsure = self.has_several or are_records(out) or any(t.shape[1:2] == (n,) for t in tensors_in(out))
         # perhaps a number of items
         unsure |= any(isinstance(v, (int,float)) and v and v%n == 0 for v in others_in(out))
-        if unsure and batch.n == 1: return    # what another rank finds holds here, too
-        self.found = {}
-        if not unsure: return
-        try: self.found = views_of(batch)
-        except Moved as e: self.moved = model_moved.format(what='how many views its outputs hold', why=e)
+        if not unsure: self.found = {}
+        elif batch.n > 1: self.look(lambda: batch)
+
+    # At calls of the model of a batch with two items or more, which `get` returns
+    def look(self, get):
+        try: looked = Looked(get())
+        except Exception as e:                # the model refuses a part
+            self.failed = f'{type(e).__name__}: {e}'
+            return
+        if looked.moved: self.message = model_moved.format(what='how many views its outputs hold', why=Moved(looked.moved))
+        try: self.found = looked.views()
+        except ValueError as e: self.refused = str(e)
 
     def believe(self): self.found = {}
 
-    # `ranks`: what each has found
-    def share(self, ranks):
-        self.found = max((o for o in ranks if o is not None), key=len, default=None)
-        self.is_shared = self.found is not None
+    # `losses`: that of targets, of which no output has as many rows, with each number of views that may be right
+    def found_targets(self, losses):
+        if len(losses) == 1: self.of_targets, = losses
+        # where targets are alike, the order does not count
+        elif not losses or max(losses.values())-min(losses.values()) > 1e-5*abs(max(losses.values())): self.message = targets_unknown
+
+    # For all ranks
+    @property
+    def told(self): return self.found,self.refused,self.records,self.failed if self.has_several else None
+
+    # `ranks`: what each has told. If this is not the `last` word, they may look once more
+    def settle(self, ranks, last=True):
+        found,refused,records,failed = [[o for o in v if o is not None] for v in zip(*ranks)]
+        errors = refused + ([] if found or not last else records)
+        if errors: raise ValueError(errors[0])
+        if not found and not last: return
+        self.is_guess = bool(failed and not found)
+        if self.is_guess: self.message = order_unknown.format(why=failed[0])
+        # where its items look alike, a rank finds none
+        self.found = {k: max(o.get(k, 1) for o in found) for k in {k for o in found for k in o}}
+        self.is_known = True
+
+targets_unknown = ("Targets have several rows for each item, and neither an output with as many rows nor the loss tells their order, so "
+                   "they are taken for those of one item after the other. Return targets with a row for each item, such as (n, views), "
+                   "and make the others in the loss.")
+records_out = ("coupled: the model returns a list of {n} {name}s for {n} items, and those of micro-batches cannot be joined: return a dict "
+               "of tensors with a row for each item, by `torch.stack`, or compute the loss in the model.")
+order_unknown = ("The model returns several rows for each item. Their order could not be found out, as a call with some of the items fails "
+                 "({why}), so they are taken for those of one item after the other. If all first views come before all second ones, as in "
+                 "`torch.cat((a, b))`, return `a, b`, and join them in the loss.")
+
 
 # %% ../../nbs/api/core/12_watch.ipynb #c0a2d013
-# Output -> how many views its rows hold, if more than 1: 2 if all items' first views come before all second ones, as in
-# `torch.cat((a, b))`
-def views_of(batch):
-    size = max(2, part_sizes(batch.n, batch.size)[0])
-    part,n = [split_items(x, size, batch.n, True, batch.lists)[0] for x in batch.xb],part_sizes(batch.n, size)[0]
-    half = -(-n//2)
-    halves,sizes = zip(*(split_items(x, half, n, views=True) for x in part)),part_sizes(n, half)
-    try:
-        with no_trace(batch.module) as trace:
-            outs = [batch.model(*map_tensors(Tensor.clone, tuple(x))) for x in (part, *halves)]
-    except Exception:  # the model refuses a half: its rows are taken item after item
-        return {}
-    if trace.moved: raise Moved(trace.moved)
-    for out in outs: check_others(others_in(out), others_in(outs[0]))
-    outs = map(tensors_in, outs)
-    return {k: v for k,(t,*parts) in enumerate(zip(*outs)) if t.dim() and (v := order_of_rows(t, n, parts, sizes)) > 1}
+# A batch of `n` items for a model, in parts of `size`, as far as a look needs it: a `CoupledBatch` is one, too
+class Calls(NamedTuple):
+    model:Any
+    module:nn.Module
+    xb:tuple
+    n:int
+    size:int
+    lists:Any=None
+
+# What the model of a batch returns for two items or more, and for each half of them
+class Looked:
+    def __init__(self, batch):
+        size = max(2, part_sizes(batch.n, batch.size)[0])
+        part,n = [split_items(x, size, batch.n, True, batch.lists)[0] for x in batch.xb],part_sizes(batch.n, size)[0]
+        half = -(-n//2)
+        halves,self.sizes = zip(*(split_items(x, half, n, views=True) for x in part)),[n, *part_sizes(n, half)]
+        with no_trace(batch.module) as trace: self.outs = [batch.model(*map_tensors(Tensor.clone, tuple(x))) for x in (part, *halves)]
+        self.moved = trace.moved              # what the calls have left
+
+    # Output -> how many views its rows hold, if more than 1: 2 if all items' first views come before all second ones, as in
+    # `torch.cat((a, b))`
+    def views(self):
+        whole,(n,*sizes) = self.outs[0],self.sizes
+        if all(map(has_records, self.outs, self.sizes)): raise ValueError(records_out.format(n=n, name=type(whole[0]).__name__))
+        for out in self.outs: check_others(others_in(out), others_in(whole))
+        orders = [order_of_rows(t, n, parts, sizes) if t.dim() else 1 for t,*parts in zip(*map(tensors_in, self.outs))]
+        return {k: v for k,v in enumerate(orders) if v > 1}
 
 # The same for one output `t` of `n` items, and the outputs `parts` of `sizes` of them
 def order_of_rows(t, n, parts, sizes):

@@ -18,8 +18,9 @@ class OneRank:
     joint_gradients = True # does a step add up the gradients of all?
     refuses = {}         # name of a callback -> why it does not work with these ranks
     reduce = None        # `reduce(loss, weight, n_items, target)`: the same over all ranks; leaves the mean gradient
-    # `gather(outputs)`: outputs of all ranks, place of this rank's first item, factor for their gradients, and their views
+    # `gather(outputs)`: outputs of all ranks, place of this rank's first item, and factor for their gradients
     gather = None
+    share_views = None   # `share_views(views, batch)`: all know the `OutputViews` that one has found
     norms = None         # pools the statistics of BatchNorm
     def __init__(self): self.known = set()
 

@@ -14,13 +14,15 @@ import torch.distributed as dist
 from ..accumulation.ways import way_of
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
+from ..core.microbatch import split_items as parts_of
+from ..core.watch import Calls
 from ..loop.optimizers import is_trained, rates_of
 from ..loop.ranks import OneRank
 from .norms import JointNorms
 from .processes import all_ended, from_all, same_on_all, together
 from .saving import joined, load_together
 from .shares import Shares, split_items
-from .tensors import GradientBuckets, average_buffers, joined_items, rows_by_items, rows_by_views, same_weights
+from .tensors import GradientBuckets, average_buffers, in_views, inputs_of, joined_items, same_weights, views_of_targets
 
 # %% auto #0
 __all__ = []
@@ -151,23 +153,31 @@ def no_items(self:Ranks):
     learn.one_batch.now.went_through()         # other ranks have its items
     learn.pred,learn.loss = None,torch.zeros((), device=self.device)
 
-# Outputs of all ranks' items, place of this rank's first, the factor for its gradients, and the views of each output; the targets of all
-# go into `learn.yb`. A rank without items has no outputs, and needs none
+# Outputs of all ranks' items, place of this rank's first, and the factor for its gradients; the targets of all go into `learn.yb`. A rank
+# without items has no outputs, and needs none
 @patch
 def gather(self:Ranks, out=None):
-    learn,views = self.learn,self._views()
-    own = None if out is None else (rows_by_items(out, views, self.n_own), learn.yb)
-    with self.shares.waiting(self.device): joined = joined_items(self.row, own, self.device)
+    learn,views = self.learn,self.accumulation.facts.views
+    if out is None: views.share(views)
+    with self.shares.waiting(self.device): joined = joined_items(self.row, None if out is None else (out, learn.yb), self.device)
     if joined is None: return None
-    out,learn.yb = joined
-    return rows_by_views(out, views, sum(self.row)),self.first_item,self.n_active,views
+    out = in_views(joined[0], self.row, views.found or {})
+    learn.yb = in_views(joined[1], self.row, views_of_targets(out, joined[1], self.row, views, learn.loss_func))
+    return out,self.first_item,self.n_active
 
-# In how many views outputs have their rows, as one rank or another has found in the first batch
+# All ranks know in what order outputs have their rows, before anything is joined. `batch`: of this rank, or None. If no rank could find it,
+# as none has two items, they look at the first item of each
 @patch
-def _views(self:Ranks):
-    views = self.accumulation.facts.views
-    if not views.is_shared: views.share(from_all(views.found))
-    return {} if views.found is None else views.found
+def share_views(self:Ranks, views, batch=None):
+    if views.is_known: return
+    sizes,told = zip(*from_all((0 if batch is None else batch.n, views.told)))
+    views.settle(told, last=False)
+    if views.is_known or sum(sizes) < 2: return            # the rows of a single item may be in either
+    items = from_all(None if batch is None else to_cpu([parts_of(x, 1, batch.n, True, batch.lists)[0] for x in batch.xb]))
+    items = [o for o in items if o is not None]
+    def of_each(): return Calls(batch.model, batch.module, to_device(inputs_of(items), self.device), len(items), len(items))
+    if batch is not None and len(items) > 1: views.look(of_each)
+    views.settle(from_all(views.told))
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #aea2e21f
 @patch

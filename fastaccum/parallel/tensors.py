@@ -7,9 +7,12 @@ Docs: https://fastaccum.github.io/fastaccum/api/parallel/tensors.html.md"""
 # %% ../../nbs/api/parallel/08_tensors.ipynb #e86cb4b1
 from __future__ import annotations
 from itertools import count
+from math import isclose
 from fastai.basics import *
 import torch.distributed as dist
-from ..core.microbatch import map_tensors
+from ..core.measured import Items, Look
+from ..core.memory import is_out_of_memory
+from ..core.microbatch import map_tensors, tensors_in
 from .processes import from_all, together
 
 # %% auto #0
@@ -109,17 +112,16 @@ def items_of_all(sizes, t):
     with together(): dist.all_gather(all_ranks, room)
     return torch.cat([o[:n*per_item] for o,n in zip(all_ranks, sizes)]).as_subclass(type(t))
 
-# Outputs of `n` items, whose rows are in `views`, first all items' first views, as rows of one item after the other; and back
-def rows_by_items(out, views, n): return _turned(out, lambda t, k: t.unflatten(0, (k, n, -1)), views, n)
-def rows_by_views(out, views, n): return _turned(out, lambda t, k: t.unflatten(0, (n, k, -1)), views, n)
-
-def _turned(out, cut, views, n):
-    numbers = count()
-    def turn(t):
+# Tensors with the rows of all ranks, one rank after the other, as one process has them: if their rows are in `views`, first all items'
+# first views. `sizes`: items of each rank
+def in_views(ts, sizes, views):
+    numbers,n = count(),sum(sizes)
+    def turned(t):
         k = views.get(next(numbers), 1)
-        has_views = k > 1 and t.dim() and len(t)%(k*n) == 0        # a model may return them only in training
-        return cut(t, k).transpose(0, 1).flatten(0, 2) if has_views else t
-    return map_tensors(turn, out)
+        if k == 1 or not t.dim() or len(t)%(k*n): return t
+        ranks = zip(t.split([len(t)//n*m for m in sizes]), sizes)
+        return torch.cat([r.unflatten(0, (k, m, -1)) for r,m in ranks if m], 1).flatten(0, 2)
+    return map_tensors(turned, ts)
 
 # Tensors in any nesting, of the items of all ranks, on `device`. `row`: items of each rank; a rank without items has
 # None, and gets None
@@ -129,3 +131,45 @@ def joined_items(row, own, device):
     if own is None: return None
     cat = lambda *ts: torch.cat(ts).to(device) if ts[0].dim() else ts[0].to(device)
     return map_tensors(cat, *[p for p in parts if p is not None])
+
+# How many views the rows of targets hold, if more than 1. Those with as many rows as an output have them in its order; else it is the one
+# in which the loss stays the same if items change places. `out`: outputs, in the order of one process; `yb`: targets, rank after rank
+def views_of_targets(out, yb, sizes, views, loss_func):
+    n,of_rows = sum(sizes),{}
+    for k,t in enumerate(tensors_in(out)): of_rows.setdefault(t.shape[:1], set()).add((views.found or {}).get(k, 1))
+    rows = {i: t.shape[:1] for i,t in enumerate(tensors_in(yb)) if t.dim() and n < len(t) and len(t)%n == 0}
+    alike = {i: of_rows[r] for i,r in rows.items() if len(of_rows.get(r, ())) == 1}
+    unsure = {i: r[0]//n for i,r in rows.items() if i not in alike}
+    def orders(v): return {**{i: o for i,(o,) in alike.items()}, **{i: v for i,each in unsure.items() if each%v == 0}}
+    if n == 1: return {}
+    if unsure and views.of_targets is None:
+        each = max(unsure.values())
+        losses = {v: _kept_loss(out, in_views(yb, sizes, orders(v)), n, views.found or {}, orders(v), loss_func)
+                  for v in range(1, each+1) if each%v == 0}
+        views.found_targets({v: loss for v,loss in losses.items() if loss is not None})
+    return orders(views.of_targets or 1)
+
+# The loss, if it stays the same when each item takes the place of the next; else None
+def _kept_loss(out, yb, n, views, of_targets, loss_func):
+    def turned(ts, views):
+        numbers = count()
+        def turn(t):
+            k = views.get(next(numbers), 1)
+            return t.unflatten(0, (k, n, -1)).roll(1, 1).flatten(0, 2) if t.dim() and len(t) and len(t)%(k*n) == 0 else t
+        return map_tensors(turn, ts)
+    out = map_tensors(lambda t: t.float() if t.is_floating_point() and t.dtype.itemsize < 4 else t, out)
+    try:
+        with Look(loss_func) as look, torch.no_grad():
+            a,b = (look.loss(p, *y).mean().item() for p,y in ((out, yb), (turned(out, views), turned(yb, of_targets))))
+    except Exception as e:
+        if is_out_of_memory(e): raise
+        return None
+    return a if isclose(a, b, rel_tol=1e-5) else None
+
+# Inputs for all items, from those of each: shorter ones are padded
+def inputs_of(items):
+    items = [Items(xb, (), 1) for xb in items]
+    shapes = [tuple(map(max, *s)) for s in zip(*(o.shapes for o in items))]
+    first,*others = [o.widen(shapes, 0) for o in items]
+    xb,n = first.join(*others).pred,len(items)
+    return in_views(xb, [1]*n, {i: len(t)//n for i,t in enumerate(tensors_in(xb)) if t.dim()})

@@ -16,10 +16,11 @@ from ..accumulation.ways import way_of
 from ..core.losses import LossInfo, is_known, loss_weight
 from ..core.measured import Items, Look, paddings
 from ..core.memory import is_out_of_memory
-from ..core.microbatch import map_tensors, tensors_in
+from ..core.microbatch import map_tensors, others_in, tensors_in
+from ..core.watch import Calls, OutputViews
 from ..loop.events import cancels
 from .processes import from_all, together
-from .tensors import items_of_all, rows_by_items, rows_by_views
+from .tensors import in_views, items_of_all, views_of_targets
 
 # %% auto #0
 __all__ = []
@@ -41,6 +42,9 @@ class JointValidation:
         self.losses = [] if unused else [m for m in rec._valid_mets if type(m).accumulate is AvgLoss.accumulate]
         self.accumulation = first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
         self.weight = self.accumulation and self.accumulation.weight
+        # in evaluation mode a model may have other outputs than in training
+        is_coupled = self.accumulation is not None and way_of(self.accumulation).is_coupled
+        self.views = OutputViews(ranks.share_views) if is_coupled else None
         self.info = LossInfo(learn.loss_func)
         learn.one_batch.validate_by(self.loss if self.losses and self._needs_all() else None)
         ranks.begin_validation()
@@ -59,7 +63,8 @@ class JointValidation:
     def loss(self, pred, *yb):
         learn = self.learn
         self.ranks.agree('outputs')
-        joined,self.is_joined = self._joined(Items(pred, yb, find_bs(yb))),True
+        n = find_bs(yb) if self.views is None else self.accumulation._count_items()
+        joined,self.is_joined = self._joined(Items(pred, yb, n)),True
         if joined is not None:
             try: return learn.loss_func(joined.pred, *joined.yb)
             except cancels: raise
@@ -70,9 +75,8 @@ class JointValidation:
         return learn.loss_func(pred, *yb)
 
     def _joined(self, own=None):
-        views = self.accumulation and self.accumulation.facts.views
-        known = views.found if views and views.is_shared else None
-        joined,why = items_of_ranks(own, self.learn.loss_func, self.ranks.device, known)
+        if self.views is not None: self._find_views(own)
+        joined,why = items_of_ranks(own, self.learn.loss_func, self.ranks.device, self.views)
         self.alone = why or self.alone
         return joined
 
@@ -116,6 +120,7 @@ class JointValidation:
         if kind == 'cancelled' and hasattr(self.learn, 'recorder'): self.learn.recorder.cancel_valid = True
         self.cancelled = kind == 'cancelled'
         if not self.cancelled: self._set_losses()
+        if self.views is not None and self.views.message: self.accumulation.warn_once(self.views.message, self.views.page)
 
     # The loader batches that the ranks have done
     def rows_done(self): return self.rows[:max(from_all(self.done))]
@@ -130,6 +135,18 @@ class Part(NamedTuple):
     floor:float     # least divisor
     added:Any       # what callbacks have added to the loss
     joined:bool     # is it the loss of all ranks' items?
+
+# All ranks take part, and forget them if outputs cannot be joined, or the model fails with a part of the items
+@patch
+def _find_views(self:JointValidation, own):
+    learn,acc,views = self.learn,self.accumulation,self.views
+    try:
+        if own is None: self.ranks.share_views(views)
+        else:
+            call = partial(learn.one_batch.precision.predict, learn.model)
+            views.of(Calls(call, learn.model, learn.xb, own.n, acc.micro_bs, acc.facts.lists), own.pred, own.n)
+    except ValueError: self.views = None
+    if views.is_guess: self.views = None
 
 # Let fastai's metrics average the losses of the loader batches
 @patch
@@ -169,9 +186,11 @@ computed_alone = ("Each rank has computed the validation loss of its own items, 
 
 # %% ../../nbs/api/parallel/09_validation.ipynb #9b48e001
 # Outputs and targets of the items of all ranks, as `Items`; or None, and why they cannot be joined. `own`: those of this rank, or None
-# on a rank without items, which gets None. `views`: of each output, in how many its rows are, if the ranks know
+# on a rank without items, which gets None. `views`: an `OutputViews`, if the ranks know in what order the rows of outputs are
 def items_of_ranks(own, loss_func, device, views=None):
-    if own is not None and views: own = own.put(pred=rows_by_items(own.pred, views, own.n))
+    pred = None if own is None else own.pred
+    # where the order is known, a list has no item in each element
+    if own is not None and views is not None: own = own.put(pred=(tuple(tensors_in(pred)), tuple(others_in(pred))))
     ranks = from_all(own and (own.n, [_kind(own.n, o, views is None) for o in own.leaves]))
     sizes,kinds = zip(*(r for r in ranks if r is not None))
     why = _why_apart(kinds)
@@ -185,9 +204,11 @@ def items_of_ranks(own, loss_func, device, views=None):
         if not alike: parts = _as_wide(parts, loss_func)
         if parts is None: return None,'they have other widths from rank to rank, and padding counts in the loss'
         joined = parts[0].join(*parts[1:])
-    if views: return joined.put(pred=rows_by_views(joined.pred, views, joined.n)),None
-    if views is None and _depends_on_order(joined, own, sizes, loss_func):
-        return None,'the order of several rows of each item counts in the loss'
+    if views is not None:
+        whole = iter(in_views(joined.pred[0], sizes, views.found or {}))
+        pred = map_tensors(lambda _: next(whole), pred)
+        return joined.put(pred, in_views(joined.yb, sizes, views_of_targets(pred, joined.yb, sizes, views, loss_func))),None
+    if _depends_on_order(joined, own, sizes, loss_func): return None,'the order of several rows of each item counts in the loss'
     return joined,None
 
 # What must be alike on all ranks: the rows of an item, and the rest of the shape; None if a tensor has no rows of items

@@ -1,5 +1,6 @@
 """A validation over several ranks is that of one process: losses, what callbacks decide by them, and ranks that end it early"""
 import os, subprocess, sys, warnings
+from functools import partial
 from pathlib import Path
 import fresh
 import pytest, torch, torch.nn.functional as F
@@ -52,6 +53,29 @@ def own_weights(p, y):
 def own_valid(p, y): return (F.cross_entropy(p, y, reduction='none')*(y != 0)).sum()/(y != 0).sum()
 class Contrast(nn.Module):
     def forward(self, p, y): return F.cross_entropy(p@p.T + y.float()[None]*.1, torch.arange(len(p)))
+def pairs(p, y):
+    "Of 2N rows, first all first views"
+    a,b = p.chunk(2)
+    return F.cross_entropy(a@b.T + y.float()[None]*.1, torch.arange(len(a)))
+def of_records(p, y): return pairs(torch.cat((p[0]['a'], p[0]['b'])), y)
+def supervised(p, y):
+    "Targets have a row for each of the outputs' rows"
+    if isinstance(p, tuple): p = torch.cat(p)
+    same = (y[:,None] == y[None]).float() - torch.eye(len(y))
+    return -((F.log_softmax(p@p.T, 1)*same).sum(1)/same.sum(1).clamp(min=1)).mean()
+def flat(p, y): return F.cross_entropy(p.flatten(0, 1), y)
+def by_place(p, y): return F.cross_entropy(torch.cat(p), y) + (torch.linspace(0, 1, len(y))*y).mean()
+class Views(nn.Module):
+    "`how` makes an output of two views; on some `ranks`, or all, the model fails with a single item"
+    def __init__(self, how=torch.cat, ranks=()): super().__init__(); self.net,self.how,self.ranks = mlp(),how,ranks
+    def forward(self, x):
+        if len(x) == 1 and (dist.get_rank() if dist.is_initialized() else 0) in self.ranks: raise ValueError('a single item')
+        return self.how((self.net(x), self.net(x+1)))
+def by_item(views): return torch.stack(views, 1).flatten(0, 1)
+class Doubled(Callback):
+    def __init__(self, f): self.f = f
+    def before_batch(self): self.learn.yb = (self.f(self.learn.y),)
+def twice(y): return torch.cat((y, y))
 def detection(p, y): return F.cross_entropy(p, y, reduction='sum')/max(1, int((y > 0).sum()))
 def count(learn): return (learn.y > 0).sum(),1
 def rare(y): return y*(torch.arange(len(y))%17 == 0)       # in some loader batches no target is positive, and none on most ranks
@@ -60,6 +84,22 @@ def ignored(y, share=.6):
     y[torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < share] = -100
     y[-3:] = -100                                  # a rank without a target
     return y
+
+in_turn = dict(how=lambda views: torch.stack(views, 1), loss=flat, double=lambda y: torch.stack((y, 2-y), 1).flatten())
+views = dict(
+    views=dict(),
+    # of one kind in all, or each has one; a rank may have none
+    views_of_single_items=dict(bs=3, accum=9),
+    views_of_two_items=dict(bs=2, accum=8),
+    records_of_single_items=dict(how=lambda views: [dict(zip('ab', views))], loss=of_records, bs=3, accum=9),
+    failing_look=dict(ranks=[1], bs=10, micro_batch_size=3),
+    doubled=dict(loss=supervised, double=twice),
+    doubled_items=dict(how=by_item, loss=supervised, double=lambda y: y.repeat_interleave(2)),
+    doubled_apart=dict(how=tuple, loss=supervised, double=twice),
+    flat=in_turn)
+def of_views(x, y, how=torch.cat, ranks=(), loss=pairs, double=None, micro_batch_size=4, **kwargs):
+    return learner(x, y, loss, Views(how, ranks), coupled=True, micro_batch_size=micro_batch_size,
+                   cbs=[] if double is None else [Doubled(double)], **kwargs)
 
 def cases():
     x,y = data()
@@ -76,6 +116,7 @@ def cases():
         smoothed=lambda: learner(x, y, LabelSmoothingCrossEntropyFlat(weight=class_weights)),
         sums=lambda: learner(x, y, nn.CrossEntropyLoss(reduction='sum')),
         coupled=lambda: learner(x, y, Contrast(), coupled=True, micro_batch_size=4),
+        **{name: partial(of_views, *data(), **kwargs) for name,kwargs in views.items()},
         regression=lambda: learner(x, x.sum(1, keepdim=True), nn.L1Loss(), mlp(1)))
 
 # --- losses of one's own, by which a validation over ranks could be wrong
@@ -190,9 +231,25 @@ def hooked():
     hooks = lambda m, i, o: (i[0]/i[0].norm(),),lambda m, i, o: (-i[0],)
     return [[told(accum, hook) for accum in (16, 32)] for hook in hooks]
 
+def unknown():
+    "Words of the orders that nothing tells, and the error of outputs that cannot be joined, which one rank of three sees"
+    def told(**kwargs):
+        learn = of_views(*data(36, 12), n_valid=12, **kwargs)
+        with quiet(learn), warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter('always')
+            learn.validate()
+            try: learn.fit(2)
+            except ValueError as e: return str(e)
+        return [m for w in found for m in ('order could not be found','tells their order') if m in str(w.message)]
+    return dict(rows=told(ranks=[0, 1, 2], micro_batch_size=3, bs=12),
+                targets=told(how=tuple, loss=by_place, double=twice), flat=told(**in_turn),
+                # of two items, which change places in either order
+                pairs=told(how=tuple, loss=supervised, double=twice, bs=2),
+                matrix=told(how=lambda views: views[0]@views[1].T, loss=lambda p, y: p.mean(), bs=4))
+
 def all_cases():
     return dict({k: fitted(make) for k,make in cases().items()}, **{k: validated(make) for k,make in hard().items()},
-                **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, items_of_steps, hooked)})
+                **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, items_of_steps, hooked, unknown)})
 
 # --- ranks that end a validation early
 class Cancel(Callback):
@@ -291,6 +348,20 @@ def test_a_rank_without_a_target_takes_over_the_rule(results, n):
 
 @over
 def test_a_module_hook_that_treats_items_together_is_told(results, n): assert [r['hooked'] for r in results[n]] == [[[1, 1], [0, 0]]]*n
+
+@over
+def test_an_order_that_nothing_tells_is_warned_of_once(results, n):
+    one = results[1][0]['unknown']
+    for r in results[n]:
+        assert r['unknown']['rows'] == ['order could not be found'] and r['unknown']['targets'] == ['tells their order']
+        assert r['unknown']['flat'] == []
+    assert results[n][0]['unknown']['pairs'] == ['tells their order']          # another rank may have no items
+    assert one['rows'] == ['order could not be found'] and one['targets'] == []
+
+def test_outputs_that_cannot_be_joined_are_an_error_on_all_ranks(results):
+    "Of 4 items, one rank of 3 has two"
+    if 3 not in results: pytest.skip('three ranks')
+    for r in results[3]: assert 'a matrix of 2 by 2 numbers' in r['unknown']['matrix']
 
 @pytest.fixture(scope='module')
 def ended_early(tmp_path_factory): return started(cancelled, 2, tmp_path_factory.mktemp('cancelled'))()

@@ -9,12 +9,12 @@ __all__ = []
 
 # %% ../../../nbs/api/accumulation/witnesses/05_passes.ipynb #5ae90f1a
 import torch
-from ...core.watch import Passes
+from ...core.watch import OutputViews, Passes
 from .witness import Witness
 
 # %% ../../../nbs/api/accumulation/witnesses/05_passes.ipynb #43bd2fda
 class SecondPass(Witness):
-    page = 'tutorials/contrastive.html#what-splitting-makes-of-it'
+    page = OutputViews.page
 
     def __init__(self, cb):
         super().__init__(cb)
@@ -61,7 +61,7 @@ class SecondPass(Witness):
         self.cb.witnesses.read()
 
     def after_epoch(self):
-        self.tell(self.cb.facts.views.moved)
+        self.tell(self.cb.facts.views.message)
         if self.off is not None and not self.told_off: self.ask(self.off, self._tell_off)
 
     def _tell_off(self, off):

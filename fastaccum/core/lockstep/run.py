@@ -53,7 +53,7 @@ class LockstepBatch(CoupledBatch):
         joined = Joined(self.sizes)
         if views is not None:
             views.know(self.module)
-            joined.views = views.of(self, outs[0])
+            joined.views = views.of(self, outs[0], self.sizes[0])
         for i,out in enumerate(outs): whole = joined.add(i, out)
         self.xbs = None
         self.ends = [[get_gradient_edge(t) if t.requires_grad else None for t in tensors_in(out)] for out in outs]
