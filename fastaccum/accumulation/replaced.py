@@ -28,6 +28,9 @@ class ReplacedLoss:
         held = {f'{cb.name}.{k}': v for cb in cbs for k,v in vars(cb).items() if k != 'learn'}
         self.__dict__ = dict(held, __name__=' or '.join(dict.fromkeys(type(cb).__name__ for cb in cbs)))
 
+    # It holds no state of its own
+    def __copy__(self): return self
+
     def _cbs(self): return [cb for cb,*_ in self.loop.events.table['after_loss']]
 
     def __call__(self, pred, *yb):

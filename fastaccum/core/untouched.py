@@ -552,7 +552,8 @@ def own_copy(loss_func):
         f = deepcopy(f, memo)
         for p in getattr(f, '__self__', f).parameters(): p.requires_grad_(False)
         return f
-    f = copy(f)
+    own,f = f,copy(f)
+    if f is own: return f                            # it says so itself
     for k,v in list(getattr(f, '__dict__', {}).items()):
         if isinstance(v, nn.Module): f.__dict__[k] = own_copy(v)
     return f

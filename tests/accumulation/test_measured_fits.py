@@ -194,6 +194,23 @@ def test_a_term_that_compares_items(loss, targets, bs, mbs):
     off,told = compared(loss, targets, bs, mbs, Spread(), check=True)
     assert off > 1e-6 and len(told) == 1 and 'Spread' in told[0] and '% off' in told[0]
 
+class Teacher(nn.Linear):
+    def __deepcopy__(self, memo): raise RuntimeError('I am large')
+
+class Distils(Callback):
+    "A term with the outputs of a model that it holds"
+    def __init__(self): self.teacher = Teacher(6, 4).double().requires_grad_(False)
+    def after_loss(self):
+        if not self.training: return
+        wanted = self.teacher(self.x).softmax(-1)
+        self.learn.loss_grad = self.loss_grad + F.kl_div(self.pred.log_softmax(-1), wanted, reduction='batchmean')
+
+@pytest.mark.parametrize('bs,mbs', splits[:3:2])
+def test_a_term_with_a_model(bs, mbs):
+    "Its items are met with their own inputs, and the model is not copied"
+    off,told = compared(nn.CrossEntropyLoss(), classes, bs, mbs, Distils(), check=True)
+    assert off < 1e-9 and told == []
+
 class Stop(Callback):
     "After the batch with this number"
     order = 2000
