@@ -14,7 +14,7 @@ from pickle import UnpicklingError
 import torch
 from fastcore.basics import patch
 from ..core.lockstep.run import LockstepFacts
-from ..core.losses import LookTimes, LossRule, of_outputs
+from ..core.losses import LossRule, of_outputs
 from ..core.measured import LossMeasure, as_now
 from ..core.microbatch import Lists
 from ..core.values import LossValues
@@ -36,7 +36,6 @@ class FitFacts:
         self.looked_at = None                               # the loss function that it was seen at
         self.replaced = None                                # the loss that callbacks put in the place of loss_func's
         self.was_replaced = False                           # had they, in the process before?
-        self.terms = LookTimes()                            # when is it looked if they add a term of the outputs?
         self.lists = Lists()                                # do lists in batches hold columns, or an object for each item?
         self.views = OutputViews(share_views)               # coupled: how many views the rows of outputs hold
         self.numbers = OutputNumbers()                      # coupled: are numbers in outputs the same for all parts?
@@ -110,9 +109,7 @@ class FitFacts:
         measure,trust = before
         self.measure,self.trust = as_now(measure),copy(trust)
 
-    def begin_epoch(self):
-        self.wide.begin_epoch()
-        self.terms.begin_epoch()
+    def begin_epoch(self): self.wide.begin_epoch()
 
     # The fit ends
     def end(self):

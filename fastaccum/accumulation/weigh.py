@@ -168,7 +168,7 @@ def after_loss(self:Weights, micro):
         measuring.pass_over(micro)
         if changed == 'replaced': self._weigh_alone()
         return
-    if changed is not None and self.facts.replaced is None and self._is_replaced(changed): self._replace()
+    if changed is not None and self.facts.replaced is None and self._is_replaced(micro, changed): self._replace()
     if rule.probed and measuring.is_on and self.acc.normalize: self._measure(micro)
 
 @patch
@@ -179,15 +179,17 @@ def _measure(self:Weights, micro):
     if measuring.is_on: measuring.ask_rules(micro)
     elif not self.acc.losses: self.acc.open(normalize=self.cb.normalize and not self.rule.is_sum)          # it is not measured at all
 
-# Is there another loss of the outputs than loss_func's? A term is looked for at times
+# Is there another loss of the outputs than loss_func's?
 @patch
-def _is_replaced(self:Weights, changed):
+def _is_replaced(self:Weights, micro, changed):
     if not self.is_measured or self.batch.way.is_coupled or self.batch.loop.now.losses is not None: return False
-    if changed == 'replaced': return True
-    times = self.facts.terms
-    if not times.due(self.rule.always): return False
-    times.looked()
-    return term_reaches_outputs(self.learn)
+    return changed == 'replaced' or self._is_looked_for(micro) and term_reaches_outputs(self.learn)
+
+# Is it time to look for a term of the outputs? In the same batches on all ranks, and also after a resume
+@patch
+def _is_looked_for(self:Weights, micro):
+    i = ifnone(self.batch.place[1], 0)
+    return self.rule.always or micro.i == 0 and i&(i-1) == 0
 
 # %% ../../nbs/api/accumulation/11_weigh.ipynb #55c22ce1
 # A callback has put another loss in the place of loss_func's: that is measured from here on
