@@ -236,7 +236,7 @@ class LossInfo:
 # %% ../../nbs/api/core/02_losses.ipynb #f5ab3416
 # fastai's losses by name: this module does not import fastai. PyTorch's are the classes and functions of two modules
 _fastai_losses = {'BaseLoss', 'CrossEntropyLossFlat', 'FocalLoss', 'FocalLossFlat', 'BCEWithLogitsLossFlat', 'LabelSmoothingCrossEntropy',
-                  'LabelSmoothingCrossEntropyFlat', 'DiceLoss'}
+                  'LabelSmoothingCrossEntropyFlat'}
 
 # Is it exactly one of PyTorch's or fastai's losses, with a reduction other than 'none'?
 def is_known(loss_func):

@@ -3,6 +3,7 @@ import itertools, warnings, pytest
 from reference import *
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.losses import *
+from fastaccum.core.warnings import FastaccumWarning
 
 # Items, loader batch, accum_bs, micro-batch: divisible; a short last batch; one that closes by itself; accum_bs between two loader
 # batches; loader batches that are split
@@ -375,3 +376,25 @@ def test_many_steps(name, layout, clip):
     whole = train(deepcopy(model), loss_func, opts[name], big, .03, clip)
     assert rel_err(exact, weights(model)) > .1                       # it moved
     assert rel_err(weights(learn.model), exact) < 4*rel_err(whole, exact) + 1e-6
+
+# --- a loss of fastai that takes all items together
+
+@pytest.mark.parametrize('reduction', ['sum','mean'])
+@pytest.mark.parametrize('square', [False, True])
+@pytest.mark.parametrize('bs,acc', [(8, dict(accum_bs=32)), (32, dict(micro_batch_size=5))], ids=['loader batches','split'])
+def test_dice_without_pixels(bs, acc, square, reduction):
+    "One ratio of sums, whatever its reduction says. As shares add up to 1 for each item it is a mean, but not if they are squared"
+    torch.manual_seed(1)
+    data,loss = Data(torch.randn(64, 6), classes()),DiceLoss(reduction=reduction, square_in_union=square)
+    def trained(bs, *cbs):
+        set_seed(0)
+        learn = learner(data, bs, *cbs, model=mlp(n_out=n_cls), loss_func=loss)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter('always')
+            learn.fit(1, .1)
+        return weights(learn.model),[str(w.message) for w in found if w.category is FastaccumWarning]
+    whole,_ = trained(32)
+    for acc,exact in ((acc, not square), (dict(micro_batch_size=5, coupled=True), True)):
+        ours,told = trained(32 if 'coupled' in acc else bs, GradientAccumulation(**acc))
+        assert (len(told), rel_err(ours, whole) < 1e-6) == (not exact, exact)
+        assert exact or 'DiceLoss' in told[0] and 'coupled=True' in told[0]
