@@ -67,15 +67,19 @@ class ReplacedLoss:
             for k,v in before.items(): setattr(learn, k, v)
             for cb,attrs in cbs: vars(cb).clear(); vars(cb).update(attrs)
 
-# Does what callbacks have added to the loss depend on the outputs? `learn.loss` is a copy of what was there before
+# Does what callbacks have added to the loss depend on the outputs? `learn.loss` is a copy of what was there before: the loss function's
+# own way to them is left out
 def term_reaches_outputs(learn):
     outputs = {t.grad_fn for t in tensors_in(learn.pred) if t.grad_fn is not None}
-    before,todo = learn.loss.grad_fn,[learn.loss_grad.grad_fn]
-    seen = {None, *(() if before is None else (f for f,_ in before.next_functions))}
+    before = _nodes_above(outputs, learn.loss.grad_fn)
+    return bool(outputs & _nodes_above(outputs, learn.loss_grad.grad_fn, before-outputs))
+
+# The nodes of a graph from `root` to the outputs, and these; not those in `but`
+def _nodes_above(outputs, root, but=frozenset()):
+    seen,todo = set(),[root]
     while todo:
         f = todo.pop()
-        if f in seen: continue
+        if f is None or f in seen or f in but: continue
         seen.add(f)
-        if f in outputs: return True
-        todo += [o for o,_ in f.next_functions]
-    return False
+        if f not in outputs: todo += [o for o,_ in f.next_functions]
+    return seen

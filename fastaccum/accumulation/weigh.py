@@ -183,6 +183,7 @@ def _measure(self:Weights, micro):
 @patch
 def _is_replaced(self:Weights, micro, changed):
     if not self.is_measured or self.batch.way.is_coupled or self.batch.loop.now.losses is not None: return False
+    if hasattr(type(self.learn.pred), 'outputs'): return False             # they are only there in chunks
     return changed == 'replaced' or self._is_looked_for(micro) and term_reaches_outputs(self.learn)
 
 # Is it time to look for a term of the outputs? In the same batches on all ranks, and also after a resume

@@ -112,7 +112,7 @@ class MemoryAdvice:
             res['ActivationCheckpointing(selective=True)'] = replace(now, recompute=ActivationCheckpointing(selective=True))
             res['ActivationCheckpointing()'] = both = replace(now, recompute=ActivationCheckpointing())
             if few < now.size: res[f'both, micro_batch_size={few}'] = replace(both, size=few)
-        if now.amp is None: res['to_bf16()'] = replace(now, amp=torch.bfloat16)
+        if now.amp is None and self.forecast.no_bf16 is None: res['to_bf16()'] = replace(now, amp=torch.bfloat16)
         if now.offload is None and self.forecast.device.type != 'cpu':
             res['ActivationOffload()'] = replace(now, offload=ActivationOffload())
         return res
@@ -319,6 +319,13 @@ class Forecast:
     @property
     def can_split(self): return not keeps_state(self.learn.model, self.learn.cbs)
 
+    # Why the model does not run in bfloat16 on this device, as PyTorch's LSTM on some CPUs
+    @cached_property
+    def no_bf16(self):
+        if self.now.amp is not None: return None
+        try: self.cost(replace(self.now, amp=torch.bfloat16))
+        except RuntimeError as e: return reason(e)
+
     # What cannot be known, and why
     @property
     def notes(self) -> list:
@@ -326,6 +333,7 @@ class Forecast:
         outside = ', '.join(type(cb).__name__ for cb in self.learn.cbs if changes_batches(cb))
         return [text for why,text in (
             (runs.why, f'The model ran with at most {runs.most} items, from which memory grows in proportion, because {runs.why}.'),
+            (self.no_bf16, f'The model does not run in bfloat16 on this device ({self.no_bf16}).'),
             (runs.no_loss, f'The loss is not counted: without callbacks it fails ({runs.no_loss}).'),
             (runs.measured, 'The loss function is measured now and then, which may take a few predictions more, of '
                             f'{as_bytes(runs.measured)} each.'),

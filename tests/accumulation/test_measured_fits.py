@@ -194,6 +194,18 @@ def test_a_term_that_compares_items(loss, targets, bs, mbs):
     off,told = compared(loss, targets, bs, mbs, Spread(), check=True)
     assert off > 1e-6 and len(told) == 1 and 'Spread' in told[0] and '% off' in told[0]
 
+class InPlace(Callback):
+    "Adds a term of activations as fastai's RNNRegularizer does"
+    order = 60
+    def after_loss(self):
+        if self.training: self.learn.loss_grad += .1*self.learn.model[0](self.x).square().mean()
+    def before_step(self): self.replaced = self.learn.gradient_accumulation.facts.replaced
+
+def test_a_term_of_activations_is_none_of_the_outputs():
+    cb = InPlace()
+    fit(nn.CrossEntropyLoss(), classes, accumulated(7, True), cb)
+    assert cb.replaced is None
+
 class Teacher(nn.Linear):
     def __deepcopy__(self, memo): raise RuntimeError('I am large')
 
