@@ -433,7 +433,8 @@ def count_items(xb, yb=(), views=False, lists=None, bs=None):
 def _counts(b, is_batch=False):
     if isinstance(b, PackedSequence): return [int(b.batch_sizes[0])]
     if isinstance(b, (Tensor,np.ndarray)): return [len(b)] if b.ndim else []
-    held = b if hasattr(b, 'values') else inside(b)
+    held = inside(b)
+    if held is None and hasattr(b, 'values'): held = b     # a mapping of another kind
     if held is None and (b is None or isinstance(b, (str,bytes,Number)) or not hasattr(b, '__len__')): return []
     kids = [_counts(o) for o in (b if held is None else held.values())]
     kids = [k for k in kids if k]               # numbers belong to every item

@@ -9,6 +9,7 @@ import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.utils._pytree import tree_leaves
 from fastcore.foundation import L
+from fastaccum.core.losses import count_items
 from fastaccum.core.microbatch import Joined, Lists, join_items, map_tensors, part_sizes, rows_of, split_batch, split_items, tensors_in
 from fastaccum.core.random import RandomState, Snapshot
 
@@ -215,5 +216,12 @@ def test_dataclasses_are_mapped():
     a = Output(torch.ones(2))
     both = map_tensors(lambda *ts: torch.cat(ts), a, Output(torch.zeros(1), 'other'))
     assert (both.logits.tolist(), both.name, len(a.logits))==([1, 1, 0], 'whole', 2)
+
+@dataclass
+class Sparse:
+    "Its field has the name of a method of dicts"
+    values: torch.Tensor
+
+def test_a_field_may_have_any_name(): assert count_items((Sparse(torch.ones(3, 2)),)) == (3, True)
 
 def test_no_list_is_known_at_first(): assert not Lists().knows([torch.ones(2)])
