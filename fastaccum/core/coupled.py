@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from .losses import leaves, with_leaves
 from .memory import device_of
 from .microbatch import Joined, map_tensors, part_sizes, split_items, tensors_in
 from .random import RandomState, Replay
@@ -59,13 +59,13 @@ class CoupledBatch:
         self.replays = [Replay(self.module, state) for _ in self.sizes]
         for i,(xb,replay) in enumerate(zip(self.xbs, self.replays)):
             # the second pass gets the same inputs, even if the model changes them
-            leaves,form = tree_flatten(xb)
-            before = [(t, t._version, t.clone()) if last and isinstance(t, Tensor) else (t, None, None) for t in leaves]
+            inputs = leaves(xb)
+            before = [(t, t._version, t.clone()) if last and isinstance(t, Tensor) else (t, None, None) for t in inputs]
             with replay.first():
-                self.kept = self.model(*tree_unflatten(leaves, form))
+                self.kept = self.model(*with_leaves(xb, inputs))
                 if views is not None: joined.views = views.of(self, self.kept, self.sizes[i])
                 out = joined.add(i, self.kept)
-            self.xbs[i] = tree_unflatten([t if version is None or t._version == version else old for t,version,old in before], form)
+            self.xbs[i] = with_leaves(xb, [t if version is None or t._version == version else old for t,version,old in before])
             for o in self.looks: o.first_pass(i, last, self.kept)
             if last: self.kept = None
         return self._cut_outputs(joined, out)

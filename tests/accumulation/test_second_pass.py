@@ -1,5 +1,6 @@
 "`coupled=`: the second forward pass is the first one again, or it is told. Each against plain fastai with the whole batch"
 import warnings
+from dataclasses import dataclass
 import numpy as np
 import pytest
 from reference import *
@@ -53,6 +54,19 @@ def test_inputs_of_a_dict_taken_out():
         order = -30
         def before_batch(self): self.learn.xb = (dict(x=self.xb[0]),)
     assert silent_off(Pops, cbs=[AsDict()]) < 2e-6
+
+@dataclass
+class Record:
+    x: torch.Tensor
+
+class InPlaceOfRecord(InPlace):
+    def forward(self, b): return super().forward(b.x)
+
+def test_inputs_of_a_dataclass_changed_in_place():
+    class AsRecord(Callback):
+        order = -30
+        def before_batch(self): self.learn.xb = (Record(self.xb[0].clone()),)
+    assert silent_off(InPlaceOfRecord, cbs=[AsRecord()]) < 2e-6
 
 def test_a_loss_that_reads_changed_inputs():
     "It gets what it gets without micro-batches"

@@ -114,6 +114,9 @@ class HookRows:
     def remove(self):
         if self.key in self.hooks: self.hooks[self.key] = self.hook
 
+def tensors_of(o): return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
+
+# %% ../../../nbs/api/accumulation/witnesses/22_module_hooks.ipynb #48b0e00d
 # The same for a hook on a tensor: `take` returns what is registered in its place, in each call of the model
 class TensorHookRows(HookRows):
     def __init__(self, hook): self._begin(hook)
@@ -163,5 +166,3 @@ class HooksOfCalls(TorchFunctionMode):
     def remove(self):
         for h in self.handles: h.remove()
         while self.depth: self._end_call()
-
-def tensors_of(o): return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
