@@ -1,4 +1,4 @@
-"""A warning for a backward hook on a module, or on a tensor in `forward`, that treats the items of a micro-batch together
+"""A warning for a backward hook on a module that treats the items of a micro-batch together
 
 Docs: https://fastaccum.github.io/fastaccum/api/accumulation/witnesses/module_hooks.html.md"""
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 from functools import partial
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from fastai.basics import ifnone
 from ...core.memory import device_of
 from ...core.random import RandomState
 from ...core.watch import name_in
-from ..checks import is_compiled
 from .gradients import SomeSteps, own_hooks
 
 # %% auto #0
@@ -28,20 +26,9 @@ class ChangingModuleHooks(SomeSteps):
     message = ("The backward hook {figure}, as what it makes of an item's gradient depends on the other items of its micro-batch. Let it "
                "change each item by itself, or load the whole batch.")
 
-    def __init__(self, cb):
-        super().__init__(cb)
-        self.calls = None
-
     def begin(self, params):
         modules = self.learn.model.modules()
-        hooks = [HookRows(m, hooks, k) for m in modules for hooks in (m._backward_hooks, m._backward_pre_hooks) for k in own_hooks(hooks)]
-        self.calls = HooksOfCalls(self.learn.model, hooks)
-        return hooks
-
-    def drop(self):
-        super().drop()
-        if self.calls is not None: self.calls.remove()
-        self.calls = None
+        return [HookRows(m, hooks, k) for m in modules for hooks in (m._backward_hooks, m._backward_pre_hooks) for k in own_hooks(hooks)]
 
     def compare(self, hook):
         cb = self.cb
@@ -50,7 +37,8 @@ class ChangingModuleHooks(SomeSteps):
         if not (is_split and hook.changes and hook.pair): return
         off = hook.off(self.learn.model)
         if off is None: return
-        self.ask(off, partial(self.tell_off, f'{hook.name} on {hook.place_in(self.learn.model)}'))
+        where = name_in(self.learn.model, hook.module)
+        self.ask(off, partial(self.tell_off, f'{hook.name} on the module {where}' if where else f'{hook.name} on the model'))
 
 # %% ../../../nbs/api/accumulation/witnesses/22_module_hooks.ipynb #48b0e005
 class HookRows:
@@ -59,19 +47,11 @@ class HookRows:
         self.module = module
         self.hooks = hooks
         self.key = key
-        self._begin(hooks[key])
-        hooks[key] = self
-
-    def _begin(self, hook):
-        self.hook = hook
-        self.name = getattr(hook, '__qualname__', None) or type(hook).__name__
+        self.hook = hooks[key]
+        self.name = getattr(self.hook, '__qualname__', None) or type(self.hook).__name__
         self.seen = []                             # what it was given in its first two calls
         self.changes = False
-
-    # For messages
-    def place_in(self, model):
-        where = name_in(model, self.module)
-        return f'the module {where}' if where else 'the model'
+        hooks[key] = self
 
     def __call__(self, module, *grads):
         if len(self.seen) < 2: self.seen.append(tree_map(self._few, grads))
@@ -115,54 +95,3 @@ class HookRows:
         if self.key in self.hooks: self.hooks[self.key] = self.hook
 
 def tensors_of(o): return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
-
-# %% ../../../nbs/api/accumulation/witnesses/22_module_hooks.ipynb #48b0e00d
-# The same for a hook on a tensor: `take` returns what is registered in its place, in each call of the model
-class TensorHookRows(HookRows):
-    def __init__(self, hook): self._begin(hook)
-
-    def take(self, hook):
-        def of_no_module(_, g): return hook(g)
-        self.module,self.hook = None,of_no_module
-        return partial(self, None)
-
-    def place_in(self, model): return 'a tensor'
-    def remove(self): pass
-
-# Adds the hooks that calls of `model` put on tensors to `found`: the first few of each call
-class HooksOfCalls(TorchFunctionMode):
-    most = 16
-    def __init__(self, model, found):
-        super().__init__()
-        self.found = found
-        self.of_tensors = []                       # the first one of a call, the second, ...
-        self.handles = []
-        self.depth = 0                             # of calls that are running
-        # compiled code would be compiled again
-        if isinstance(model, torch.jit.ScriptModule) or is_compiled(model): return
-        self.handles = [model.register_forward_pre_hook(self._begin_call), model.register_forward_hook(self._end_call, always_call=True)]
-
-    def _begin_call(self, *_):
-        self.n = 0
-        self.depth += 1
-        self.__enter__()
-
-    def _end_call(self, *_):
-        self.depth -= 1
-        self.__exit__(None, None, None)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is Tensor.register_hook and not kwargs and self.n < self.most: args = args[0],self._seen(args[1])
-        return func(*args, **(kwargs or {}))
-
-    def _seen(self, hook):
-        if self.n == len(self.of_tensors):
-            self.of_tensors.append(TensorHookRows(hook))
-            self.found.append(self.of_tensors[-1])
-        self.n += 1
-        return self.of_tensors[self.n-1].take(hook)
-
-    # Ctrl-C may have ended a call
-    def remove(self):
-        for h in self.handles: h.remove()
-        while self.depth: self._end_call()
