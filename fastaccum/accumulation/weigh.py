@@ -96,7 +96,7 @@ def look_up(self:Weights, batch):
     cb,rule,facts = self.cb,self.rule,self.facts
     is_one_loss = batch.way.is_coupled and (batch.opens and batch.closes or cb.ranks.world > 1)
     before,declared = rule.info,rule.declared
-    if facts.lacks_replaced: facts.found_replaced(ReplacedLoss(cb.loop))
+    if facts.lacks_replaced and self.is_measured: facts.found_replaced(ReplacedLoss(cb.loop))
     rule.look_up(facts.loss_of(self.learn), self.is_measured and (not is_one_loss or rule.probed))
     self.measuring.take(batch.way)
     if rule.probed:
@@ -183,14 +183,15 @@ def _measure(self:Weights, micro):
 @patch
 def _is_replaced(self:Weights, micro, changed):
     if not self.is_measured or self.batch.way.is_coupled or self.batch.loop.now.losses is not None: return False
-    if hasattr(type(self.learn.pred), 'outputs'): return False             # they are only there in chunks
     return changed == 'replaced' or self._is_looked_for(micro) and term_reaches_outputs(self.learn)
 
-# Is it time to look for a term of the outputs? In the same batches on all ranks, and also after a resume
+# Is it time to look for a term of the outputs? In the same batches on all ranks, and also after a resume. Not where they are only there
+# in chunks
 @patch
 def _is_looked_for(self:Weights, micro):
     i = ifnone(self.batch.place[1], 0)
-    return self.rule.always or micro.i == 0 and i&(i-1) == 0
+    in_chunks = hasattr(type(self.learn.pred), 'outputs')
+    return not in_chunks and (self.rule.always or micro.i == 0 and i&(i-1) == 0)
 
 # %% ../../nbs/api/accumulation/11_weigh.ipynb #55c22ce1
 # A callback has put another loss in the place of loss_func's: that is measured from here on
