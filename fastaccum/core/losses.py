@@ -363,7 +363,7 @@ def mixer_of(loss_func):
 
 # %% ../../nbs/api/core/02_losses.ipynb #7e3209db
 # Is it a dataclass, and nothing else?
-def is_record(b): return is_dataclass(b) and not isinstance(b, (dict,type))
+def is_record(b): return not isinstance(b, (Tensor,dict,type)) and is_dataclass(b)
 
 # The values in a container, by their keys: all that walks through a batch goes by it. None: `b` is a value itself
 def inside(b):
@@ -382,8 +382,14 @@ def refilled(b, values):
 # Are its values columns?
 def has_columns(b): return isinstance(b, dict) or is_record(b)
 
-# PyTorch's walk, which stops at dataclasses, goes on in them
+# PyTorch's walk, which stops at dataclasses, goes on in them. Tensors, and tuples and lists alike, need no such walk, which would take
+# most of the time
 def map_leaves(f, *batches, is_leaf=lambda o: False):
+    b,*others = batches
+    kind = type(b)
+    if isinstance(b, Tensor) or is_leaf(b): return f(*batches)
+    if kind in (tuple,list) and all(type(o) is kind and len(o) == len(b) for o in others):
+        return kind([map_leaves(f, *kids, is_leaf=is_leaf) for kids in zip(*batches)])
     def stops(o): return is_leaf(o) or is_record(o)
     def at(b, *others):
         if is_leaf(b) or not is_record(b): return f(b, *others)

@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/measured.html.md"""
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e746e
 from __future__ import annotations
+from collections import Counter
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
@@ -48,10 +49,12 @@ class Counted:
         if self.seed is None: return divided_by
         return torch.where(divided_by > 0, divided_by, (adds + once).clamp(min=1e-3))
 
+# What they add, and what they divided by
+def numbers_of(counted): return [torch.stack([getattr(c, k) for c in counted]) for k in ('adds','divided_by')]
+
 # What one loss of all these items would divide by. `extra`: what a call adds once
-def divisor(counted, extra=0.):
-    adds,divided_by = (torch.stack([getattr(c, k) for c in counted]) for k in ('adds','divided_by'))
-    return torch.maximum(adds.sum(0) + extra, divided_by.amax(0))
+def divisor(counted, extra=0.): return _divisor(*numbers_of(counted), extra)
+def _divisor(adds, divided_by, extra): return torch.maximum(adds.sum(0) + extra, divided_by.amax(0))
 
 # The value of that one loss
 def joint_value(counted, extra=0.):
@@ -330,7 +333,8 @@ def _predicted(self:LossMeasure, counts, loss):
 
 @patch
 def _learn(self:LossMeasure, counted, w, d):
-    if not self.reference.adds or self.reference.blocks.by is not None or not hasattr(counted, 'counts'): return
+    if not hasattr(counted, 'counts') or not self.reference.adds or self.reference.blocks.by is not None: return
+    w,d = float(w),float(d)
     off = None if counted.counts is None else self.table.learn(counted.counts, w)
     if off is not None and self.predicted: self.verdict.found_change(off)
     if w > 0 and abs(d-w-float(self.extra)) <= 10*self.reference.tol*(1+w): self.least = min(self.least, w)
@@ -339,12 +343,12 @@ def _learn(self:LossMeasure, counted, w, d):
 @patch
 def _check_step(self:LossMeasure, least):
     ref,extra = self.reference,self.extra.cpu()
-    adds,divided_by = (torch.stack([getattr(c, k) for c in self.counted]).cpu() for k in ('adds','divided_by'))
-    total = divisor(self.counted, self.extra).cpu()
+    adds,divided_by = (v.cpu() for v in numbers_of(self.counted))
+    total = _divisor(adds, divided_by, extra)
     by_gradients,by_divisors = self._residual(),self.floor.off(adds, divided_by, extra, total, ref.tol)
     offs = [by_gradients, by_divisors]
     if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
-    for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, _one(w), _one(d))
+    for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, w, d)
     most = max(float(total.nan_to_num(0.).max()), least)
     if self.audit.due or ref.copies_of(most, self.most) > ref.tested: offs += self._calls(most)
     if not bool(total.isfinite().all()): offs.append(math.nan)
@@ -690,10 +694,10 @@ class Floor:
     # How far divisors are from that, relative to that of the step
     def off(self, adds, divided_by, extra, total, tol):
         worst = 0.
-        for w,d in zip(adds, divided_by):
-            over = torch.where(d == 0, 0., d - w - extra)
-            uneven = ~(over.abs() <= 10*tol*(1+w))
-            if not bool(uneven.any()): continue
+        overs = torch.where(divided_by == 0, 0., divided_by - adds - extra)
+        unevens = ~(overs.abs() <= 10*tol*(1+adds))
+        if not bool(unevens.any()): return worst
+        for d,over,uneven in zip(divided_by, overs, unevens):
             now = d.where(uneven & (over > 0), torch.nan)
             self.value = now if self.value is None else torch.where(self.value.isnan(), now, self.value)
             wrong = uneven & ((over < 0) | ~((d-self.value).abs() <= 100*tol*d))
@@ -783,18 +787,23 @@ class Reference:
             raise NotAMean(f'beside copies of its items its divisor grows {_one(self.slope):.2f}, then {_one(self.then):.2f} times', True)
 
     def _begin(self, f, items):
-        self.items,self.alone = items,None
+        self.items = items
         self.renew(f)
         self.then = (self.copies(4)-self.slope-1)/2
 
     # Once a step: the loss may be another one, and numbers among the outputs are today's
     def renew(self, f):
         self.f = f
-        self.value,self.alone = loss_and_grads(f, self.items)
+        self._see(self.items)
         self._look_at_copies()
 
+    def _see(self, items):
+        self.items = items
+        self.value,self.alone = loss_and_grads(self.f, items)
+        self.size = self.blocks.dot(self.alone, self.alone)
+
     def _look_at_copies(self):
-        self.dead = self.blocks.dot(self.alone, self.alone) == 0                # columns in which nothing counts
+        self.dead = self.size == 0                             # columns in which nothing counts
         self.slope = self.copies(2)-1
         once = 1-self.slope
         self.once = torch.where((once.abs() > self.tol) & ~self.dead, once, 0.)
@@ -814,7 +823,7 @@ class Reference:
     # What the loss of `m` copies divides by
     def copies(self, m):
         _,now = loss_and_grads(self.f, self.items, self.items.copies(m-1))
-        a,left = self.blocks.shrink(now, self.alone)
+        a,left = self.blocks.shrink(now, self.alone, self.size)
         if bool(self.dead.all() | ~((0 < a) & (a < math.inf) | self.dead).all()): raise NoReference('no item has a finite gradient')
         if not left <= (10*self.tol)**2*square(now): raise NotAMean(f'beside {m-1} copies of themselves its items have other gradients')
         return 1/a
@@ -828,26 +837,27 @@ def measure(self:Reference, part, own=None):
     value,both = loss_and_grads(self.f, self.items.join(wide))
     own,mine = loss_and_grads(self.f, part) if own is None else own
     ours,theirs = zip(*((g[:len(o)],g[len(o):]) for g,o in zip(both, self.alone)))
-    a,rest = self.blocks.shrink(ours, self.alone)
+    a,rest = self.blocks.shrink(ours, self.alone, self.size)
     rest = rest/square(ours)
-    usable = (a > 1e-9) | ~value.isfinite()                # what chooses may leave out all reference items
+    is_own,is_finite = own.isfinite(),value.isfinite()
+    usable = (a > 1e-9) | ~is_finite                       # what chooses may leave out all reference items
     a = torch.where(usable, a, self.items.n/(self.items.n + part.n))
     rest = torch.where(usable.all(), rest, 1.)
-    size = square(theirs)
-    theirs = [_narrowed(t, part.n, (len(g)//part.n, *g.shape[1:])) for t,g in zip(theirs, mine)]
-    b,left = self.blocks.shrink(theirs, mine)
-    left = left + size - square(theirs)                    # what its padding counts
-
+    padded,theirs = theirs,[_narrowed(t, part.n, (len(g)//part.n, *g.shape[1:])) for t,g in zip(theirs, mine)]
     beside = self.blocks.dot(theirs, theirs)               # how much its items count there
+    size = beside.sum() if wide is part else square(padded)
+    b,left = self.blocks.shrink(theirs, mine)
+    left = left + size - beside.sum()                      # what its padding counts
+
     adds = 1/a-1
-    seen = own.isfinite() & (b.isfinite() | (beside == 0) & (self.blocks.by is not None))      # does its own loss have gradients?
-    silent = ~seen & value.isfinite() & (beside > 0)       # its items count, but not in its own loss
+    seen = is_own & (b.isfinite() | (beside == 0) & (self.blocks.by is not None))      # does its own loss have gradients?
+    silent = ~seen & is_finite & (beside > 0)              # its items count, but not in its own loss
     divided = torch.where(seen, (b/a).nan_to_num(0., 0., 0.), adds + self.once)
     numerator = torch.where(_first(seen), _first(divided)*own, value*(1+_first(adds)) - self.value)
     once = torch.where(seen.all(), (value*(1+_first(adds)) - self.value - numerator).abs()/numerator.abs(), 0.)
     left = torch.where(seen.all(), left, 0.)
     seed = None
-    if self.blocks.by is not None or bool(silent.any() | ~own.isfinite() & value.isfinite()):
+    if self.blocks.by is not None or bool(silent.any() | ~is_own & is_finite):
         seed = [g*self.scale/c for g,c in zip(theirs, self.blocks.spread(a, theirs))]
     counted = Counted(adds*self.scale, torch.where(silent, 0., divided)*self.scale, numerator*self.scale, seed)
     return counted,torch.stack([rest, left, size, once])
@@ -857,7 +867,7 @@ def measure(self:Reference, part, own=None):
 def adds_of(self:Reference, part):
     wide = self.meet(self._with_numbers(part))
     _,now = loss_and_grads(self.f, self.items, wide)
-    a,rest = self.blocks.shrink(now, self.alone)
+    a,rest = self.blocks.shrink(now, self.alone, self.size)
     zero = torch.zeros_like(rest)
     return (1/a-1)*self.scale,torch.stack([rest/square(now), zero, zero, zero])
 
@@ -871,16 +881,13 @@ def meet(self:Reference, part):
     if self.padding is None: self.padding = self._silent(part)
     if shapes != self.items.shapes:
         self.base = self.base.widen(shapes, self.padding)
-        self.items = self.items.widen(shapes, self.padding)
-        self.value,self.alone = loss_and_grads(self.f, self.items)
+        self._see(self.items.widen(shapes, self.padding))
     return part.widen(shapes, self.padding)
 
 # Numbers among outputs belong to all items: the reference sees those of today
 @patch
 def _with_numbers(self:Reference, part):
-    if part.has_numbers:
-        self.items = self.items.with_numbers(part)
-        self.value,self.alone = loss_and_grads(self.f, self.items)
+    if part.has_numbers: self._see(self.items.with_numbers(part))
     return part
 
 def _first(v): return v.reshape(-1)[0]
@@ -1273,6 +1280,7 @@ def _widened(t, n, shape, fill):
 
 # The first places of each item, as many as in `shape`
 def _narrowed(t, n, shape):
+    if t.shape == (n*shape[0], *shape[1:]): return t
     t = t.unflatten(0, (n, -1))
     for d,k in enumerate(shape, 1): t = t.narrow(d, 0, int(k))
     return t.flatten(0, 1)
@@ -1300,7 +1308,7 @@ def loss_and_grads(f, items, *beside):
         loss,grads = _call(f, pred, map_leaves(_exact, rest.yb), wanted)
     computed = loss.grad_fn is not None or any(loss is o for o in args)
     if computed and all(g is None for g in grads): raise NotMeasured('it does not depend on the outputs')
-    return loss.detach().sum(),[torch.zeros_like(t) if g is None else g.as_subclass(Tensor) for t,g in zip(wanted, grads)]
+    return loss.detach().sum(),[_in_double(torch.zeros_like(t) if g is None else g.as_subclass(Tensor)) for t,g in zip(wanted, grads)]
 
 # A number among the outputs, as a loss that the model has computed
 def _alone(o): return o.detach().requires_grad_() if isinstance(o, Tensor) and o.is_floating_point() and not o.dim() else o
@@ -1313,7 +1321,7 @@ def _call(f, pred, yb, wanted):
         loss = f(pred, *yb)
         if not isinstance(loss, Tensor) or loss.numel() != 1: raise NotMeasured('it does not return one number')
         if not loss.requires_grad: return loss,[None]*len(wanted)
-        return loss,torch.autograd.grad(loss.sum(), wanted, allow_unused=True)
+        return loss,torch.autograd.grad(loss.sum() if loss.dim() else loss, wanted, allow_unused=True)
     except Exception as e:
         if is_out_of_memory(e) or isinstance(e, NotMeasured): raise
         raise NotMeasured(f'{type(e).__name__}: {e}') from e
@@ -1325,11 +1333,13 @@ def _exact(t): return t.float() if isinstance(t, Tensor) and t.is_floating_point
 # mps has no float64
 def _double_on(device): return torch.float32 if device.type == 'mps' else torch.float64
 
+# In float64, if they are few
+def _in_double(t): return t if t.dtype is torch.float64 or t.numel() > 2**14 else t.to(_double_on(t.device))
+
 # In float64, as divisors that are whole numbers should come out as such: rounding errors in them are the same for all items of a step
 def _sum_of_products(x, y, dims=()):
-    double = _double_on(x.device)
-    if x.numel() <= 2**14: x,y = x.to(double),y.to(double)
-    return (x*y).sum(dims, dtype=double)
+    x,y = _in_double(x),_in_double(y)
+    return (x*y).sum(dims, dtype=_double_on(x.device))
 
 # Which outputs share a divisor: all of them (`by` None), each tensor, or each place of a dimension, as a column
 class Blocks:
@@ -1337,7 +1347,9 @@ class Blocks:
 
     # The scalar product of each block: one number, or a vector
     def dot(self, xs, ys):
-        if self.by is None: return sum(_sum_of_products(x, y) for x,y in zip(xs, ys))
+        if self.by is None:
+            first,*more = (_sum_of_products(x, y) for x,y in zip(xs, ys))
+            return sum(more, first)
         return torch.cat([_sum_of_products(x, y, self._others(x)).reshape(-1) for x,y in zip(xs, ys)])
 
     # A number for each block, for each of the outputs `xs`
@@ -1350,9 +1362,9 @@ class Blocks:
         d = None if self.by == 'output' or x.dim() < 2 else self.by%x.dim()
         return [i for i in range(x.dim()) if i != d]
 
-    # The factor by which the gradients `now` are those `alone`, for each block; and the square of what is left
-    def shrink(self, now, alone):
-        c = self.dot(now, alone)/self.dot(alone, alone)
+    # The factor by which the gradients `now` are those `alone`, for each block; and the square of what is left. `size`: of those `alone`
+    def shrink(self, now, alone, size=None):
+        c = self.dot(now, alone)/(self.dot(alone, alone) if size is None else size)
         left = [n - c*a for n,c,a in zip(now, self.spread(c.nan_to_num(0., 0., 0.), alone), alone)]
         return c,square(left)
 
@@ -1368,43 +1380,42 @@ def square(xs): return Blocks().dot(xs, xs)
 # For other targets no such table is complete
 class Table:
     def __init__(self, tol=1e-5, most=128):
-        self.tol,self.most,self.places,self.basis = tol,most,{},torch.zeros(0, 0).double()
-        self.adds,self.confirmed,self.alive = [],0,True
+        self.tol,self.most = tol,most
+        self.weights,self.basis = {},torch.zeros(0, 0).double()         # number -> its weight, in the known directions
+        self.confirmed,self.alive = 0,True
 
-    # How often each number comes, as a vector whose places are kept; None if the targets are others
+    # How often each number comes; None if the targets are others
     def counts(self, yb, n):
         if not self.alive: return None
         ts = [t for t in leaves(yb) if isinstance(t, Tensor)]
         if len(ts) != 1 or ts[0].shape != (n,) or ts[0].is_floating_point() or ts[0].device.type != 'cpu': self.alive = False; return None
-        numbers,times = ts[0].as_subclass(Tensor).unique(return_counts=True)
-        found = dict(zip(numbers.tolist(), times.tolist()))
-        for key in found: self.places.setdefault(key, len(self.places))
-        if len(self.places) > self.most: self.alive = False; return None
-        res = torch.zeros(len(self.places), dtype=torch.float64)
-        for key,v in found.items(): res[self.places[key]] = v
-        return res
+        counts = Counter(ts[0].as_subclass(Tensor).tolist())
+        for number in counts: self.weights.setdefault(number, 0.)
+        if len(self.weights) > self.most: self.alive = False; return None
+        return counts
 
-    # Shares of the known directions, and what is new
-    def _split(self, f):
+    # As a vector: what is in none of the known directions. None if nothing is
+    def _new_in(self, counts):
+        if len(self.basis) == len(self.weights): return None
+        f = torch.tensor([counts[number] for number in self.weights], dtype=torch.float64)
         Q = self.basis = pad_tensor(self.basis, (0, len(f)-self.basis.shape[1]))
-        shares = Q@f
-        rest = f - shares@Q
-        return shares,rest - (Q@rest)@Q
+        rest = f - (Q@f)@Q
+        rest = rest - (Q@rest)@Q
+        return rest if rest.norm() > 1e-9*f.norm() else None
+
+    def _sum(self, counts): return math.fsum(times*self.weights[number] for number,times in counts.items())
 
     # What these targets add, or None
-    def predict(self, f):
-        shares,rest = self._split(f)
-        if rest.norm() > 1e-9*f.norm() or not self.adds: return None
-        return float(shares@torch.tensor(self.adds, dtype=torch.float64))
+    def predict(self, counts): return self._sum(counts) if self._new_in(counts) is None else None
 
     # A micro-batch was measured. Returns how far it is from what was predicted, or None
-    def learn(self, f, adds):
-        f = pad_tensor(f, (0, len(self.places)-len(f)))
-        shares,rest = self._split(f)
-        w = float(shares@torch.tensor(self.adds, dtype=torch.float64)) if self.adds else 0.
-        if rest.norm() > 1e-9*f.norm():
-            self.basis = torch.cat([self.basis, (rest/rest.norm())[None]])
-            self.adds = [*self.adds, (adds-w)/float(rest.norm())]
+    def learn(self, counts, adds):
+        w,rest = self._sum(counts),self._new_in(counts)
+        if rest is not None:
+            size = rest.norm()
+            self.basis = torch.cat([self.basis, (rest/size)[None]])
+            more = ((adds-w)*rest/size**2).tolist()
+            self.weights = {number: v+m for (number,v),m in zip(self.weights.items(), more)}
             return None
         off = abs(w-adds)/(1+abs(adds))
         if off <= self.tol: self.confirmed += 1; return None

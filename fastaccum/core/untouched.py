@@ -35,10 +35,10 @@ class Untouched:
     def __init__(self, *roots): self.roots,self.moved = roots,[]
 
     def __enter__(self):
-        self.quiet,self.logs = warnings.catch_warnings(),logging.root.manager.disable
+        self.quiet,self.records = warnings.catch_warnings(),logging.getLogRecordFactory()
         self.quiet.__enter__()
         warnings.simplefilter('ignore')
-        logging.disable(sys.maxsize)
+        logging.setLogRecordFactory(_record_for_none)
         with _no_collection(): self.kept = Kept(self.roots)
         self.own = self.kept.generators
         self.states = self._states()
@@ -48,7 +48,7 @@ class Untouched:
     def __exit__(self, *exc):
         self._put_back()
         self.kept = None
-        logging.disable(self.logs)
+        logging.setLogRecordFactory(self.records)
         self.quiet.__exit__(*exc)
 
     # Before all other calls: `call()`, which gives tensors, twice from the same state. It may change what the roots do
@@ -80,6 +80,12 @@ class Untouched:
     def _states(self):
         devices = [m for m in (torch.cuda, torch.xpu, torch.mps) if m.is_available() and getattr(m, 'is_initialized', lambda: True)()]
         return [RandomState('cpu', self.own), *(RandomState(m.__name__.split('.')[-1]) for m in devices)]
+
+# Below the level of every handler. (`logging.disable` takes longer: it clears the caches of all loggers)
+def _record_for_none(*args, **kwargs):
+    record = logging.LogRecord(*args, **kwargs)
+    record.levelno = -inf
+    return record
 
 # Many small objects are made: looking for garbage among them would take most of the time
 @contextmanager
