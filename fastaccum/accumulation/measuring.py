@@ -156,11 +156,9 @@ class MeasuredWeights:
         measure,self.batch = self.measure,batch
         micros = batch.micros if len(batch.micros) > 1 else ()
         is_whole = batch.opens and batch.closes and self.cb.ranks.world == 1
-        measure.begin_batch([self._items((), micro) for micro in micros], is_whole)
+        measure.begin_batch([Items((), micro.yb, micro.n, micro.xb, batch.shown.others) for micro in micros], is_whole)
         if self.alone is not None and len(self.acc.losses) == 1: self._measure_alone()
         self.alone = None
-
-    def _items(self, pred, micro): return Items(pred, micro.yb, micro.n, micro.xb, self.batch.shown.others)
 
     # Have callbacks taken the mean, or are the outputs only there in chunks?
     @property
@@ -195,7 +193,7 @@ def _count(self:MeasuredWeights, micro):
     self.counted = None
     if self.facts.replaced is not None: self.facts.replaced.renew()
     if self._goes_elsewhere: return measure.leave()
-    items = self._items(learn.pred, micro).put(yb=learn.yb)
+    items = Items(learn.pred, learn.yb, micro.n, micro.xb, self.batch.shown.others)
     measure.at('epoch {}, batch {}'.format(*self.batch.place))
     self.counted = measure.measure(items, learn.loss_grad)
     if measure.values is not None and self.cb.ranks.world > 1: self._refuse_values()

@@ -32,6 +32,7 @@ class Counted:
         self.seed_of_blocks = None                     # those of each block, in its own units
         self.waits = False                             # is there no reference yet by which it is known?
         self.silenced = False                          # does its own loss have no finite gradients, so that it got none?
+        self.is_predicted,self.counts = False,None     # by the table, for which these are the targets?
 
     # `unit`: of what it is counted in now, in that of before
     def use_unit(self, unit):
@@ -327,13 +328,15 @@ def _supposed(self:LossMeasure, adds, loss):
 def _predicted(self:LossMeasure, counts, loss):
     if self.n < 16 or self.n >= self.next or not self.table.sure or self.reference is None: return None
     w = self.table.predict(counts)
-    if w is None or w < self.least*(1-1e-9): return None
+    if w is None or not self.least*(1-1e-9) <= w < math.inf: return None
     self.predicted += 1
-    return self._supposed(loss.new_full((), w, dtype=torch.float64), loss)
+    counted = self._supposed(loss.new_full((), w, dtype=torch.float64), loss)
+    counted.is_predicted = True
+    return counted
 
 @patch
 def _learn(self:LossMeasure, counted, w, d):
-    if not hasattr(counted, 'counts') or not self.reference.adds or self.reference.blocks.by is not None: return
+    if counted.is_predicted or not self.reference.adds or self.reference.blocks.by is not None: return
     w,d = float(w),float(d)
     off = None if counted.counts is None else self.table.learn(counted.counts, w)
     if off is not None and self.predicted: self.verdict.found_change(off)
@@ -345,14 +348,16 @@ def _check_step(self:LossMeasure, least):
     ref,extra = self.reference,self.extra.cpu()
     adds,divided_by = (v.cpu() for v in numbers_of(self.counted))
     total = _divisor(adds, divided_by, extra)
-    by_gradients,by_divisors = self._residual(),self.floor.off(adds, divided_by, extra, total, ref.tol)
-    offs = [by_gradients, by_divisors]
-    if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
-    for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, w, d)
+    offs = [0.]
+    if not all(c.is_predicted for c in self.counted):
+        by_gradients,by_divisors = self._residual(),self.floor.off(adds, divided_by, extra, total, ref.tol)
+        offs = [by_gradients, by_divisors]
+        if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
+        if not bool(total.isfinite().all()): offs.append(math.nan)
+        for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, w, d)
+        self.verdict.saw(by_gradients > 10*ref.tol, by_divisors > 10*ref.tol)
     most = max(float(total.nan_to_num(0.).max()), least)
     if self.audit.due or ref.copies_of(most, self.most) > ref.tested: offs += self._calls(most)
-    if not bool(total.isfinite().all()): offs.append(math.nan)
-    self.verdict.saw(by_gradients > 10*ref.tol, by_divisors > 10*ref.tol)
     self.note(offs)
     self.verdict.lost = self.verdict.lost or self.references.lost
 
@@ -1308,7 +1313,10 @@ def loss_and_grads(f, items, *beside):
         loss,grads = _call(f, pred, map_leaves(_exact, rest.yb), wanted)
     computed = loss.grad_fn is not None or any(loss is o for o in args)
     if computed and all(g is None for g in grads): raise NotMeasured('it does not depend on the outputs')
-    return loss.detach().sum(),[_in_double(torch.zeros_like(t) if g is None else g.as_subclass(Tensor)) for t,g in zip(wanted, grads)]
+    return loss.detach().sum(),[_in_double(torch.zeros_like(t) if g is None else _plain(g)) for t,g in zip(wanted, grads)]
+
+# (fastai's `as_subclass` takes as long as the loss)
+def _plain(t): return t if type(t) is Tensor else t.as_subclass(Tensor)
 
 # A number among the outputs, as a loss that the model has computed
 def _alone(o): return o.detach().requires_grad_() if isinstance(o, Tensor) and o.is_floating_point() and not o.dim() else o
@@ -1389,7 +1397,7 @@ class Table:
         if not self.alive: return None
         ts = [t for t in leaves(yb) if isinstance(t, Tensor)]
         if len(ts) != 1 or ts[0].shape != (n,) or ts[0].is_floating_point() or ts[0].device.type != 'cpu': self.alive = False; return None
-        counts = Counter(ts[0].as_subclass(Tensor).tolist())
+        counts = Counter(ts[0].tolist())
         for number in counts: self.weights.setdefault(number, 0.)
         if len(self.weights) > self.most: self.alive = False; return None
         return counts
