@@ -1,6 +1,7 @@
 "What a micro-batch counts is measured: the gradient of a step is that of one loss of all its outputs, or it is found out"
 import math, weakref
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from bench.measure import OpCounter
 from quick import quickly
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -573,6 +574,21 @@ def test_change_in_mid_fit():
         elif step < 31: assert off < 1e-5
     assert last and 'has changed' in m.message
     assert m.message
+
+def test_cost_of_a_prediction():
+    "What the table predicts takes a few operators, and no call of the loss; nor does the end of its step take many"
+    torch.manual_seed(0)
+    m,parts = LossMeasure(own_weights),cut(classes(24), (4,))
+    most = at_end = 0
+    for _ in range(40):
+        before = m.predicted
+        for p in parts:
+            loss,n = own_weights(*p),m.predicted
+            with OpCounter() as ops: m.measure(items_of(p), loss=loss)
+            if m.predicted > n: most = max(most, sum(ops.calls.values()))
+        with OpCounter() as ops: m.end_step()
+        if m.predicted == before+len(parts): at_end = max(at_end, sum(ops.calls.values()))
+    assert m.predicted > 100 and 0 < most <= 8 and 0 < at_end <= 16
 
 def test_audit_sees_what_items_do_to_their_kind():
     "Attraction within a class shows only where two of a class meet: here only in the whole step"
