@@ -32,6 +32,7 @@ class PeakMemory:
     def __enter__(self) -> PeakMemory:
         if self.counter is None: self.follower = StorageFollower().__enter__()
         else:
+            gc.collect()                 # garbage that goes inside would hide as much of the peak
             self.counter.reset_peak_memory_stats(self.device)
             self.before = self.counter.memory_allocated(self.device)
         return self

@@ -6,9 +6,12 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/private.html.md"""
 
 # %% ../../nbs/api/core/21_private.ipynb #9a7e0003
 from __future__ import annotations
+import gc
+from collections import OrderedDict
 from functools import lru_cache
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 # %% auto #0
 __all__ = []
@@ -45,6 +48,20 @@ def push_hooks(hooks):
 
 # How many modes see each operation on this thread
 def n_modes(): return torch._C._len_torch_dispatch_stack()
+
+# The number that the next hook will have
+def next_hook(): return RemovableHandle.next_id
+
+# The hooks on tensors that were registered from the number `first` on, in order, as (dict, number)
+def tensor_hooks(first):
+    numbers = range(first, next_hook())
+    dicts = [d for d in gc.get_objects() if type(d) is OrderedDict and any(n in d for n in numbers)] if numbers else []
+    if not dicts: return []
+    # a tensor has its dict to itself. Where it is gone, nothing has it but the graph
+    others = [o for o in gc.get_referrers(*dicts) if o is not dicts and not issubclass(type(o), Tensor)]
+    held = {id(o) for other in others for o in gc.get_referents(other)}
+    found = {n: d for d in dicts if id(d) not in held for n in numbers if n in d}
+    return [(found[n], n) for n in sorted(found)]
 
 # %% ../../nbs/api/core/21_private.ipynb #9a7e0014
 # A context in which a change of the tensor does not count: its `_version` is as before
@@ -87,6 +104,11 @@ def _hooks_can_be_moved():
         push_hooks(hooks)
     return hooks == [(_same, _same)] and is_popped and n_modes() >= 0
 
+def _hooks_are_numbered():
+    t,first = torch.zeros((), requires_grad=True),next_hook()
+    t.register_hook(_same)
+    return next_hook() == first+1 and dict(t._backward_hooks) == {first: _same}
+
 def _versions_can_be_kept():
     t = torch.zeros(())
     with same_version(t): t.add_(1)
@@ -118,9 +140,10 @@ def _same(t): return t
 _kept = 'torch.autograd._unsafe_preserve_version_counter',_versions_can_be_kept
 _numbers = 'the numbers of autograd nodes (_sequence_nr, torch._C._autograd._get_sequence_nr)',_nodes_are_numbered
 _classes = 'torch._C.DisableTorchFunctionSubclass',_classes_can_be_left_out
+_hooks = 'the numbers of hooks (torch.utils.hooks.RemovableHandle.next_id)',_hooks_are_numbered
 
 # Feature -> what it is called, what to leave out, and the parts that it needs
-needs = dict(accumulation=('Accumulation', 'GradientAccumulation', (_kept, _numbers, _classes)),
+needs = dict(accumulation=('Accumulation', 'GradientAccumulation', (_kept, _numbers, _classes, _hooks)),
              batchnorm=("coupled='batchnorm'", 'this argument', (
                  ('_input_metadata of autograd nodes', _gradients_have_types),
                  ('the stack of saved-tensor hooks (torch._C._autograd)', _hooks_can_be_moved))),

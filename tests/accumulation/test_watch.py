@@ -166,6 +166,42 @@ def test_module_hooks(way, name):
     assert (off > 1e-3) == wrong and len(told) == wrong, (off, told)
     if wrong: assert 'The backward hook' in told[0] and 'on the module 2' in told[0] and '%' in told[0]
 
+tensor_hooks = {'unit': (lambda g, _: g/g.norm(), True), 'in place': (lambda g, _: (g.div_(g.norm()), None)[1], True),
+                'reversed': (lambda g, _: -g, False), 'each item': (lambda g, _: g.clamp(min=0), False),
+                'looks': (lambda g, _: None, False), 'own rows': (lambda g, rows: g*rows, False)}
+
+class OnTensors(nn.Sequential):
+    "Its `forward` puts a hook on what the third layer gets, another one in each call"
+    hook = None
+    def forward(self, x):
+        x = self[1](self[0](x))
+        f,rows = self.hook,(x > 0).float()
+        if x.requires_grad: x.register_hook(lambda g: f(g, rows))
+        return nn.Sequential(*self[2:])(x)
+
+def on_tensors(f):
+    def hook(model):
+        model.__class__ = OnTensors
+        model.hook = f
+    return hook
+
+@pytest.mark.parametrize('way', ways)
+@pytest.mark.parametrize('name', tensor_hooks)
+def test_tensor_hooks(way, name):
+    f,wrong = tensor_hooks[name]
+    off,told = compared(way, hook=on_tensors(f))
+    assert (off > 1e-3) == wrong and len(told) == wrong, (off, told)
+    if wrong: assert 'The backward hook OnTensors.forward' in told[0] and 'on a tensor' in told[0] and '%' in told[0]
+
+@pytest.mark.parametrize('coupled', [True, 'batchnorm'])
+def test_tensor_hooks_of_a_coupled_model(coupled):
+    for name,(f,wrong) in tensor_hooks.items():
+        def hook(model):
+            if coupled != True: model.insert(1, nn.BatchNorm1d(model[0].out_features))
+            on_tensors(f)(model)
+        _,told = fitted(32, GradientAccumulation(micro_batch_size=8, coupled=coupled), hook=hook)
+        assert len(told) == wrong, (name, told)
+
 def test_module_hook_of_a_coupled_model():
     def hook(model): model[2].register_full_backward_hook(module_hooks['unit'][0])
     _,told = fitted(32, GradientAccumulation(micro_batch_size=8, coupled=True), hook=hook)

@@ -2,6 +2,7 @@
 import gc, pytest
 import simulated
 from reference import *
+from fastaccum.core.memory import PeakMemory
 from fastaccum.precision.callback import MixedPrecision
 from simulated import limit, memory, move, raw, trace, waits
 
@@ -94,6 +95,19 @@ def test_memory():
     del b
     memory.reset_peak()
     assert memory.live==start==memory.peak
+
+def test_peak_beside_garbage():
+    "Garbage from before, collected inside, hides nothing of the peak"
+    gc.disable()
+    try:
+        ring = [there(1000)]
+        ring.append(ring)
+        del ring
+        with PeakMemory(sim) as peak:
+            gc.collect()
+            there(250)
+    finally: gc.enable()
+    assert peak.peak==1000
 
 def runs_out(f, n):
     "`f()` with `n` bytes more than live now"

@@ -1,4 +1,4 @@
-"""A warning for a backward hook on a module that treats the items of a micro-batch together
+"""A warning for a backward hook on a module, or on a tensor in `forward`, that treats the items of a micro-batch together
 
 Docs: https://fastaccum.github.io/fastaccum/api/accumulation/witnesses/module_hooks.html.md"""
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from fastai.basics import ifnone
 from ...core.memory import device_of
+from ...core.private import next_hook, tensor_hooks
 from ...core.random import RandomState
 from ...core.watch import name_in
 from .gradients import SomeSteps, own_hooks
@@ -25,10 +26,41 @@ class ChangingModuleHooks(SomeSteps):
     sees_one_rank = True
     message = ("The backward hook {figure}, as what it makes of an item's gradient depends on the other items of its micro-batch. Let it "
                "change each item by itself, or load the whole batch.")
+    most = 16                                      # hooks on tensors in a call
+    has_none = False                               # no call puts any there
 
     def begin(self, params):
         modules = self.learn.model.modules()
-        return [HookRows(m, hooks, k) for m in modules for hooks in (m._backward_hooks, m._backward_pre_hooks) for k in own_hooks(hooks)]
+        found = [(m, hooks, k) for m in modules for hooks in (m._backward_hooks, m._backward_pre_hooks) for k in own_hooks(hooks)]
+        rows = [HookRows(m) for m,_,_ in found]
+        for o,(_,hooks,k) in zip(rows, found): o.take(hooks, k)
+        self.due = True
+        return rows
+
+    # Each call puts others on its tensors. They go with its graph
+    def before_pred(self, micro): self.first = next_hook()
+    def before_backward(self, micro): self.first = next_hook()
+    def after_loss(self, micro): self._take_of_tensors()
+    def second_pass(self, i, out): self._take_of_tensors()
+
+    # Those of two calls of a step, if the first step has some that are neither PyTorch's nor fastaccum's
+    def _take_of_tensors(self):
+        first,self.first = self.first,next_hook()
+        if first == self.first or self.n_looks == 2 or self.has_none: return
+        self.n_looks += 1
+        found = [(hooks, k) for hooks,k in tensor_hooks(first) if k in own_hooks(hooks)][:self.most]
+        self.of_tensors += [HookRows() for _ in found[len(self.of_tensors):]]
+        for o,(hooks,k) in zip(self.of_tensors, found): o.take(hooks, k)
+
+    def before_step(self):
+        if self.n_looks and not self.of_tensors: self.has_none = True
+        self.sums = [*self.sums, *self.of_tensors]
+        super().before_step()
+
+    def drop(self):
+        super().drop()
+        self.of_tensors = []
+        self.n_looks = 0
 
     def compare(self, hook):
         cb = self.cb
@@ -36,29 +68,36 @@ class ChangingModuleHooks(SomeSteps):
         is_split = len(cb.acc.losses) > 1 or cb.batch.way.is_coupled or over_ranks
         if not (is_split and hook.changes and hook.pair): return
         off = hook.off(self.learn.model)
-        if off is None: return
-        where = name_in(self.learn.model, hook.module)
-        self.ask(off, partial(self.tell_off, f'{hook.name} on the module {where}' if where else f'{hook.name} on the model'))
+        if off is not None: self.ask(off, partial(self.tell_off, f'{hook.name} on {hook.place_in(self.learn.model)}'))
 
 # %% ../../../nbs/api/accumulation/witnesses/22_module_hooks.ipynb #48b0e005
 class HookRows:
-    most = 2**18                                   # elements that are kept of each gradient
-    def __init__(self, module, hooks, key):
-        self.module = module
+    most = 2**16                                   # elements that are kept of each gradient
+    def __init__(self, module=None):
+        self.module = module                       # None: it is on a tensor, another one in each call of the model
+        self.seen = []                             # what it was given in its first two calls
+        self.changes = False
+
+    # The one that `hooks` has there, from now on
+    def take(self, hooks, key):
         self.hooks = hooks
         self.key = key
         self.hook = hooks[key]
         self.name = getattr(self.hook, '__qualname__', None) or type(self.hook).__name__
-        self.seen = []                             # what it was given in its first two calls
-        self.changes = False
-        hooks[key] = self
+        hooks[key] = partial(self._called, self.hook)
 
-    def __call__(self, module, *grads):
-        if len(self.seen) < 2: self.seen.append(tree_map(self._few, grads))
-        versions = [t._version for t in tensors_of(grads)]
-        res = self.hook(module, *grads)
-        self.changes = self.changes or res is not None or versions != [t._version for t in tensors_of(grads)]
+    def _called(self, hook, *args):
+        if len(self.seen) < 2: self.seen.append(tree_map(self._few, args))
+        versions = [t._version for t in tensors_of(args)]
+        res = hook(*args)
+        self.changes = self.changes or res is not None or versions != [t._version for t in tensors_of(args)]
         return res
+
+    # For messages
+    def place_in(self, model):
+        if self.module is None: return 'a tensor'
+        where = name_in(model, self.module)
+        return f'the module {where}' if where else 'the model'
 
     def _few(self, t):
         if not isinstance(t, Tensor) or not t.numel() or not t.dim(): return t
@@ -85,11 +124,12 @@ class HookRows:
         return torch.stack(off).norm()/torch.stack([w.norm() for w in whole]).norm() if off else None
 
     # What the user's code makes of these gradients
-    def _made(self, grads):
-        grads = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, grads)
-        try: res = self.hook(self.module, *grads)
+    def _made(self, args):
+        args = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, args)
+        try: res = self.hook(*args)
         except Exception: return None              # the user's hook may need the rows of its own call
-        return [t for t in tensors_of(ifnone(res, grads[0])) if t.dim()]
+        changed = args[self.module is not None]
+        return [t for t in tensors_of(ifnone(res, changed)) if t.dim()]
 
     def remove(self):
         if self.key in self.hooks: self.hooks[self.key] = self.hook
