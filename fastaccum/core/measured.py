@@ -1398,9 +1398,12 @@ class Table:
         ts = [t for t in leaves(yb) if isinstance(t, Tensor)]
         if len(ts) != 1 or ts[0].shape != (n,) or ts[0].is_floating_point() or ts[0].device.type != 'cpu': self.alive = False; return None
         counts = Counter(ts[0].tolist())
-        for number in counts: self.weights.setdefault(number, 0.)
+        self._meet(counts)
         if len(self.weights) > self.most: self.alive = False; return None
         return counts
+
+    def _meet(self, counts):
+        for number in counts: self.weights.setdefault(number, 0.)
 
     # As a vector: what is in none of the known directions. None if nothing is
     def _new_in(self, counts):
@@ -1418,6 +1421,7 @@ class Table:
 
     # A micro-batch was measured. Returns how far it is from what was predicted, or None
     def learn(self, counts, adds):
+        self._meet(counts)                             # the table may have begun in mid-step
         w,rest = self._sum(counts),self._new_in(counts)
         if rest is not None:
             size = rest.norm()
