@@ -207,6 +207,14 @@ def test_module_hook_of_a_coupled_model():
     _,told = fitted(32, GradientAccumulation(micro_batch_size=8, coupled=True), hook=hook)
     assert len(told) == 1 and 'on the module 2' in told[0]
 
+@pytest.mark.parametrize('ex', [CancelTrainException, CancelEpochException])
+def test_module_hook_after_a_cancelled_batch(ex):
+    "The step of the single batch before it has no loader batch, and is not split"
+    def hook(model): model[2].register_full_backward_hook(module_hooks['unit'][0])
+    acc,stop = GradientAccumulation(32, remainder='step'),Stop('before_batch', ex, [(0, 1)], 20)
+    _,told = fitted(8, acc, stop, hook=hook, epochs=1)
+    assert not [t for t in told if 'backward hook' in t]
+
 def test_module_pre_hook():
     off,told = compared('both', hook=lambda m: m[2].register_full_backward_pre_hook(lambda m, o: (o[0]/o[0].norm(),)))
     assert off > 1e-3 and len(told) == 1 and 'on the module 2' in told[0]

@@ -29,6 +29,11 @@ class ChangingModuleHooks(SomeSteps):
     most = 16                                      # hooks on tensors in a call
     has_none = False                               # no call puts any there
 
+    # (where a callback has cancelled a loader batch, there is no `cb.batch.way` at the step)
+    def opens(self, batch):
+        super().opens(batch)
+        self.is_coupled = batch.way.is_coupled
+
     def begin(self, params):
         modules = self.learn.model.modules()
         found = [(m, hooks, k) for m in modules for hooks in (m._backward_hooks, m._backward_pre_hooks) for k in own_hooks(hooks)]
@@ -65,7 +70,7 @@ class ChangingModuleHooks(SomeSteps):
     def compare(self, hook):
         cb = self.cb
         over_ranks = cb.ranks.world > 1 and (cb.ranks.joint_gradients or cb.ranks.one_target)       # not where each rank steps alone
-        is_split = len(cb.acc.losses) > 1 or cb.batch.way.is_coupled or over_ranks
+        is_split = len(cb.acc.losses) > 1 or self.is_coupled or over_ranks
         if not (is_split and hook.changes and hook.pair): return
         off = hook.off(self.learn.model)
         if off is not None: self.ask(off, partial(self.tell_off, f'{hook.name} on {hook.place_in(self.learn.model)}'))
