@@ -55,9 +55,10 @@ def next_hook(): return RemovableHandle.next_id
 # The hooks on tensors that were registered from the number `first` on, in order, as (dict, number)
 def tensor_hooks(first):
     numbers = range(first, next_hook())
-    dicts = [d for d in gc.get_objects() if type(d) is OrderedDict and any(n in d for n in numbers)] if numbers else []
+    if not numbers: return []
+    dicts = tuple(d for d in gc.get_objects() if type(d) is OrderedDict and any(n in d for n in numbers))
     if not dicts: return []
-    # a tensor has its dict to itself. Where it is gone, nothing has it but the graph
+    # a tensor has its dict to itself. Where it is gone, nothing has it but the graph (and, from Python 3.13 on, the call)
     others = [o for o in gc.get_referrers(*dicts) if o is not dicts and not issubclass(type(o), Tensor)]
     held = {id(o) for other in others for o in gc.get_referents(other)}
     found = {n: d for d in dicts if id(d) not in held for n in numbers if n in d}
