@@ -69,6 +69,20 @@ def is_coupling(coupled):
                      "should see the whole loader batch too, 'batchnorm' if every BatchNorm should, or False.")
 Coupling = Annotated[bool|str, is_coupling]
 
+def is_exact(exact, micro_batch_size, micro_batch_tokens, normalize, coupled):
+    if not isinstance(exact, bool): raise ValueError(f"exact={exact!r}: pass True, for the run that plain fastai makes of these loader "
+                                                     "batches, or False.")
+    if not exact: return
+    if micro_batch_tokens is not None:
+        raise ValueError("exact=True splits loader batches by items: pass micro_batch_size instead of micro_batch_tokens.")
+    if micro_batch_size is None:
+        raise ValueError("exact=True makes the run that of whole loader batches, which micro_batch_size splits: load the large batches "
+                         "(bs=256), and write GradientAccumulation(micro_batch_size=32, exact=True).")
+    if not normalize:
+        raise ValueError("exact=True makes the run that of whole loader batches, and normalize=False does not: leave one of them out.")
+    if coupled: raise ValueError(f"exact=True finds out by itself what the model and the loss need: leave out coupled={coupled!r}.")
+Exactness = Annotated[bool, is_exact]
+
 places = ("activations={!r}: with coupled='batchnorm', pass 'host' or 'device', where they wait for the backward pass. Without it, leave "
           "this out: `ActivationOffload` keeps them on the host.")
 

@@ -25,10 +25,10 @@ from ..loop.optimizers import AccumulatedParams
 from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
 from .arguments import check_args, passes_on, refuse_others, with_checks
-from .arguments import CountFunction, Coupling, DtypeOfSums, HostOnly, ItemCount, LossCheck
+from .arguments import CountFunction, Coupling, DtypeOfSums, Exactness, HostOnly, ItemCount, LossCheck
 from .arguments import OtherName, Place, Policy, Size, SizeInTokens, Token, Unit, WeightFunction
 from .batch import BatchPass, _place_of
-from .checks import check_learner, check_trained
+from .checks import check_learner, check_trained, one_batch_a_step
 from .facts import FitFacts
 from .fitting import FittingSize
 from .lengths import FittingTokens
@@ -55,6 +55,7 @@ class GradientAccumulation(LoopCallback):
         log_accum_batch:bool=True,   # One log row per step, with the accumulated loss? If False, one per loader batch, as in fastai
         micro_batch_size:Size=None,  # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit
         remainder:Policy='step',     # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
+        exact:Exactness=False,       # The run of these loader batches in plain fastai, dropout and BatchNorm included? See below
         # -- whole loader batches, and memory
         coupled:Coupling=False,      # One loss over the loader batch? 'head', a module's name or 'batchnorm': that sees all items, too
         activations:Place='host',    # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
@@ -80,6 +81,7 @@ class GradientAccumulation(LoopCallback):
         self.ranks = OneRank()
         self.fitting = FittingSize() if micro_batch_tokens is None else FittingTokens()
         self.running = False
+        self.told_way = None                             # with exact=True: the class of the way that was told
         self.on_host = None
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
         self.epoch_counts = EpochCounts()
@@ -292,7 +294,7 @@ def before_fit(self:GradientAccumulation):
     check_learner(self, way_of(self))
     learn.gradient_accumulation = self
     self._begin()
-    self.running = True
+    self.running,self.told_way = True,None
     if available_bytes(device_of(learn.model)) is not None: self.fitting.forget()
     if self.loop.lr_finder: learn.n_epoch = epochs_for(self, self.loop.lr_finder.num_it)
 
@@ -384,7 +386,8 @@ def loss_rule(self:GradientAccumulation) -> str:
     "What the loss averages over, and whether this is known, measured or assumed"
     if self.weight is not None: return 'what weight= returns'
     if not self.normalize: return 'nothing: gradients are added up (normalize=False)'
-    return self.last_rule if self.rule.info is None else str(self.facts)      # a validation looks up none
+    rule = self.last_rule if self.rule.info is None else str(self.facts)      # a validation looks up none
+    return f'{rule}; exact=True: {self.told_way.choice}' if self.told_way is not None else rule
 
 @patch
 def warn_of_loss(self:GradientAccumulation):
@@ -445,6 +448,7 @@ def train_batch(self:GradientAccumulation) -> Tensor|None: # The accumulated los
     batch = self._recounted().by(way_of(self))
     if batch.opens: self._open(batch)
     else: check_trained(self)
+    if self.exact: self._tell_way(batch)
     self.facts.look_at_loss(self.learn.loss_func)
     self.weights.look_up(batch)
     has_items = self.ranks.begin(batch)
@@ -453,6 +457,14 @@ def train_batch(self:GradientAccumulation) -> Tensor|None: # The accumulated los
     loss = batch.close()
     self.facts.values.end()
     return loss
+
+# With exact=True, before the first loader batch, and whenever it changes
+@patch
+def _tell_way(self:GradientAccumulation, batch):
+    if not (batch.opens and batch.closes): raise ValueError(one_batch_a_step)
+    if type(batch.way) is self.told_way: return
+    self.told_way = type(batch.way)
+    if self.loop.in_fit: print(f'GradientAccumulation(exact=True): {batch.way.choice}.')
 
 @patch
 def _open(self:GradientAccumulation, batch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fastai.basics import *
 from ..core.coupled import find_head
 from ..core.lockstep.run import import_greenlet
-from ..core.watch import batchnorms
+from ..core.watch import batchnorms, generators_of
 from ..loop.batch_loop import check_own_loop, check_single
 from ..loop.events import declares, is_a, keeps_state
 from ..loop.sizes import batch_sizes
@@ -45,6 +45,7 @@ def check_learner(acc, way):
     if acc.grad_device is not None and acc.ranks.world > 1 and acc.ranks.joint_gradients:
         raise ValueError("grad_device='cpu' keeps gradients off the device, but several ranks add them up there, all at once: leave it "
                          "out. FullyShard(offload=True) keeps parts of the weights and of their gradients on the host.")
+    if acc.exact: check_exact(acc)
     way.check()
     hooked = first(type(cb).__name__ for cb in learn.cbs if declares(cb, 'reads_hooks'))
     if hooked and acc.splits:
@@ -54,6 +55,29 @@ def check_learner(acc, way):
     check_sizes(acc)
 
 # %% ../../nbs/api/accumulation/03_checks.ipynb #b2f0c106
+# Raise an error for settings of the Learner that cannot work with exact=True
+def check_exact(acc):
+    learn,model = acc.learn,get_model(acc.learn.model)
+    compiled,noise = who_declares(acc, 'compiles_model'),who_declares(acc, 'compares_micro_batches')
+    apart = who_declares(acc, 'computes_head')
+    why = ("several ranks train together, and each would draw its own random numbers. Train in one process" if acc.ranks.world > 1 else
+           "the model calls others in threads or processes. Use one device" if type(learn.model).__module__.startswith('torch.nn.par') else
+           "the model is compiled, and draws other random numbers than in plain fastai. Leave out the compilation"
+           if compiled or is_compiled(learn.model) else
+           f"{apart} computes the model's last layer apart. Leave it out" if apart else
+           f"{noise} compares the gradients of micro-batches, which may share one loss. Leave it out" if noise else
+           "the model draws from a random generator of its own, kept in an attribute, whose numbers for all items are not known for a "
+           "micro-batch. Draw from PyTorch's" if generators_of(model) else None)
+    if why: raise ValueError(f"exact=True makes the run that of whole loader batches, but {why}, or leave out exact.")
+    if any(m.running_mean is None or m.training for m in batchnorms(model)) or batchnorms(model) and not model.training: check_lockstep(acc)
+    try: sizes = batch_sizes(learn.dls.train)
+    except ValueError: return                     # the first loader batch tells
+    if acc.unit == 'items' and not acc.loop.lr_finder and acc.plan(learn.n_epoch) != [*sizes]*learn.n_epoch:
+        raise ValueError(one_batch_a_step)
+
+one_batch_a_step = ("exact=True makes the run that of whole loader batches, and here a step has several of them, or leaves items out: load "
+                    "as many items as a step should have (bs=256), and write GradientAccumulation(micro_batch_size=32, exact=True).")
+
 # Raise an error if the model is compiled into CUDA graphs
 def check_graphs(learn):
     config = getattr(getattr(get_model(learn.model), 'dynamo_ctx', None), 'compiler_config', None) or {}

@@ -13,6 +13,7 @@ from copy import copy
 from pickle import UnpicklingError
 import torch
 from fastcore.basics import patch
+from ..core.draws import DrawFacts
 from ..core.lockstep.run import LockstepFacts
 from ..core.losses import LossRule, of_outputs
 from ..core.measured import LossMeasure, as_now
@@ -40,6 +41,7 @@ class FitFacts:
         self.views = OutputViews(share_views)               # coupled: how many views the rows of outputs hold
         self.numbers = OutputNumbers()                      # coupled: are numbers in outputs the same for all parts?
         self.lockstep = LockstepFacts()                     # what its passes in lockstep show
+        self.draws = DrawFacts()                            # exact: what the model draws at random
         self.wide = Wide()                                  # micro_batch_tokens: which inputs and targets are of tokens
         self.rounding = rounding                            # a relative difference that is still rounding
         self.keeps = False                                  # does the model keep, of each call, numbers or a row for each item?

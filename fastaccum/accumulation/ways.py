@@ -12,10 +12,13 @@ from fastai.basics import *
 from torch.utils._pytree import tree_leaves
 from ..core.accumulator import scalar, weighted
 from ..core.coupled import CoupledBatch, find_head, up_to
+from ..core.draws import Draws
 from ..core.lockstep.run import LockstepBatch
+from ..core.losses import LossInfo, is_known
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, rows_of, split_batch
 from ..core.private import check_parts
+from ..core.random import RandomState
 from ..core.watch import Traces, batchnorms, hooks_of_others
 from .arguments import places
 from .checks import check_coupled, check_encoder, check_head, check_lockstep, check_with_tokens
@@ -27,11 +30,28 @@ __all__ = []
 # %% ../../nbs/api/accumulation/10_ways.ipynb #ac69ee93
 # The way of the next loader batch, by the arguments of a `GradientAccumulation`
 def way_of(cb):
+    if cb.exact: return exact_way(cb)
     if cb.micro_batch_tokens is not None: return Tokens(cb)
     if cb.coupled is False: return Whole(cb) if cb.micro_batch_size is None else Items(cb)
     if cb.coupled is True: return Coupled(cb)
     if cb.coupled == 'batchnorm': return Lockstep(cb)
     return Coupled(cb, head=cb.coupled)
+
+# With exact=True: what the model and the loss need, and nothing else
+def exact_way(cb):
+    if cb.learn is None: return Items(cb)
+    if any(m.training or m.running_mean is None for m in batchnorms(cb.learn.model)): return Lockstep(cb)
+    return Items(cb) if is_plain_mean(cb) else Coupled(cb)
+
+# Is it known that the loss is a mean over its targets, and does nobody change it?
+def is_plain_mean(cb):
+    loss_func,table = cb.learn.loss_func,cb.loop.table
+    if cb.weight is not None or any(is_of_others(o) for ev in ('between','backward') for o,*_ in table[ev]): return False
+    if not is_known(loss_func): return False
+    info = LossInfo(loss_func)
+    return info.reduction == 'mean' and not info.inexact
+
+def is_of_others(cb): return not type(cb).__module__.startswith('fastaccum.')
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #0557a6c6
 class MicroBatch(NamedTuple):
@@ -50,8 +70,10 @@ class Whole:
     pools_norms = False         # does each BatchNorm see all items of the loader batch, of all ranks?
     head = None                 # name of the module that is called once, with what it gets from all parts
     argument = 'micro_batch_size'     # of `GradientAccumulation`, which splits loader batches
+    choice = 'the losses of micro-batches are averaged, as it is known what the loss averages over'     # why exact=True takes it
     is_joined = False           # is the loss of this loader batch over the outputs of several calls?
     holds_activations = False   # do they wait somewhere for the backward pass?
+    draws = None                # a `Draws`, if parts draw at random what the whole loader batch draws
 
     def __init__(self, cb):
         self.cb = cb            # a `GradientAccumulation`, which is only read
@@ -63,7 +85,7 @@ class Whole:
 
     # An error for other arguments with which this way cannot work
     def check_arguments(self):
-        if self.cb.activations == 'device' and not self.holds_activations: raise ValueError(places.format('device'))
+        if self.cb.activations == 'device' and not self.holds_activations and not self.cb.exact: raise ValueError(places.format('device'))
         check_parts('accumulation')
         if self.cb.grad_device is not None: check_parts('grad_device')
 
@@ -92,6 +114,11 @@ class Whole:
 
     def predict(self, call, model, *xb): return call(model, *xb)
 
+    # What the calls of the model with parts of these `sizes` draw, with exact=True
+    def draw(self, call, model, xb, sizes):
+        facts = self.cb.facts
+        if self.cb.exact: self.draws = Draws(partial(call, model), model, xb, sum(sizes), sizes, facts.draws, facts.lists)
+
     # Backward pass of `learn.loss_grad` times `share`
     def backward(self, loop, share):
         learn,loss = loop.learn,loop.learn.loss_grad
@@ -108,7 +135,7 @@ class Whole:
     def explain(self, e, micro): pass
 
     # Forget what holds activations, however the loader batch has ended
-    def end(self): pass
+    def end(self): self.draws = None
 
     # This rank has no items, and others have some: what do they wait for?
     def take_part(self, learn): pass
@@ -122,6 +149,7 @@ class Items(Whole):
         n = batch.n
         self.size = self.cb.micro_bs
         self.sizes = part_sizes(n, self.size)
+        self.shown,self.at = shown,-1
         if n <= self.size: return self._one(batch, shown)
         parts = split_batch(shown.xb, shown.yb, n, self.size, shown.beside, lists=self.cb.facts.lists)
         return micro_batches(batch, self.sizes, parts)
@@ -130,6 +158,15 @@ class Items(Whole):
 
     @property
     def layer_sees(self): return max(self.sizes)
+
+    def predict(self, call, model, *xb):
+        self.at += 1
+        if not self.at and len(self.sizes) > 1: self.draw(call, model, self.shown.xb, self.sizes)
+        return call(model, *xb) if self.draws is None else self.draws.call(self.at, partial(call, model), *xb)
+
+    def backward(self, loop, share):
+        if self.draws is None: return super().backward(loop, share)
+        with self.draws.again(self.at): super().backward(loop, share)
 
     def join(self, learn, preds):
         if len(self.sizes) > 1: learn.pred = joined(partial(join_items, sizes=self.sizes), preds, len(self.sizes))
@@ -218,6 +255,7 @@ def has_train_metrics(learn): return bool(getattr(getattr(learn, 'recorder', Non
 # %% ../../nbs/api/accumulation/10_ways.ipynb #b63b9146
 class Coupled(Whole):
     is_coupled = True
+    choice = 'one loss over all items of a loader batch, by a second forward pass, as this loss is not known to be a mean'
     message = page = None                                 # a warning of the model's passes, and the page that says more
 
     def __init__(self, cb, head=None):
@@ -250,13 +288,14 @@ class Coupled(Whole):
     def predict(self, call, model, *xb):
         if not self.is_joined and not self.is_shared: return call(model, *xb)
         body,head = (partial(call, model), noop) if self.head is None else cut_at_head(call, model, self.head)
+        if self.is_joined: self.draw(call, model, xb, part_sizes(self.batch.n, self.size))
         self.coupled = self.make(body, xb, self.batch.n, self.size, model, self.batch.looks)
         return head(self.coupled.outputs())
 
     # What calls the parts; `looks`: the witnesses of this loader batch
     def make(self, body, xb, n, size, model, looks):
         facts = self.cb.facts
-        return CoupledBatch(body, xb, n, size, model, self.cb.ranks.gather, facts.views, looks, facts.lists)
+        return CoupledBatch(body, xb, n, size, model, self.cb.ranks.gather, facts.views, looks, facts.lists, self.draws)
 
     def backward(self, loop, share):
         super().backward(loop, share)
@@ -276,7 +315,7 @@ class Coupled(Whole):
         if not t.dim() or not len(t) or len(t)%(total*views): return t
         return rows_of(t, views, total, first, n).flatten(0, 2)
 
-    def end(self): self.coupled = None
+    def end(self): self.coupled = self.draws = None
 
     def take_part(self, learn): self.cb.ranks.gather()
 
@@ -292,6 +331,7 @@ def cut_at_head(call, model, name):
 # %% ../../nbs/api/accumulation/10_ways.ipynb #a06940ca
 class Lockstep(Coupled):
     checks_buffers = pools_norms = holds_activations = True
+    choice = 'micro-batches wait for each other at each BatchNorm, which sees all items, and there is one loss over all of them'
     message = property(lambda self: getattr(self.coupled, 'message', None))
     page = 'tutorials/batchnorm.html#every-batchnorm-sees-all-items'
 
@@ -306,7 +346,7 @@ class Lockstep(Coupled):
     def make(self, body, xb, n, size, model, looks):
         cb,facts = self.cb,self.cb.facts
         return LockstepBatch(body, xb, n, size, model, cb.ranks.gather, facts.views, looks, facts.lists, facts.lockstep, cb.activations,
-                             cb.ranks.norms)
+                             cb.ranks.norms, self.draws)
 
     @property
     def layer_sees(self): return self.batch.n_items       # a BatchNorm, of all ranks
@@ -334,7 +374,11 @@ def validate_in_parts(cb, call, xb, views=False):
     size = cb.fitting.of(xb, n) if cb.auto else cb.micro_bs
     if n <= size: return call(*xb)
     def in_parts(call): return predict_in_parts(call, xb, n, size, views, cb.facts.lists)
-    return where_all_are_seen(cb, call, xb, part_sizes(n, size), in_parts)
+    before = RandomState(device_of(cb.learn.model)) if cb.exact else None
+    out = where_all_are_seen(cb, call, xb, part_sizes(n, size), in_parts)
+    if before is None or before == RandomState(before.device): return out
+    before.restore()                             # the model draws: in one piece
+    return call(*xb)
 
 # What `in_parts(call)` predicts, in parts of these `sizes`. In one piece, if that fits memory, where the model has hooks,
 # which should see all items, or keeps something of them, which a loss, a metric or a callback may read there

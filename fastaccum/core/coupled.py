@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/coupled.html.md"""
 
 # %% ../../nbs/api/core/11_coupled.ipynb #c0a1d003
 from __future__ import annotations
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 import torch
@@ -33,7 +33,8 @@ class CoupledBatch:
         gather=None,# `gather(outputs)`: outputs of all ranks, place of this rank's first item, and factor for their gradients
         views=None, # `OutputViews`, which finds the order of rows in outputs; default: one row or several for each item
         looks=(),   # Who is told of both passes of each part: `first_pass(i, last, out)`, `second_pass(i, out)`
-        lists=None  # What knows if a list in the inputs holds columns, or an object for each item; default: its lengths
+        lists=None, # What knows if a list in the inputs holds columns, or an object for each item; default: its lengths
+        draws=None  # `Draws`: what each part draws at random; default: what a batch of its own would
     ):
         self.module = model if module is None else module
         self.model,self.gather = model,gather
@@ -43,6 +44,7 @@ class CoupledBatch:
         self.find_views = views if n > size or gather is not None else None
         # on the device: do numbers of the output differ between parts?
         self.looks,self.differs = looks,None
+        self.draws = draws
         self.grads = {}
         self.first = 0
         self.factor = 1
@@ -62,13 +64,15 @@ class CoupledBatch:
             inputs = leaves(xb)
             before = [(t, t._version, t.clone()) if last and isinstance(t, Tensor) else (t, None, None) for t in inputs]
             with replay.first():
-                self.kept = self.model(*with_leaves(xb, inputs))
+                self.kept = self._call(i, with_leaves(xb, inputs))
                 if views is not None: joined.views = views.of(self, self.kept, self.sizes[i])
                 out = joined.add(i, self.kept)
             self.xbs[i] = with_leaves(xb, [t if version is None or t._version == version else old for t,version,old in before])
             for o in self.looks: o.first_pass(i, last, self.kept)
             if last: self.kept = None
         return self._cut_outputs(joined, out)
+
+    def _call(self, i, xb): return self.model(*xb) if self.draws is None else self.draws.call(i, self.model, *xb)
 
     # The outputs for the whole batch, to which the loss's backward pass brings gradients
     def _cut_outputs(self, joined, out):
@@ -89,10 +93,11 @@ class CoupledBatch:
         for i,grads in enumerate(self._take_grads() if self.grads else ()):
             out,self.kept = self.kept,None
             if out is None:
-                with self.replays[i].second(): outs = tensors_in(out := self.model(*self.xbs[i]))
+                with self.replays[i].second(): outs = tensors_in(out := self._call(i, self.xbs[i]))
             else: outs = tensors_in(out)
             for o in self.looks: o.second_pass(i, out)
-            if grads: torch.autograd.backward([outs[k] for k,_ in grads], [g for _,g in grads])
+            with nullcontext() if self.draws is None else self.draws.again(i):
+                if grads: torch.autograd.backward([outs[k] for k,_ in grads], [g for _,g in grads])
 
     # For each part, (number of an output, its gradient). A number without dimensions is the same in all parts, and goes
     # through the first

@@ -254,16 +254,17 @@ class ModuleRandom(RandomState):
 # Context for passes that leave no trace in `module`. Afterwards `moved`, of what it gives, names what they have changed
 # for good
 @contextmanager
-def no_trace(module):
-    with Untouched(module) as trace, torch.no_grad(), _aside(module): yield trace
+def no_trace(module, in_evaluation=True):
+    with Untouched(module) as trace, torch.no_grad(), _aside(module, in_evaluation): yield trace
 
-# Others' hooks do not see these passes, and layers that draw random numbers, or count, are in evaluation mode
+# Others' hooks do not see these passes, and layers that draw random numbers, or count, are `in_evaluation` mode
 @contextmanager
-def _aside(module):
+def _aside(module, in_evaluation=True):
     snap,others = Snapshot(module, ()),hooks_of_others(module)
     hooks = [(d, dict(d)) for d,_ in others]
     for d,k in others: del d[k]
-    for m in module.modules(): m.training = m.training and not type(m).__module__.startswith('torch.nn')
+    if in_evaluation:
+        for m in module.modules(): m.training = m.training and not type(m).__module__.startswith('torch.nn')
     try: yield
     finally:
         for d,all_hooks in hooks: d.clear(); d.update(all_hooks)

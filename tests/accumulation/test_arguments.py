@@ -108,7 +108,7 @@ def test_groups_of_the_page():
     "Three tables, the usual arguments first"
     groups = apidoc.groups_of(GradientAccumulation)
     assert [*groups] == ['usual', 'whole loader batches, and memory', 'the loss, ranks and texts']
-    assert groups['usual'] == ['accum_bs','n_acc','log_accum_batch','micro_batch_size','remainder']
+    assert groups['usual'] == ['accum_bs','n_acc','log_accum_batch','micro_batch_size','remainder','exact']
     assert sum(groups.values(), []) == [k for k in own_parameters(GradientAccumulation) if k != 'self']
     page = apidoc.parameters(GradientAccumulation)
     assert page.count('| Parameter |') == 3 and page.startswith('**Usual**')

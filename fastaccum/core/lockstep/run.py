@@ -38,11 +38,11 @@ class LockstepBatch(CoupledBatch):
     # `facts`: a `LockstepFacts`. `activations`: 'host' or 'device', where they wait for the backward pass; `others`:
     # pools statistics with other ranks, as `JointNorms` does. The rest are those of `CoupledBatch`
     def __init__(self, model, xb, n, size, module=None, gather=None, views=None, looks=(), lists=None, facts=None,
-                 activations='host', others=None):
+                 activations='host', others=None, draws=None):
         super().__init__(model, xb, n, size, module, gather, views, looks, lists)
         on_host = activations == 'host' and device_of(self.module).type != 'cpu'
         mover = Mover(self.module, 2**16*size//n) if on_host else None
-        self.run = Lockstep(self.module, mover, facts, others)
+        self.run = Lockstep(self.module, mover, facts, others, draws)
 
     def outputs(self) -> Any:
         views = self.find_views
@@ -89,10 +89,11 @@ class LockstepFacts:
 
 # %% ../../../nbs/api/core/lockstep/01_run.ipynb #5b0f000b
 # All parts of a batch on their way through `module`. `mover`: takes activations to the host; `others`: what other ranks
-# have to know
+# have to know; `draws`: a `Draws`
 class Lockstep:
-    def __init__(self, module, mover=None, facts=None, others=None):
+    def __init__(self, module, mover=None, facts=None, others=None, draws=None):
         self.module = module
+        self.draws = draws
         self.mover = mover
         self.others = others
         self.facts = LockstepFacts() if facts is None else facts
@@ -141,6 +142,7 @@ class Lockstep:
     def _pass(self, fs):
         self.clear()
         with ExitStack() as stack:
+            if self.draws is not None: stack.enter_context(self.draws.in_turns())
             if self.mover is not None: stack.enter_context(saved_tensors_hooks(self.mover.pack, self.mover.unpack))
             self.flags = Flags(self.types)
             self.hooks = top_hooks()
@@ -161,6 +163,7 @@ class Lockstep:
 
     def _surprised(self):
         here = self.facts.kept.surprised()
+        if self.draws is not None and self.draws.surprised(): here = True
         return here if self.others is None else self.others.end_forward(here)
 
     # A part has come to this call of `F.batch_norm`
@@ -266,8 +269,10 @@ class Part(TorchFunctionMode):
         self.flags.put(run.flags)
         push_hooks(self.hooks)
         run.facts.kept.enter(self.i)
+        if run.draws is not None: run.draws.enter(self.i)
         try: return f(*args)
         finally:
+            if run.draws is not None: run.draws.leave(self.i)
             run.facts.kept.leave(self.i)
             self.hooks = pop_hooks(run.hooks)
             self.flags = Flags(run.types)
