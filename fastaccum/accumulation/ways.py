@@ -88,6 +88,7 @@ class Whole:
         if self.cb.activations == 'device' and not self.holds_activations and not self.cb.exact: raise ValueError(places.format('device'))
         check_parts('accumulation')
         if self.cb.grad_device is not None: check_parts('grad_device')
+        if self.cb.exact: check_parts('exact')
 
     # An error for settings of the Learner with which this way cannot work
     def check(self): pass
@@ -165,7 +166,7 @@ class Items(Whole):
         return call(model, *xb) if self.draws is None else self.draws.call(self.at, partial(call, model), *xb)
 
     def backward(self, loop, share):
-        if self.draws is None: return super().backward(loop, share)
+        if self.draws is None or self.draws.is_quiet: return super().backward(loop, share)
         with self.draws.again(self.at): super().backward(loop, share)
 
     def join(self, learn, preds):

@@ -7,7 +7,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/draws.html.md"""
 # %% ../../nbs/api/core/22_draws.ipynb #516c2dea
 from __future__ import annotations
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 import torch, torch.nn.functional as F
 from fastcore.basics import patch
@@ -16,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from .memory import device_of
 from .microbatch import map_tensors, split_items, tensors_in
-from .random import PythonRandom, RandomState, Snapshot, device_rng, same
+from .private import drawn_by
+from .random import PythonRandom, RandomState, Snapshot, device_rng
 from .watch import no_trace
 
 # %% auto #0
@@ -26,8 +28,8 @@ __all__ = []
 # What a fit learns of its model's draws
 class DrawFacts:
     def __init__(self):
-        self.known = {}           # kind of batch -> its draws
-        self.recomputes = {}      # kind of batch -> does the backward pass draw them once more?
+        self.known = {}           # kind of batch -> `Known`; None if it draws nothing
+        self.recomputes = {}      # kind of batch -> does the backward pass draw once more?
 
     # Batches with inputs like these draw the same, as long as all switches and probabilities of modules are the same
     def key(self, module, xb):
@@ -37,43 +39,52 @@ class DrawFacts:
 # %% ../../nbs/api/core/22_draws.ipynb #3ce3f951
 # The random draws of one batch of `n` items, which goes through `module` in parts of these `sizes`. Each part walks through the random
 # numbers of the whole batch: a draw with a row for each item is made for all of them, by the first part, and each takes its rows. Where
-# the generators stand tells which draw it is, so that a second pass, and what PyTorch recomputes, find theirs
-class Draws(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls): return False             # it would import the compiler
-
+# PyTorch recomputes something, it puts the generators back: where they stand tells which draw it is
+class Draws:
     # `call(*xb)` calls the model; `facts`: a `DrawFacts`
     def __init__(self, call, module, xb, n, sizes, facts, lists=None):
-        super().__init__()
         self.measure = partial(measured_draws, call, module, xb, n, lists)
         self.module,self.facts = module,facts
-        self.n,self.sizes = n,sizes
-        self.device = device_of(module)
-        self.streams = Streams(self.device)
+        self.n,self.sizes,self.firsts = n,sizes,[*accumulate(sizes, initial=0)]
+        self.streams = Streams(device_of(module))
         self.key = facts.key(module, xb)
         self.looks = self.key not in facts.known           # is the first part to show whether the model draws?
-        self.known = facts.known.get(self.key)             # a list of `Draw`; None if it draws nothing
-        self.start = RandomState(self.device)
+        self.known = facts.known.get(self.key)
+        self.start = self.stand()
         self.begin()
 
     # All parts begin, perhaps once more
     def begin(self):
-        self.kept = {}                                     # where the generators stand -> the draw there: `Made`
-        self.end = None                                    # where they stand after a part
+        self.kept = []                                     # `Made` by the first part
+        self.at = key_of(self.start.torch)                 # where the generators stand after the last of them
+        self.end = None                                    # a `Stand`, after a part
         self.now = 0                                       # the part that calls
-        self.states = [self.start]*len(self.sizes)         # where parts that take turns stand
-        self.recomputes = False
+        self.counts = [0]*len(self.sizes)                  # draws that each part has come to
+        self.stands = [self.start]*len(self.sizes)         # where parts that take turns stand
+        self.places = None                                 # in a backward pass: where the generators stood -> `Made`
 
     # Is it known that the model draws nothing?
     @property
     def is_quiet(self): return self.known is None and not self.looks
 
+    # Where the generators stand from which the model may draw
+    def stand(self): return Stand(self.streams, self.looks or self.known is not None and self.known.python)
+
+    # May the backward pass draw once more? Then the generators must go the whole batch's way in each part
+    @property
+    def goes_along(self): return self.facts.recomputes.get(self.key, True)
+
+    # Context in which the model draws what the whole batch draws
+    @property
+    def seen(self): return drawn_by(self.draw)
+
     # Call `f(*xb)` for part `i`
     def call(self, i, f, *xb):
+        if self.is_quiet and i < len(self.sizes)-1: return f(*xb)
         if not self.looks:
             with self.part(i): return f(*xb)
         before,copies = Snapshot(self.module, ()),[map_tensors(Tensor.clone, x) for x in xb]
-        with self: out = f(*xb)
+        with self.seen: out = f(*xb)
         if not self.surprised(): return out
         out = None                                         # its graph goes first
         before.restore()
@@ -82,97 +93,128 @@ class Draws(TorchDispatchMode):
     # The first part has shown whether the model draws: is it to be called once more?
     def surprised(self):
         if not self.looks: return False
-        self.looks,draws = False,self.start != RandomState(self.device)
+        draws = self.start != self.stand()
         if draws: self.start.restore()
-        self.known = self.facts.known[self.key] = self.measure() if draws else None
+        self.looks,self.known = False,self.measure() if draws else None
+        self.facts.known[self.key] = self.known
+        self.start = self.stand() if draws else self.start
         self.begin()
         return draws
 
-    # Context for a call of the model with part `i`. The first one leaves the generators where the whole batch does, the others where
-    # they were
-    @contextmanager
-    def part(self, i):
-        if self.known is None: yield
-        else:
-            before = RandomState(self.device)
-            self.now,is_first = i,self.end is None
-            self.start.restore()
-            with self: yield
-            self._ended(RandomState(self.device))
-            if not is_first: before.restore()
-        if self.known is None and self.end is None and i == len(self.sizes)-1: self.check_quiet()
-
-    # A model that has drawn nothing still does not
-    def check_quiet(self):
-        self.end = RandomState(self.device)
-        if self.end != self.start: raise ValueError(has_begun)
-
-    # Have all parts gone the same way?
-    def _ended(self, state):
-        if self.end is None: self.end = state
-        if state != self.end or len(self.kept) != len(self.known): raise ValueError(depends.format('of PyTorch'))
-
-    # Context for the backward pass of part `i`, which may compute some of it once more
-    @contextmanager
-    def again(self, i):
-        if self.known is None or not self.facts.recomputes.get(self.key, True): yield
-        else:
-            self.now = i
-            with self: yield
-            self.facts.recomputes.setdefault(self.key, False)
-            self.facts.recomputes[self.key] |= self.recomputes
-
 # %% ../../nbs/api/core/22_draws.ipynb #bb18975a
+# Context for a call of the model with part `i`. The first one leaves the generators where the whole batch does, the others where
+# they were
+@patch
+@contextmanager
+def part(self:Draws, i):
+    with self.still(i == len(self.sizes)-1):
+        if self.is_quiet: yield
+        else:
+            before,is_first = self.stand(),self.end is None
+            self.now,self.counts[i],goes_along = i,0,self.goes_along
+            self.start.restore()
+            with self.seen: yield
+            self._ended(i, self.stand(), is_first or goes_along)
+            if not is_first: before.restore()
+
+# Has part `i` gone the same way as the others? `goes_along`: have its draws moved PyTorch's generators?
+@patch
+def _ended(self:Draws, i, stand, goes_along=True):
+    if self.end is None: self.end = stand
+    at = self.at if goes_along else key_of(self.start.torch)
+    if key_of(stand.torch) != at or stand.python != self.end.python or self.counts[i] != len(self.known.draws):
+        raise ValueError(depends.format('of PyTorch'))
+
+# Context that looks whether generators stand still from which the model has not drawn
+@patch
+@contextmanager
+def still(self:Draws, looks=True):
+    if self.looks or not looks or self.known is not None and self.known.python: yield
+    else:
+        before = Stand(self.streams)
+        yield
+        after = Stand(self.streams)
+        if after.python != before.python or self.is_quiet and after != before: raise ValueError(has_begun)
+
+# Context for the backward pass of part `i`, which may compute some of it once more
+@patch
+@contextmanager
+def again(self:Draws, i):
+    if self.known is None: yield
+    else:
+        self.now,self.places = i,{m.before: m for m in self.kept} if self.goes_along else {}
+        self.facts.recomputes.setdefault(self.key, False)
+        with self.seen: yield
+        self.places = None
+
 # Context for calls of all parts that take turns. Afterwards the generators stand where the whole batch leaves them
 @patch
 @contextmanager
 def in_turns(self:Draws):
     self.begin()
-    if self.is_quiet:
-        yield
-        return self.check_quiet()
-    with self: yield
-    if not self.looks:
-        for state in self.states: self._ended(state)
-    self.states[0].restore()
+    with self.still():
+        if self.is_quiet: yield
+        else:
+            with self.seen: yield
+            if not self.looks:
+                for i,stand in enumerate(self.stands): self._ended(i, stand)
+            self.stands[0].restore()
 
 # Part `i` has its turn
 @patch
 def enter(self:Draws, i):
     self.now = i
-    if not self.is_quiet: self.states[i].restore()
+    if not self.is_quiet: self.stands[i].restore()
 
 @patch
 def leave(self:Draws, i):
-    if not self.is_quiet: self.states[i] = RandomState(self.device)
+    if not self.is_quiet: self.stands[i] = self.stand()
 
 has_begun = ("exact=True: the model has begun to draw random numbers, and nothing in its modules tells why (a switch or a probability there "
              "would): keep it in an attribute of a module, or leave out exact.")
 
 # %% ../../nbs/api/core/22_draws.ipynb #360abcf5
-# What was drawn: by this `Draw`, for each part, and where the generators stand then
+# What was drawn: by this `Draw`, a row for each item, and where the generators stood before, and after
 class Made(NamedTuple):
     draw:Draw
     rows:Any
+    before:tuple
     after:list
 
+# Draw what PyTorch's operator `func` is asked for
 @patch
-def __torch_dispatch__(self:Draws, func, types, args=(), kwargs=None):
-    kwargs = kwargs or {}
-    if seeded not in func.tags: return func(*args, **kwargs)
-    check_generator(args, kwargs)
-    key,size,shape = key_of(self.streams.now()),self.sizes[self.now],shape_of(args)
-    made,i = self.kept.get(key),len(self.kept)
-    if made is None and not self.looks and self.end is None and self.now == 0 and i < len(self.known):
-        draw = self.known[i]
-        if draw.fits(func, shape, size):
-            check_free(func, args, kwargs)
-            made = self.kept[key] = self._make(draw, func, args, kwargs)
-    elif made is not None: self.recomputes = True
-    if made is not None and made.draw.fits(func, shape, size): return self._take(made, func, args)
+def draw(self:Draws, func, args, kwargs):
+    if self.looks:
+        check_generator(args, kwargs)
+        return func(*args, **kwargs)
+    made = self._again() if self.places is not None else self._next(func, args, kwargs)
+    if made is not None: return self._take(made, func, args)
+    before = self.streams.key()                            # such as attention without dropout
     out = func(*args, **kwargs)
-    if not self.looks and key != key_of(self.streams.now()): raise ValueError(depends.format('of PyTorch'))
+    if before != self.streams.key(): raise ValueError(depends.format('of PyTorch'))
     return out
+
+# The draw that a backward pass makes once more
+@patch
+def _again(self:Draws):
+    made = self.places.get(self.streams.key())
+    if made is not None:
+        self.facts.recomputes[self.key] = True
+        self.streams.put(made.after)
+    return made
+
+# The next draw of the present part, if this is one
+@patch
+def _next(self:Draws, func, args, kwargs):
+    i,draws = self.counts[self.now],self.known.draws
+    if i == len(draws) or not draws[i].fits(func, shape_of(args), self.sizes[self.now]): return
+    makes = i == len(self.kept)
+    if makes or self.goes_along:
+        if self.streams.key() != (self.at if makes else self.kept[i].before): raise ValueError(depends.format('of PyTorch'))
+        if makes: self._make(draws[i], func, args, kwargs)
+        else: self.streams.put(self.kept[i].after)
+    self.counts[self.now] += 1
+    return self.kept[i]
 
 # For all items
 @patch
@@ -184,7 +226,9 @@ def _make(self:Draws, draw, func, args, kwargs):
         as_bool = name == 'bernoulli_' and t.is_cpu        # there the numbers are the same for all types
         out = func(self._like(draw, t, torch.bool if as_bool else t.dtype), *args[1:], **kwargs)
     else: out = func(*[self._size(draw, a) if isinstance(a, (list,tuple)) else a for a in args], **kwargs)
-    return Made(draw, [packed(o) if is_bits else o for o in self._of_parts(draw, out)], self.streams.now())
+    rows,after = draw.by_items(out, self.n),self.streams.now()
+    self.kept.append(Made(draw, Bits(rows) if is_bits else rows, self.at, after))
+    self.at = key_of(after)
 
 @patch
 def _size(self:Draws, draw, shape): return [draw.each*self.n if d == draw.dim else s for d,s in enumerate(shape)]
@@ -196,25 +240,21 @@ def _like(self:Draws, draw, t, dtype=None):
     size,back = self._size(draw, t.shape),sorted(range(t.dim()), key=draw.order.__getitem__)
     return torch.empty([size[d] for d in draw.order], dtype=dtype or t.dtype, device=t.device).permute(back)
 
-# The rows of each part
-@patch
-def _of_parts(self:Draws, draw, out):
-    d = draw.dim
-    if d is None: return [out]
-    t = out.unflatten(d, (draw.outer, self.n, draw.each//draw.outer))
-    return [o.flatten(d, d+2) for o in t.split(self.sizes, d+1)]
-
 # The present part's, as `func` returns it
 @patch
 def _take(self:Draws, made, func, args):
-    self.streams.put(made.after)
-    name = name_of(func)
-    rows = made.rows[0 if made.draw.dim is None else self.now]
-    if isinstance(rows, tuple): rows = unpacked(rows)
-    if name == 'native_dropout': return args[0]*rows/(1-args[1]),rows
+    draw,i,name = made.draw,self.now,name_of(func)
+    rows = made.rows[:] if draw.dim is None else made.rows[self.firsts[i]:self.firsts[i+1]]
+    rows = draw.as_drawn(rows, self.sizes[i])
+    if name == 'native_dropout': return args[0]*rows/(1-args[1]),rows.bool()
     return args[0].copy_(rows) if name.endswith('_') else rows.clone()
 
 # %% ../../nbs/api/core/22_draws.ipynb #48d304bf
+# What is known of the draws of a kind of batch
+class Known(NamedTuple):
+    draws:list               # from PyTorch's generators, in order: `Draw`
+    python:bool              # does the model draw from Python's or NumPy's generators, too?
+
 # What a model draws at random: in what order, and where its items are
 class Draw(NamedTuple):
     func:Any            # PyTorch's operator
@@ -224,12 +264,30 @@ class Draw(NamedTuple):
     outer:int = 1       # as (outer, items, each//outer)
     order:tuple = ()    # of the dimensions in memory
 
-    # Is it of this kind, with `n` items?
-    def fits(self, func, shape, n):
-        return func is self.func and len(shape) == len(self.shape) and all(
-            a == (self.each*n if d == self.dim else b) for d,(a,b) in enumerate(zip(shape, self.shape)))
+    # Of `n` items
+    def shape_of(self, n): return self.shape if self.dim is None else (*self.shape[:self.dim], self.each*n, *self.shape[self.dim+1:])
 
-seeded = torch.Tag.nondeterministic_seeded
+    # Is it of this kind, with `n` items?
+    def fits(self, func, shape, n): return func is self.func and shape == self.shape_of(n)
+
+    # `t`, which was drawn for `n` items, as (items, numbers of each)
+    def by_items(self, t, n):
+        if self.dim is None: return t.reshape(1, -1)
+        return (t if self._is_plain else self._apart(t, n).movedim(self.dim+1, 0)).reshape(n, -1)
+
+    # Back again
+    def as_drawn(self, rows, n):
+        shape = self.shape_of(n)
+        if self._is_plain: return rows.reshape(shape)
+        apart = self._apart(torch.empty(shape, device='meta'), n).movedim(self.dim+1, 0)
+        return rows.view(apart.shape).movedim(0, self.dim+1).reshape(shape)
+
+    # Are the items in the first dimension, one after the other?
+    @property
+    def _is_plain(self): return self.dim is None or self.dim == 0 and self.outer == 1
+
+    def _apart(self, t, n): return t.unflatten(self.dim, (self.outer, n, self.each//self.outer))
+
 def name_of(func): return func.overloadpacket.__name__
 def tensors_of(args, kwargs): return [o for o in tree_leaves((args, kwargs)) if isinstance(o, Tensor)]
 
@@ -265,10 +323,24 @@ class Streams:
         self.set = [torch.set_rng_state] + ([] if mod is None else [lambda s: mod.set_rng_state(s, *place)])
 
     def now(self): return [f() for f in self.get]
+    def key(self): return key_of(self.now())
     def put(self, states):
         for f,s in zip(self.set, states): f(s)
 
 def key_of(states): return tuple(s.numpy().tobytes() for s in states)
+
+# Where the generators stand. `python`: Python's and NumPy's, too, which takes 50 times as long
+class Stand:
+    def __init__(self, streams, python=True):
+        self.streams,self.torch = streams,streams.now()
+        self.python = PythonRandom() if python else None
+
+    def restore(self):
+        self.streams.put(self.torch)
+        if self.python is not None: self.python.restore()
+
+    # Would both draw the same numbers?
+    def __eq__(self, other): return key_of(self.torch) == key_of(other.torch) and self.python == other.python
 
 # %% ../../nbs/api/core/22_draws.ipynb #362b1725
 # The draws of a call of `call(*xb)`, found by calls with three items, with two, and with three in reverse order
@@ -280,28 +352,29 @@ def measured_draws(call, module, xb, n, lists=None):
     with no_trace(module, in_evaluation=False):
         for x in (items(m), items(m-1), reverse):
             before.restore()
+            python.append(PythonRandom())
             with Ones(streams) as ones: call(*x)
             seen.append(ones.seen)
-            python.append(vars(PythonRandom()))
+            python.append(PythonRandom())
     before.restore()
-    if not same(python[0], python[1]): raise ValueError(depends.format('of Python or NumPy'))
+    if python[1] != python[3]: raise ValueError(depends.format('of Python or NumPy'))
     if len({len(s) for s in seen}) > 1: raise ValueError(depends.format('of PyTorch'))
-    return [_draw(m, *of_runs) for of_runs in zip(*seen)]
+    return Known([_draw(m, *of_runs) for of_runs in zip(*seen)], python[0] != python[1])
 
 depends = ("exact=True: the model draws random numbers {} whose number depends on the items: those of all items are not known for a "
            "micro-batch. Draw a fixed number for each item, with PyTorch, or leave out exact.")
 
 # One draw, in all three calls
 def _draw(m, a, b, c):
-    (func,shape,strides,x),(other,fewer,*_),(*_,y) = a,b,c
-    if func is not other or len(shape) != len(fewer): raise ValueError(depends.format('of PyTorch'))
+    func,shape,fewer = a.func,a.shape,b.shape
+    if func is not b.func or len(shape) != len(fewer): raise ValueError(depends.format('of PyTorch'))
     dims = [d for d,(p,q) in enumerate(zip(shape, fewer)) if p != q]
     if not dims: return Draw(func, shape, None)
     d,each = dims[0],shape[dims[0]]//m
     if len(dims) > 1 or shape[d] != each*m or fewer[d] != each*(m-1): raise ValueError(depends.format('of PyTorch'))
     if name_of(func) == 'randperm': raise ValueError(not_free.format('randperm'))
-    order = tuple(sorted(range(len(shape)), key=lambda i: strides[i], reverse=True))
-    return Draw(func, shape, d, each, _outer(x, y, d, each, m), order)
+    order = tuple(sorted(range(len(shape)), key=lambda i: a.strides[i], reverse=True))
+    return Draw(func, shape, d, each, _outer(a.like, c.like, d, each, m), order)
 
 # In which order are the rows of items in a draw? `y`: what it is made like, `x`, for the items in reverse order
 def _outer(x, y, d, each, m):
@@ -321,7 +394,14 @@ no_order = ("exact=True: the model draws random numbers for several rows of each
             "which rows are whose. Draw with the items in the first dimension, or leave out exact.")
 
 # %% ../../nbs/api/core/22_draws.ipynb #947f1d01
-# Draws ones instead, and notes what is drawn, and like which tensor
+# A draw of a call
+class Seen(NamedTuple):
+    func:Any            # PyTorch's operator
+    shape:tuple
+    strides:tuple
+    like:Tensor|None    # what it is made like
+
+# Draws ones instead, and notes what is drawn
 class Ones(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls): return False             # it would import the compiler
@@ -334,32 +414,37 @@ class Ones(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             out = func(*args, **kwargs)
             if name_of(func) == 'empty_like': self.like[id(out)] = out,args[0]
             return out
         check_generator(args, kwargs)
-        before = key_of(self.streams.now())
+        before = self.streams.key()
         source = next((t for t in args if isinstance(t, Tensor)), None)
         if name_of(func).endswith('_'): _,source = self.like.get(id(args[0]), (None, None))
         source = None if source is None else source.detach().clone()
         out = func(*args, **kwargs)
-        if before == key_of(self.streams.now()): return out            # such as attention without dropout
+        if before == self.streams.key(): return out                    # such as attention without dropout
         check_free(func, args, kwargs)
         t = out[1] if isinstance(out, tuple) else out
         if t.dim() and not all(s for s in t.stride()): raise ValueError(not_free.format(name_of(func)))
-        self.seen.append((func, shape_of(args), t.stride(), source))
+        self.seen.append(Seen(func, shape_of(args), t.stride(), source))
         if name_of(func) == 'native_dropout': return args[0].clone(),torch.ones_like(out[1])
         return out.fill_(1) if name_of(func) != 'randperm' else out
 
 # %% ../../nbs/api/core/22_draws.ipynb #4d886323
-# Draws of 0 and 1 as bits
-def packed(t):
-    b = F.pad(t.flatten().to(torch.uint8), (0, -t.numel()%8)).view(8, -1)
-    res = b[0].clone()
-    for i in range(1, 8): res |= b[i] << i
-    return res,t.shape
+# Draws of 0 and 1, (items, numbers of each), as bits. A byte has numbers of all eighths of a row, so that a whole tensor takes few steps
+class Bits:
+    def __init__(self, t):
+        rows = F.pad(t.to(torch.uint8), (0, -t.shape[1]%8)).view(len(t), 8, -1)
+        self.bits = (rows << places(t.device)[0]).sum(1, keepdim=True, dtype=torch.uint8)
+        self.width = t.shape[1]
 
-def unpacked(bits):
-    b,shape = bits
-    return torch.stack([b >> i & 1 for i in range(8)]).flatten()[:shape.numel()].view(shape).bool()
+    # The numbers in these rows
+    def __getitem__(self, rows):
+        place,one = places(self.bits.device)
+        numbers = (self.bits[rows] >> place).bitwise_and_(one).flatten(1)
+        return numbers if numbers.shape[1] == self.width else numbers[:,:self.width]
+
+@lru_cache(None)
+def places(device): return torch.arange(8, dtype=torch.uint8, device=device)[:,None],torch.ones((), dtype=torch.uint8, device=device)

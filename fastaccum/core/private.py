@@ -8,8 +8,8 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/private.html.md"""
 from __future__ import annotations
 import gc
 from collections import OrderedDict
-from functools import lru_cache
-import torch
+from functools import lru_cache, partial
+import torch, torch.nn.functional as F
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -82,6 +82,46 @@ def update_scale(scale, tracker, found_inf, growth, backoff, interval):
 # Another: divide gradients by the scale, and set `found_inf` to 1 if one is not finite
 def unscale(grads, found_inf, inv_scale): torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
+# %% ../../nbs/api/core/21_private.ipynb #9a7e0023
+_key = torch._C.DispatchKey.AutocastIPU
+_keys = torch._C.DispatchKeySet(_key)
+_makers = []              # who makes what is drawn; the last one is asked
+
+# Context in which `f(func, args, kwargs)` makes what operators draw at random, on this thread and in its backward passes.
+# Nobody sees what `f` calls
+class drawn_by:
+    def __init__(self, f): self.f = f
+
+    def __enter__(self):
+        _see_draws()
+        tls = torch._C
+        self.before = tls._dispatch_tls_is_dispatch_key_included(_key),tls._dispatch_tls_is_dispatch_key_excluded(_key)
+        _makers.append(self.f)
+        _switch(True, False)
+
+    def __exit__(self, *exc):
+        _switch(*self.before)
+        _makers.pop()
+
+def _switch(included, excluded):
+    torch._C._dispatch_tls_set_dispatch_key_included(_key, included)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_key, excluded)
+
+# Once, when the first one asks
+@lru_cache(None)
+def _see_draws():
+    others,aten = torch.library.Library('_', 'IMPL'),torch.library.Library('aten', 'IMPL')
+    others.fallback(torch.library.fallthrough_kernel, _key.name)
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith('aten::') or torch._C._dispatch_has_kernel_for_dispatch_key(name, 'CompositeImplicitAutograd'): continue
+        packet,_,overload = name[6:].partition('.')
+        func = getattr(getattr(torch.ops.aten, packet), overload or 'default')
+        if torch.Tag.nondeterministic_seeded in func.tags: aten.impl(name[6:], partial(_made, func), _key.name)
+    return others,aten
+
+def _made(func, *args, **kwargs):
+    with torch._C._ExcludeDispatchKeyGuard(_keys): return _makers[-1](func, args, kwargs)
+
 # %% ../../nbs/api/core/21_private.ipynb #9a7e0017
 def _nodes_are_numbered():
     x = torch.ones((), requires_grad=True)
@@ -127,6 +167,14 @@ def _scales_move():
     update_scale(scale, tracker, found, 2., .5, 1)
     return scale.item() == 16
 
+def _draws_can_be_made():
+    seen = []
+    def zeros(func, args, kwargs):
+        seen.append(func)
+        return args[0].zero_()
+    with drawn_by(zeros): out = F.dropout(torch.ones(2, device='cpu')+1, .5)
+    return seen == [torch.ops.aten.bernoulli_.float] and not out.any() and not torch._C._dispatch_tls_is_dispatch_key_included(_key)
+
 class _Same(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x.clone()
@@ -150,6 +198,8 @@ needs = dict(accumulation=('Accumulation', 'GradientAccumulation', (_kept, _numb
                  ('the stack of saved-tensor hooks (torch._C._autograd)', _hooks_can_be_moved))),
              grad_device=("grad_device='cpu'", 'this argument', (
                  ('torch._C._current_graph_task_id and queue_callback of the engine', _backward_shows),)),
+             exact=('exact=True', 'this argument', (
+                 ('a key of the dispatcher that nobody uses (torch._C._dispatch_tls_set_dispatch_key_included)', _draws_can_be_made),)),
              scaler=('The loss scale', 'fp16', (('torch._amp_update_scale_', _scales_move),)),
              chunks=('ChunkedLoss', 'it', (_classes,)))
 

@@ -43,6 +43,9 @@ class PythonRandom:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
+    # Would both draw the same numbers?
+    def __eq__(self, other): return isinstance(other, PythonRandom) and same(vars(self), vars(other))
+
 # The present state of Python's, NumPy's and PyTorch's generators, of PyTorch's on `device`, and of the generators `own`
 class RandomState(PythonRandom):
     def __init__(self, device='cpu', own=()):
@@ -63,14 +66,11 @@ class RandomState(PythonRandom):
         if self.on_device is not None: device_rng(self.device).set_rng_state(self.on_device, *self._place())
         for g,state in zip(own, self.own): put_state(g, state)
 
-    # Would both draw the same numbers?
-    def __eq__(self, other): return same(vars(self), vars(other))
-
 def same(a, b):
     if isinstance(a, dict): return a.keys() == b.keys() and all(same(v, b[k]) for k,v in a.items())
     if isinstance(a, (tuple,list)):
         return len(a) == len(b) and (a == b if {*map(type, a)} == {int} else all(map(same, a, b)))
-    return torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b)
+    return torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
 
 # %% ../../nbs/api/core/10_random.ipynb #c25c0ad9
 # The state that a forward and backward pass changes: random generators, buffers, gradients. Without `gradients`, those

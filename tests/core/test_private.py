@@ -18,7 +18,8 @@ def looked_at_anew():
 # What makes a callback that needs the part
 makers = dict(accumulation=lambda: GradientAccumulation(64), grad_device=lambda: GradientAccumulation(64, grad_device='cpu'),
               batchnorm=lambda: GradientAccumulation(64, micro_batch_size=8, coupled='batchnorm'),
-              scaler=lambda: DynamicLossScaler('cpu'), chunks=lambda: ChunkedLoss(nn.CrossEntropyLoss(), nn.Linear(4, 3)))
+              exact=lambda: GradientAccumulation(micro_batch_size=8, exact=True), scaler=lambda: DynamicLossScaler('cpu'),
+              chunks=lambda: ChunkedLoss(nn.CrossEntropyLoss(), nn.Linear(4, 3)))
 
 @pytest.mark.parametrize('feature', private.needs)
 def test_all_there(feature):
@@ -30,7 +31,8 @@ missing = [(torch._C._autograd, '_get_sequence_nr', 'accumulation'), (torch.auto
            (torch._C, 'DisableTorchFunctionSubclass', 'accumulation'), (torch._C, 'DisableTorchFunctionSubclass', 'chunks'),
            (torch._C, '_current_graph_task_id', 'grad_device'), (torch._C._autograd, '_top_saved_tensors_default_hooks', 'batchnorm'),
            (torch._C._autograd, '_pop_saved_tensors_default_hooks', 'batchnorm'), (torch._C, '_len_torch_dispatch_stack', 'batchnorm'),
-           (torch._C._autograd, '_push_saved_tensors_default_hooks', 'batchnorm'), (torch, '_amp_update_scale_', 'scaler')]
+           (torch._C._autograd, '_push_saved_tensors_default_hooks', 'batchnorm'), (torch, '_amp_update_scale_', 'scaler'),
+           (torch._C, '_dispatch_tls_set_dispatch_key_included', 'exact')]
 @pytest.mark.parametrize('where, name, feature', missing)
 def test_missing(monkeypatch, where, name, feature):
     monkeypatch.delattr(where, name)
@@ -42,7 +44,7 @@ def test_missing(monkeypatch, where, name, feature):
 changed = [('number_of', lambda node: 0, 'accumulation'), ('gradient_dtype', lambda node, i: None, 'batchnorm'),
            ('top_hooks', lambda: None, 'batchnorm'), ('same_version', lambda t: torch.no_grad(), 'accumulation'),
            ('update_scale', lambda *args: None, 'scaler'), ('in_backward', lambda: True, 'grad_device'),
-           ('plain_tensors', torch.no_grad, 'chunks')]
+           ('plain_tensors', torch.no_grad, 'chunks'), ('drawn_by', lambda f: torch.no_grad(), 'exact')]
 @pytest.mark.parametrize('name, f, feature', changed)
 def test_changed(monkeypatch, name, f, feature):
     monkeypatch.setattr(private, name, f)
