@@ -50,7 +50,7 @@ words = {
     'tutorials/mixed_precision': 'loss nan inf amp autocast GradScaler half precision',
     'tutorials/bigger_batch': 'effective batch size, virtual batch size, gradient accumulation steps, large batch',
     'tutorials/bigger_batch#find-the-learning-rate': 'learning rate wrong after accumulation, lr too high, lr_find',
-    'tutorials/bigger_batch#what-it-cannot-do': 'dropout batchnorm',
+    'tutorials/bigger_batch#the-same-run': 'dropout batchnorm exact',
     'tutorials/find_batch_size': 'best batch size, optimal batch size, linear scaling rule',
     'tutorials/fit_memory': 'how many GB, GiB, VRAM, GPU memory estimate, memory usage, OOM, gradient checkpointing, offload',
     'tutorials/many_devices': 'multi-GPU, multiple GPUs, DDP, DistributedDataParallel, FSDP, torchrun, two GPUs',

@@ -4,7 +4,7 @@ from contextlib import suppress
 from reference import *
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.text.models.awdlstm import AWD_LSTM
-from fastaccum.all import ActivationCheckpointing, ChunkedHead, Compile, GradientNoiseScale, TrainingCheckpoint
+from fastaccum.all import ActivationCheckpointing, ChunkedHead, Compile, GradientNoiseScale, MixedPrecision, TrainingCheckpoint
 
 N,BS = 50,20          # the last loader batch has 10 items
 sizes = [1, 7, 16, BS]
@@ -312,6 +312,31 @@ def test_half_precision():
     whole,learn = run('dropout', fit=fit, dtype=torch.float32),run('dropout', 7, fit=fit, dtype=torch.float32)
     assert moved_apart(learn, whole) < .02
     assert torch.equal(learn.random[0], whole.random[0])
+
+@pytest.mark.fp16
+@pytest.mark.parametrize('name', ['dropout', 'own loss', 'batchnorm'])
+def test_loss_scale(name):
+    "An overflow comes at the same step, and skips it"
+    def scaled(k):
+        inf = On('before_backward', lambda l: setattr(l, 'loss_grad', l.loss_grad*float('inf')) if l.epoch == 1 and l.iter == 0 else None)
+        return run(name, k, MixedPrecision('fp16', init_scale=2.**8), inf, dtype=torch.float32)
+    whole,learn = scaled(None),scaled(7)
+    history = [l.mixed_precision.scaler.history() for l in (whole, learn)]
+    assert [*history[0]['skipped']] == [*history[1]['skipped']] == [False]*3 + [True] + [False]*2
+    assert [*history[0]['scale']] == [*history[1]['scale']]
+    assert moved_apart(learn, whole) < .02
+    assert torch.equal(learn.random[0], whole.random[0])
+
+@pytest.mark.parametrize('name', ['dropout', 'own loss', 'batchnorm', 'lstm'])
+def test_validation_in_mid_epoch(name):
+    "The fit goes on as if nothing had happened"
+    def validate(l):
+        dl = l.dl
+        l.validate()
+        l.dl,l.training = dl,True
+        l.model.train()
+    fit = lambda l: l.fit(2, .05, cbs=On('after_batch', validate, [1, 3], order=80))
+    same_run(run(name, 7, fit=fit), run(name))
 
 def test_resume(tmp_path):
     "In the middle of an epoch"

@@ -793,11 +793,11 @@ def coupled_single(): return run(*data(97, 3), model=Stacked(), loss=OfStacked()
 @case
 def coupled_errors():
     if not many: return {}
-    def error(dp=None, coupled=True, cbs=(), k=4):
-        try: learner(*data(32, 3), model=mlp(3), loss=ce(), dp=dp, micro_batch_size=k, coupled=coupled, cbs=cbs).fit(1)
+    def error(dp=None, coupled=True, cbs=(), k=4, **kwargs):
+        try: learner(*data(32, 3), model=mlp(3), loss=ce(), dp=dp, micro_batch_size=k, coupled=coupled, cbs=cbs, **kwargs).fit(1)
         except ValueError as e: return str(e)
     return dict(local=error(LocalSGD()), head=error(coupled='head'), overlap=error(DataParallel(overlap=True)),
-                mixup=error(cbs=[MixUp()]), auto=error(k='auto'))
+                mixup=error(cbs=[MixUp()]), auto=error(k='auto'), exact=error(coupled=False, exact=True, accum=None))
 
 # --- errors
 @case
