@@ -1,5 +1,5 @@
 "With exact=True a run is that of whole loader batches in plain fastai, whatever the model draws, normalizes or compares"
-import random, tempfile, pytest
+import random, tempfile, weakref, pytest
 from contextlib import suppress
 from reference import *
 from fastai.callback.mixup import CutMix, MixUp
@@ -237,6 +237,32 @@ def test_looks_once_and_only_if_the_model_draws(layers, more):
     plain,n_plain = n_calls(lambda case: run(case, None, GradientAccumulation(micro_batch_size=7)), *layers)
     assert n - n_plain == more
     if not more: same_run(learn, plain, 1e-12)
+
+class Lives(torch.autograd.Function):
+    "`seen` gets something that lives as long as the graph"
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.it = Callback()
+        seen.append(weakref.ref(ctx.it))
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g): return g,None
+
+class Graphs(nn.Module):
+    "How many graphs of earlier calls live when it is called?"
+    def __init__(self, *layers):
+        super().__init__()
+        self.m,self.d,self.h = nn.Sequential(*layers),nn.Dropout(.3),nn.Linear(12, 4)
+    def forward(self, x):
+        Graphs.live.append(sum(r() is not None for r in Graphs.seen))
+        return self.h(self.d(self.m(Lives.apply(x.requires_grad_(), Graphs.seen))))
+
+@pytest.mark.parametrize('layers,n', [((nn.Linear(12, 12),), 1), ((nn.Linear(12, 12), nn.BatchNorm1d(12)), 3)], ids=['', 'batchnorm'])
+def test_the_graph_of_the_first_look_goes_first(layers, n):
+    "The first part, or all where they wait for each other, are called again: no more memory than without the look"
+    Graphs.live,Graphs.seen = [],[]
+    run((lambda: Graphs(*deepcopy(layers)), vec, ce()), 7)
+    assert Graphs.live[:n] == [*range(n)] and Graphs.live[n] == 0, Graphs.live
 
 # -- beside
 class Probability(Callback):

@@ -451,6 +451,17 @@ def test_an_exception_leaves_everything_as_it_was(ex):
     assert len(ended) == 3 and torch.is_grad_enabled()      # all parts have left at once
     assert not batch.run.parts
 
+def test_no_graph_is_left_of_a_pass_that_ends_early():
+    hidden = []
+    def f(self, x):
+        h = self.norm(self.a(x))
+        hidden.append(weakref.ref(h.grad_fn))
+        if len(hidden) == 3: raise MemoryError('planted')
+        return self.b(h.relu())
+    net = Body(f, a=nn.Linear(4, 6), norm=nn.BatchNorm1d(6), b=nn.Linear(6, 2))
+    with pytest.raises(MemoryError): LockstepBatch(net, (torch.randn(9, 4),), 9, 3).outputs()
+    assert len(hidden) == 3 and all(h() is None for h in hidden)
+
 @pytest.mark.parametrize('f,message', [(depends, "'n[23]'.*'n[23]'"), (early_exit, "'n2'")])
 def test_another_way_through_the_model(f, message):
     net = seeded(Body, f, **three())

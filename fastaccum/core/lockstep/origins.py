@@ -18,7 +18,7 @@ __all__ = []
 # The part from whose items a tensor was computed, for the first two batches
 class Origins:
     def __init__(self):
-        self.of = {}              # id of a tensor -> (weak reference to it, its part or 'earlier': an earlier batch)
+        self.of = {}              # id of a tensor -> (weak reference to it, the number of its part or 'earlier': an earlier batch)
         self.batches = 0          # that have ended
         self.mixed = []           # where a tensor of another part was read: the last call of `F.batch_norm`, or None
         self.earlier = []         # the same for a tensor of an earlier batch
@@ -42,7 +42,7 @@ class Origins:
     # These tensors are the part's
     def put(self, part, ts):
         for t in ts:
-            if id(t) not in self.registered: self.of[id(t)] = weakref.ref(t),part
+            if id(t) not in self.registered: self.of[id(t)] = weakref.ref(t),part.i
 
     def _part_of(self, t):
         ref,part = self.of.get(id(t), (None, None))
@@ -54,7 +54,7 @@ class Origins:
             whose = self._part_of(t)
             if whose is None:
                 if made_unseen(part, t): self.put(part, [t])
-            elif whose is not part:
+            elif whose != part.i:
                 found = self.earlier if whose == 'earlier' else self.mixed
                 found.append(part.run.last_call)
 

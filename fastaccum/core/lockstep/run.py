@@ -124,7 +124,8 @@ class Lockstep:
             outs = self._pass(fs)
             if self.first is not None: self.message = self.first.message(self.parts)
             while self._surprised():             # modules kept something new: the parts have mixed it up
-                self.first = None
+                self.first = outs = None         # their graphs go first
+                self.clear()
                 before.restore()
                 outs = self._pass(fs)
             self.message = check_origins(self.facts.origins, self.names) or self.message

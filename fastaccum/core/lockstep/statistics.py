@@ -204,8 +204,10 @@ class Meeting:
         by_g = self.inv if c.scale is None else self.inv*c.scale
         return (g*wide(by_g, x)).addcmul_(x, wide(by_x, x)).add_(wide(shift, x))
 
-    # Forget the graphs
-    def forget(self): self.calls = []
+    # Forget the graphs. A call and what autograd keeps of it hold each other, and Python's collector does not see it
+    def forget(self):
+        for c in filter(None, self.calls): c.release()
+        self.calls = []
 
 # %% ../../../nbs/api/core/lockstep/02_statistics.ipynb #5b130013
 def of_torch(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True):
