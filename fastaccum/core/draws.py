@@ -50,6 +50,7 @@ class Draws:
         self.key = facts.key(module, xb)
         self.looks = self.key not in facts.known           # is the first part to show whether the model draws?
         self.known = facts.known.get(self.key)
+        self.has_drawn = False                             # the first part: what, is to be found out
         self.start = self.stand()
         self.begin()
 
@@ -88,18 +89,25 @@ class Draws:
         if not self.surprised(): return out
         out = None                                         # its graph goes first
         before.restore()
+        self.learn()
         with self.part(i): return f(*copies)
 
-    # The first part has shown whether the model draws: is it to be called once more?
+    # The first part has shown whether the model draws: is it to be called once more, when it is known what?
     def surprised(self):
         if not self.looks: return False
-        draws = self.start != self.stand()
-        if draws: self.start.restore()
-        self.looks,self.known = False,self.measure() if draws else None
-        self.facts.known[self.key] = self.known
-        self.start = self.stand() if draws else self.start
+        self.looks,self.has_drawn = False,self.start != self.stand()
+        if not self.has_drawn: self._know(None)
+        return self.has_drawn
+
+    # What does it draw?
+    def learn(self):
+        if not self.has_drawn or self.known is not None: return
+        self.start.restore()
+        self._know(self.measure())
+        self.start = self.stand()
         self.begin()
-        return draws
+
+    def _know(self, known): self.known = self.facts.known[self.key] = known
 
 # %% ../../nbs/api/core/22_draws.ipynb #bb18975a
 # Context for a call of the model with part `i`. The first one leaves the generators where the whole batch does, the others where

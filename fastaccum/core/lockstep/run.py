@@ -127,6 +127,7 @@ class Lockstep:
                 self.first = outs = None         # their graphs go first
                 self.clear()
                 before.restore()
+                if self.draws is not None: self.draws.learn()
                 outs = self._pass(fs)
             self.message = check_origins(self.facts.origins, self.names) or self.message
             for o in looks: o.one_pass(lambda: [kept.of(i, partial(held_by, self.module)) for i in (0, len(fs)-1)])
