@@ -55,7 +55,7 @@ class GradientAccumulation(LoopCallback):
         log_accum_batch:bool=True,   # One log row per step, with the accumulated loss? If False, one per loader batch, as in fastai
         micro_batch_size:Size=None,  # Split loader batches into micro-batches of at most so many items; 'auto': as many as fit
         remainder:Policy='step',     # Items left at the end of an epoch: 'step' with their exact mean, 'drop' them, 'carry' them over
-        exact:Exactness=False,       # The run of these loader batches in plain fastai, dropout and BatchNorm included? See below
+        exact:Exactness=False,       # The run of plain fastai with these loader batches, dropout and BatchNorm included?
         # -- whole loader batches, and memory
         coupled:Coupling=False,      # One loss over the loader batch? 'head', a module's name or 'batchnorm': that sees all items, too
         activations:Place='host',    # Where they wait for the backward pass with coupled='batchnorm': 'host' or 'device'
