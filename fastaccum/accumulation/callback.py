@@ -80,9 +80,7 @@ class GradientAccumulation(LoopCallback):
         self.per_loader_batch = accum_bs is None and n_acc is None and self.splits
         self.ranks = OneRank()
         self.fitting = FittingSize() if micro_batch_tokens is None else FittingTokens()
-        self.running = False
-        self.told_way = None                             # with exact=True: the class of the way that was told
-        self.on_host = None
+        self.running,self.on_host,self.told_way = False,None,None        # the last with exact=True: the class of the way that was told
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
         self.epoch_counts = EpochCounts()
         size = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))

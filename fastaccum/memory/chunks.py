@@ -27,8 +27,7 @@ __all__ = ['ChunkedHead']
 # %% ../../nbs/api/memory/04_chunks.ipynb #c0a3f007
 class ChunkedHead(LoopCallback):
     "Compute the model's last layer and the loss in chunks, so that its outputs are never all there at once"
-    computes_head = True
-    order,reads_pred,needs_loop = 9,False,False          # before `MixedPrecision` and fastai's own callbacks for texts
+    order,reads_pred,needs_loop,computes_head = 9,False,False,True         # before `MixedPrecision` and fastai's own callbacks for texts
     def __init__(self,
         n_chunks:int=8,            # Into how many chunks: the outputs take that much less memory
         head:nn.Module|str|None=None # The layer whose outputs the model returns, or its name. Default: the last linear layer or convolution

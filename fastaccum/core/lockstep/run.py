@@ -92,10 +92,8 @@ class LockstepFacts:
 # have to know; `draws`: a `Draws`
 class Lockstep:
     def __init__(self, module, mover=None, facts=None, others=None, draws=None):
-        self.module = module
-        self.draws = draws
-        self.mover = mover
-        self.others = others
+        self.module,self.draws = module,draws
+        self.mover,self.others = mover,others
         self.facts = LockstepFacts() if facts is None else facts
         self.room = None if mover is None else self.facts.room
         self.greenlet = import_greenlet()
