@@ -150,7 +150,7 @@ class Items(Whole):
         n = batch.n
         self.size = self.cb.micro_bs
         self.sizes = part_sizes(n, self.size)
-        self.shown,self.at = shown,-1
+        self.shown,self.at = shown if self.cb.exact else None,-1
         if n <= self.size: return self._one(batch, shown)
         parts = split_batch(shown.xb, shown.yb, n, self.size, shown.beside, lists=self.cb.facts.lists)
         return micro_batches(batch, self.sizes, parts)
@@ -162,7 +162,8 @@ class Items(Whole):
 
     def predict(self, call, model, *xb):
         self.at += 1
-        if not self.at and len(self.sizes) > 1: self.draw(call, model, self.shown.xb, self.sizes)
+        if self.shown is not None and len(self.sizes) > 1: self.draw(call, model, self.shown.xb, self.sizes)
+        self.shown = None
         return call(model, *xb) if self.draws is None else self.draws.call(self.at, partial(call, model), *xb)
 
     def backward(self, loop, share):

@@ -43,12 +43,12 @@ class DrawFacts:
 class Draws:
     # `call(*xb)` calls the model; `facts`: a `DrawFacts`
     def __init__(self, call, module, xb, n, sizes, facts, lists=None):
-        self.measure = partial(measured_draws, call, module, xb, n, lists)
         self.module,self.facts = module,facts
         self.n,self.sizes,self.firsts = n,sizes,[*accumulate(sizes, initial=0)]
         self.streams = Streams(device_of(module))
         self.key = facts.key(module, xb)
         self.looks = self.key not in facts.known           # is the first part to show whether the model draws?
+        self.measure = partial(measured_draws, call, module, xb, n, lists) if self.looks else None
         self.known = facts.known.get(self.key)
         self.has_drawn = False                             # the first part: what, is to be found out
         self.start = self.stand()
@@ -107,7 +107,9 @@ class Draws:
         self.start = self.stand()
         self.begin()
 
-    def _know(self, known): self.known = self.facts.known[self.key] = known
+    def _know(self, known):
+        self.known = self.facts.known[self.key] = known
+        self.measure = None                                # it holds the batch
 
 # %% ../../nbs/api/core/22_draws.ipynb #bb18975a
 # Context for a call of the model with part `i`. The first one leaves the generators where the whole batch does, the others where
@@ -384,9 +386,9 @@ def _draw(m, a, b, c):
     order = tuple(sorted(range(len(shape)), key=lambda i: a.strides[i], reverse=True))
     return Draw(func, shape, d, each, _outer(a.like, c.like, d, each, m), order)
 
-# In which order are the rows of items in a draw? `y`: what it is made like, `x`, for the items in reverse order
+# In which order are the rows of items in a draw? `y`: what it is made like, or computed with, `x`, for the items in reverse order
 def _outer(x, y, d, each, m):
-    if x is None:
+    if x is None or x.shape != y.shape or x.shape[d] != each*m:
         if each == 1: return 1
         raise ValueError(no_order)
     def off(o):
@@ -407,7 +409,7 @@ class Seen(NamedTuple):
     func:Any            # PyTorch's operator
     shape:tuple
     strides:tuple
-    like:Tensor|None    # what it is made like
+    like:Tensor|None    # what it is made like, or computed with
 
 # Draws ones instead, and notes what is drawn
 class Ones(TorchDispatchMode):
@@ -419,12 +421,14 @@ class Ones(TorchDispatchMode):
         self.streams = streams
         self.seen = []
         self.like = {}            # id of a new tensor -> itself, and the one that it is like
+        self.drawn = {}           # id of a tensor, drawn or computed of one -> itself, and its number in `seen`
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             out = func(*args, **kwargs)
             if name_of(func) == 'empty_like': self.like[id(out)] = out,args[0]
+            self._meets([a for a in args if isinstance(a, Tensor)], out)
             return out
         check_generator(args, kwargs)
         before = self.streams.key()
@@ -438,7 +442,19 @@ class Ones(TorchDispatchMode):
         if t.dim() and not all(s for s in t.stride()): raise ValueError(not_free.format(name_of(func)))
         self.seen.append(Seen(func, shape_of(args), t.stride(), source))
         if name_of(func) == 'native_dropout': return args[0].clone(),torch.ones_like(out[1])
-        return out.fill_(1) if name_of(func) != 'randperm' else out
+        if name_of(func) == 'randperm': return out
+        if source is None: self.drawn[id(out)] = out,len(self.seen)-1
+        return out.fill_(1)
+
+    # What an operator makes of `tensors`: is a draw among them, and what is it computed with?
+    def _meets(self, tensors, out):
+        found = next((self.drawn[id(t)] for t in tensors if id(t) in self.drawn), None)
+        if found is None: return
+        t,i = found
+        others = [o for o in tensors if o is not t and o.is_floating_point() and o.dim() == t.dim()
+                  and all(a in (1, b) for a,b in zip(t.shape, o.shape))]
+        if others and self.seen[i].like is None: self.seen[i] = self.seen[i]._replace(like=others[0].detach().clone())
+        elif len(tensors) == 1 and isinstance(out, Tensor) and out.shape == t.shape: self.drawn[id(out)] = out,i
 
 # %% ../../nbs/api/core/22_draws.ipynb #4d886323
 # Draws of 0 and 1, (items, numbers of each), as bits. A byte has numbers of all eighths of a row, so that a whole tensor takes few steps

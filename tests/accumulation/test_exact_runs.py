@@ -49,6 +49,16 @@ class Rows(nn.Module):
         h = self.a((x.transpose(0, 1) if self.outer else x).reshape(t*n, c)).relu()
         h = self.d(self.d(h))
         return self.h(h.view(t, n, c).mean(0) if self.outer else h.view(n, t, c).mean(1))
+class Frames(nn.Module):
+    "Channels of frames are dropped, those of an item one after the other (`outer`: all first frames before all second ones)"
+    def __init__(self, outer):
+        super().__init__()
+        self.a,self.b,self.d,self.h,self.outer = nn.Conv2d(3, 4, 3),nn.Conv2d(4, 4, 3),nn.Dropout2d(.3),nn.Linear(64, 4),outer
+    def forward(self, x):
+        n,t = x.shape[:2]
+        h = (x.transpose(0, 1) if self.outer else x).flatten(0, 1)
+        h = self.d(self.b(self.d(self.a(h)).relu())).flatten(1)
+        return self.h(h.view(t, n, -1).mean(0) if self.outer else h.view(n, t, -1).mean(1))
 class Trf(nn.Module):
     def __init__(self, batch_first=True):
         super().__init__(); self.e,self.h = nn.TransformerEncoderLayer(12, 3, 20, .1, batch_first=batch_first),nn.Linear(12, 4)
@@ -132,6 +142,8 @@ cases = {  # model, shape of an item, loss
     'no items': (lambda: Calls(lambda h: h*torch.rand(24, dtype=h.dtype)), vec, ce()),
     'rows of items': (lambda: Rows(False), seq, ce()),
     'time before items': (lambda: Rows(True), seq, ce()),
+    'frames': (lambda: Frames(False), (2,3,8,8), ce()),
+    'frames before items': (lambda: Frames(True), (2,3,8,8), ce()),
     'in evaluation mode': (Frozen, vec, ce()),
     'two views': (lambda: Views(False), vec, ntxent),
     'views in rows': (lambda: Views(True), vec, ntxent),
