@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/ways.html.md"""
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #a196cd39
 from __future__ import annotations
+from contextlib import nullcontext
 from itertools import count
 from typing import Any, NamedTuple
 from fastai.basics import *
@@ -123,11 +124,15 @@ class Whole:
     # Backward pass of `learn.loss_grad` times `share`
     def backward(self, loop, share):
         learn,loss = loop.learn,loop.learn.loss_grad
-        if loop.stock_backward:                           # the share as the initial gradient saves a multiplication
-            loss.backward(share if isinstance(share, Tensor) else scalar(share, loss.dtype, loss.device))
-        else:                                             # Accelerate's, for example
-            learn.loss_grad = weighted(loss, share)
-            learn._backward()
+        with self.again():
+            if loop.stock_backward:                       # the share as the initial gradient saves a multiplication
+                loss.backward(share if isinstance(share, Tensor) else scalar(share, loss.dtype, loss.device))
+            else:                                         # Accelerate's, for example
+                learn.loss_grad = weighted(loss, share)
+                learn._backward()
+
+    # Context for it, in which the model may draw once more what it recomputes
+    def again(self): return nullcontext()
 
     # All micro-batches are through, or one was cancelled: make `learn.pred` that of the loader batch
     def join(self, learn, preds): pass
@@ -166,9 +171,7 @@ class Items(Whole):
         self.shown = None
         return call(model, *xb) if self.draws is None else self.draws.call(self.at, partial(call, model), *xb)
 
-    def backward(self, loop, share):
-        if self.draws is None or self.draws.is_quiet: return super().backward(loop, share)
-        with self.draws.again(self.at): super().backward(loop, share)
+    def again(self): return super().again() if self.draws is None or self.draws.is_quiet else self.draws.again(self.at)
 
     def join(self, learn, preds):
         if len(self.sizes) > 1: learn.pred = joined(partial(join_items, sizes=self.sizes), preds, len(self.sizes))
