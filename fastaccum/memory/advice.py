@@ -341,6 +341,8 @@ class Forecast:
             (opt.on_host, 'Gradients are on the host: those on their way there are counted as the largest.'),
             (self.now.way.pools_norms, "With coupled='batchnorm' this is the forecast of micro-batches alone: activations wait on "
                                         "the host. On a CPU, or with activations='device', a step takes as much as the whole batch."),
+            (self.now.acc is not None and self.now.acc.exact, 'With exact=True, what the model draws at random for a whole loader batch is '
+                                                              'kept, a mask of dropout as bits. It is not counted.'),
             (outside, f'What {outside} may do to batches, predictions or losses is not counted.'),
             (self.device.type != 'cpu', 'What kernels take for themselves, such as the workspace of cuDNN, is not counted.')) if why]
 

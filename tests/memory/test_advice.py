@@ -250,6 +250,11 @@ def test_told_what_lockstep_holds():
     assert 'activations wait on the host' in str(advice) and not advice.table.index.str.contains('Checkpointing').any()
     assert 'Checkpointing' not in (learn.memory_advice(gib=(advice.params+advice.peak_at(2))/.9/2**30).call or '')
 
+@pytest.mark.parametrize('exact', [False, True])
+def test_told_what_draws_take(exact):
+    learn = get_learner(GradientAccumulation(micro_batch_size=16, exact=exact))
+    assert ('draws at random' in str(learn.memory_advice())) == exact
+
 @pytest.mark.parametrize('norm', [True, False])
 def test_batchnorm_is_told_with_the_call(norm):
     "The line is what one would write"
