@@ -45,7 +45,7 @@ test: $(INSTALLED) ## check that generated files are up to date, run all noteboo
 	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
 	QUICK=1 $(TEST_ENV) $(PYTHON) -m pytest -n 2 $(BY_FILE)
 
-cases: $(INSTALLED) ## every case of every test (some 20 minutes); REST=1: what `make test` leaves out, as few as have each value beside two of each other list
+cases: $(INSTALLED) ## every case of every test (some 20 minutes); REST=1: what `make test` leaves out, as few as have each row of each list
 	$(if $(REST),REST=1) $(TEST_ENV) $(PYTHON) -m pytest -n 3 $(BY_FILE)
 
 bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness, host syncs, growth and batch sizes (some twenty minutes); make the pages of it; DEVICE=cuda: on a GPU
@@ -66,9 +66,9 @@ snippets: $(INSTALLED) ## type the pages of the site from top to bottom, as a re
 	$(PYTHON) tools/snippets.py $(PAGES)
 
 check: REST := 1
-check: cases snippets ## what `make test` leaves out: both of these, with each value of a test beside two others (20 minutes)
+check: cases snippets ## what `make test` leaves out: both of these, the first with REST=1 (20 minutes)
 
-versions: ## do the quick tests pass with the lowest and newest versions that are promised, and each PyTorch between? 6 GB and ten minutes each; ONLY="lowest newest"; INSTALL=1: make their environments
+versions: ## does one case of each quick test pass with the lowest and newest versions that are promised, and each PyTorch between? 6 GB and five minutes each; ONLY="lowest newest"; INSTALL=1: make their environments
 	$(or $(wildcard $(PYTHON)),python3) tools/versions.py $(if $(INSTALL),--install) $(ONLY)
 
 mutants: $(INSTALLED) $(MUTANTS) ## do the tests notice a change of the code? Of all modules (many hours), or MODULES="scaler events"; MOST=20 mutants of each (an hour)

@@ -1,7 +1,6 @@
 "Settings for all tests: one thread (models are tiny), no windows, and what training saves goes to a temporary folder"
 import gc, os, re, signal, sys
-from collections import Counter, defaultdict
-from itertools import permutations
+from collections import Counter
 from pathlib import Path
 import matplotlib, pytest, torch
 import devices
@@ -64,18 +63,19 @@ longest = ('test_kill', 'test_site', 'test_checkpoint_files', 'test_accelerator'
 
 def pytest_collection_modifyitems(config, items):
     """All cases run; on the simulated device each tenth of a test, unless `ALL_CASES=1` is given. `QUICK=1`, as in
-    `make test`, trains on the CPU alone, and leaves out what is `slow`, and cases of which each value was there.
-    `REST=1`, as in `make check`, is what `QUICK=1` leaves out, but cases of which each value was there beside two of
-    each other list"""
+    `make test`, trains on the CPU alone, and leaves out what is `slow`, and cases of which each value was there; `ONE=1`
+    beside it, as in `make versions`, takes one case of each test. `REST=1`, as in `make check`, is what `QUICK=1` leaves
+    out, but cases of several lists of which each row was there"""
     items.sort(key=lambda i: i.module.__name__ not in longest)
     first = [*filter(on_first_device, items)]
     quick = {*fewest(values_of, (i for i in first if not is_slow(i)))}
     every = 'ALL_CASES' in os.environ
     keep = items if every else [*fewer_simulated(items)]
     if 'REST' in os.environ:
-        left_out = {*first} - {*fewest(partners_of, first, quick, n_partners)}
+        left_out = {*first} - {*fewest(rows_of, first, quick)}
         keep = [i for i in keep if i not in quick and (every or i not in left_out)]
     if 'QUICK' in os.environ: keep = [i for i in items if i in quick]
+    if 'ONE' in os.environ: keep = one_of_each(keep)
     config.hook.pytest_deselected(items=[*{*items} - {*keep}])
     items[:] = keep
 
@@ -94,45 +94,36 @@ def is_slow(item):
 
 def function(item): return item.nodeid.partition('[')[0]
 
-n_partners = 2
-
-def fewest(has, items, taken=(), n=1):
-    """Few cases of each test with which all keys occur that `has` finds in its cases, with `n` of their partners if they have as
-    many, beside those that are `taken`: the next is always the one with most that is new"""
+def fewest(has, items, taken=()):
+    """Few cases of each test with which all occurs that `has` finds in its cases, beside those that are `taken`: the next is always
+    the one with most that is new"""
     tests = {}
-    for i in items: tests.setdefault(function(i), []).append((i, has(i)))
+    for i in items: tests.setdefault(function(i), []).append((i, {*has(i)}))
     for cases in tests.values():
-        known = defaultdict(set)
-        for i,found in cases:
-            if i in taken: add(known, found)
-        while cases := [(i, new) for i,found in cases if (new := [o for o in found if is_new(known, *o, n)])]:
-            best,found = max(cases, key=lambda case: len(case[1]))
+        known = set().union(*[found for i,found in cases if i in taken])
+        while cases := [(i, found-known) for i,found in cases if found-known]:
+            best,new = max(cases, key=lambda case: len(case[1]))
             yield best
-            add(known, found)
-
-def add(known, found):
-    for key,partner in found: known[key].add(partner)
-
-def is_new(known, key, partner, n): return len(known[key]) < n and partner not in known[key]
+            known |= new
 
 def values_of(item):
-    return [((name, repr(value)), '') for name,value in item.callspec.params.items()] if hasattr(item, 'callspec') else [('', '')]
+    return [(name, repr(value)) for name,value in item.callspec.params.items()] if hasattr(item, 'callspec') else [item.nodeid]
 
-def partners_of(item):
-    """Each value that a case takes from a list of its test, and another list, with the value that it takes from that. One list
-    alone is taken whole"""
-    values = [*values_of_lists(item)]
-    if len(values) < 2: return [(item.nodeid, '')]
-    return [((own, names), other) for own,(names,other) in permutations(values, 2)]
-
-def values_of_lists(item):
+def rows_of(item):
     "Of each `parametrize`, and each fixture with parameters, names and what a case takes; the device is not asked for"
     left = {name: repr(value) for name,value in item.callspec.params.items() if name != 'device'} if hasattr(item, 'callspec') else {}
+    rows = []
     for mark in item.iter_markers('parametrize'):
         names = mark.args[0].split(',') if isinstance(mark.args[0], str) else mark.args[0]
         names = tuple(map(str.strip, names))
-        yield names,tuple(map(left.pop, names))
-    yield from left.items()
+        rows.append((names, tuple(map(left.pop, names))))
+    return [*rows, *left.items()] or [item.nodeid]
+
+def one_of_each(items):
+    "The first case of each test"
+    firsts = {}
+    for i in items: firsts.setdefault(function(i), i)
+    return [*firsts.values()]
 
 def fewer_simulated(items):
     n = Counter()

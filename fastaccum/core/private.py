@@ -52,17 +52,23 @@ def n_modes(): return torch._C._len_torch_dispatch_stack()
 # The number that the next hook will have
 def next_hook(): return RemovableHandle.next_id
 
-# The hooks on tensors that were registered from the number `first` on, in order, as (dict, number)
-def tensor_hooks(first):
+# The hooks on tensors that were registered from the number `first` on, in order, as (dict, number). Python's objects are
+# searched only for those that are not on the tensors `at_hand`
+def tensor_hooks(first, at_hand=()):
     numbers = range(first, next_hook())
     if not numbers: return []
+    on_them = [t._backward_hooks for t in at_hand if t._backward_hooks]
+    found = {n: d for d in on_them for n in numbers if n in d}
+    if len(found) < len(numbers): found = _found_anywhere(numbers)
+    return [(found[n], n) for n in sorted(found)]
+
+def _found_anywhere(numbers):
     dicts = tuple(d for d in gc.get_objects() if type(d) is OrderedDict and any(n in d for n in numbers))
-    if not dicts: return []
+    if not dicts: return {}
     # a tensor has its dict to itself. Where it is gone, nothing has it but the graph (and, from Python 3.13 on, the call)
     others = [o for o in gc.get_referrers(*dicts) if o is not dicts and not issubclass(type(o), Tensor)]
     held = {id(o) for other in others for o in gc.get_referents(other)}
-    found = {n: d for d in dicts if id(d) not in held for n in numbers if n in d}
-    return [(found[n], n) for n in sorted(found)]
+    return {n: d for d in dicts if id(d) not in held for n in numbers if n in d}
 
 # %% ../../nbs/api/core/21_private.ipynb #9a7e0014
 # A context in which a change of the tensor does not count: its `_version` is as before

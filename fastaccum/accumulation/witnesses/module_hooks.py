@@ -45,15 +45,15 @@ class ChangingModuleHooks(SomeSteps):
     # Each call puts others on its tensors. They go with its graph
     def before_pred(self, micro): self.first = next_hook()
     def before_backward(self, micro): self.first = next_hook()
-    def after_loss(self, micro): self._take_of_tensors()
-    def second_pass(self, i, out): self._take_of_tensors()
+    def after_loss(self, micro): self._take_of_tensors(self.learn.pred)
+    def second_pass(self, i, out): self._take_of_tensors(out)
 
     # Those of two calls of a step, if the first step has some that are neither PyTorch's nor fastaccum's
-    def _take_of_tensors(self):
+    def _take_of_tensors(self, pred):
         first,self.first = self.first,next_hook()
         if first == self.first or self.n_looks == 2 or self.has_none: return
         self.n_looks += 1
-        found = [(hooks, k) for hooks,k in tensor_hooks(first) if k in own_hooks(hooks)][:self.most]
+        found = [(hooks, k) for hooks,k in tensor_hooks(first, tensors_of(pred)) if k in own_hooks(hooks)][:self.most]
         self.of_tensors += [HookRows() for _ in found[len(self.of_tensors):]]
         for o,(hooks,k) in zip(self.of_tensors, found): o.take(hooks, k)
 
