@@ -141,21 +141,3 @@ def is_token(pad_idx):
     if pad_idx is None or isinstance(pad_idx, int) and not isinstance(pad_idx, bool): return
     raise TypeError(f"pad_idx is {pad_idx!r}: pass the token of the padding, an int.")
 Token = Annotated[int|None, is_token]
-
-# %% ../../nbs/api/accumulation/16_arguments.ipynb #e7430fe9
-# What other libraries call it -> what to write
-_batches = "counts batches, and fastaccum counts items: with loader batches of 16 items write accum_bs={value}*16"
-_most = 'is called micro_batch_size here, the largest number of items of a micro-batch: write micro_batch_size={value!r}'
-_others = dict(
-    **dict.fromkeys(('gradient_accumulation_steps', 'accumulate_grad_batches', 'accumulation_steps', 'grad_accum_steps', 'accum_steps'),
-                    _batches),
-    **dict.fromkeys(('microbatch_size', 'micro_bs', 'device_train_microbatch_size'), _most),
-    n_accumulate="is called accum_bs here, the number of items of an accumulated batch: write accum_bs={value!r} if it counts items",
-    drop_last="is an argument of fastxtend: use remainder='drop' to drop the items left at the end of an epoch, or 'step' (the default) "
-              "to step on them")
-
-# Arguments that a class does not have
-def refuse_others(kwargs, name):
-    for k,v in kwargs.items():
-        if k not in _others: raise TypeError(f"{name}.__init__() got an unexpected keyword argument {k!r}")
-        raise TypeError(f"{k}={v!r} {_others[k].format(value=v)}.")

@@ -10,7 +10,6 @@ import inspect
 from contextlib import ExitStack, suppress
 import matplotlib.pyplot as plt
 from numbers import Integral, Real
-from typing import NoReturn
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 from torch.utils._pytree import tree_leaves
@@ -24,7 +23,7 @@ from ..loop.events import keeps_state
 from ..loop.optimizers import AccumulatedParams
 from ..loop.ranks import OneRank, ranks_of
 from ..loop.sizes import batch_sizes, loader_bs
-from .arguments import check_args, passes_on, refuse_others, with_checks
+from .arguments import check_args, passes_on, with_checks
 from .arguments import CountFunction, Coupling, DtypeOfSums, Exactness, HostOnly, ItemCount, LossCheck
 from .arguments import OtherName, Place, Policy, Size, SizeInTokens, Token, Unit, WeightFunction
 from .batch import BatchPass, _place_of
@@ -70,9 +69,7 @@ class GradientAccumulation(LoopCallback):
         count:CountFunction=None,    # `count(learn)`: how much a loader batch counts, or how much each of its items does
         pad_idx:Token=None,          # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
         micro_batch_tokens:SizeInTokens=None, # Split loader batches by length into micro-batches of so many tokens, padding included
-        **theirs:NoReturn            # Arguments of other libraries: an error names fastaccum's
     ):
-        refuse_others(theirs, type(self).__name__)
         check_args(GradientAccumulation, locals())
         store_attr(but='accum_bs,n_items')               # which are properties
         self._n_items = n_items

@@ -13,13 +13,14 @@ from torch import Tensor
 from .checks import is_count
 from .losses import LossInfo, at_least, ignore_empty, is_known, loss_weight, n_items  # your own loop needs the last two
 from .measured import Items, LossMeasure, as_beside_others, as_now
+from .spelling import TellsNames
 from .warnings import warn
 
 # %% auto #0
 __all__ = ['GradientAccumulator']
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #ec47d92a
-class GradientAccumulator:
+class GradientAccumulator(TellsNames):
     """Weights the losses of micro-batches so that their gradients add up to the gradient of the big batch's mean loss.
 
     Call `add` before each `backward`, and `finish` before the step. A loop that knows the micro-batches of a loader batch at once calls

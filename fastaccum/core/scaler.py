@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from .checks import with_article
 from .private import check_parts, update_scale
+from .spelling import TellsNames
 from .warnings import warn
 
 # %% auto #0
 __all__ = ['DynamicLossScaler']
 
 # %% ../../nbs/api/core/05_scaler.ipynb #58fca911
-class DynamicLossScaler(torch.amp.GradScaler):
+class DynamicLossScaler(TellsNames, torch.amp.GradScaler):
     "A `torch.amp.GradScaler` with bounds and a history. It can ignore single overflows, and it stops a run that cannot recover"
     def __init__(self,
         device:str|torch.device='cuda', # Type of the device that holds the gradients

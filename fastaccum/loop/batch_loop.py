@@ -12,6 +12,7 @@ from fastai.basics import *
 from ..core.functions import shown_call
 from ..core.memory import device_of, is_out_of_memory, step_too_big
 from ..core.random import RandomState
+from ..core.spelling import check_names
 from ..core.warnings import warn
 from .events import EventTable, cancels, with_context
 from .rows import Rows
@@ -336,6 +337,7 @@ class LoopCallback(Callback):
     _warned = frozenset()
 
     def __new__(cls, *args:Any, **kwargs:Any) -> Any:
+        check_names(cls, kwargs)
         self = super().__new__(cls)
         self.__dict__.update(learn=None, _given=(args, kwargs))
         return self

@@ -52,7 +52,7 @@ def own_parameters(cls): return inspect.signature(cls.__init__).parameters
 
 def test_each_argument_is_declared_once():
     "Its default and its text stand in one signature; classes that pass it on show it, with both"
-    takes = {k: p for k,p in own_parameters(GradientAccumulation).items() if k not in ('self','theirs')}
+    takes = {k: p for k,p in own_parameters(GradientAccumulation).items() if k != 'self'}
     told = docments(GradientAccumulation, args_kwargs=True)
     assert {'accum_bs','coupled','micro_batch_tokens'} <= takes.keys() and all(told[k] for k in takes)
     for cls in (GradientAccumulationSchedule, AdaptiveGradientAccumulation):
@@ -66,7 +66,7 @@ def test_texts_of_the_schedule():
     texts = docments(GradientAccumulationSchedule, args_kwargs=True)
     told = docments(GradientAccumulation, args_kwargs=True)
     other = {k for k,v in told.items() if texts.get(k) != v}
-    assert other == {'accum_bs','n_acc','theirs'}
+    assert other == {'accum_bs','n_acc'}
 
 def test_checks_are_of_arguments():
     "And no annotation shows one"

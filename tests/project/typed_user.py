@@ -84,7 +84,7 @@ def wrong(model:nn.Module, loss:Tensor) -> None:
     GradientAccumulation(n_acc=2.5)                                # type: ignore[arg-type]
     GradientAccumulation(256, micro_batch_size=2.5)                # type: ignore[arg-type]
     GradientAccumulation(256, remainder=None)                      # type: ignore[arg-type]
-    GradientAccumulation(256, micro_batchsize=8)                   # type: ignore[arg-type]
+    GradientAccumulation(256, micro_batchsize=8)                   # type: ignore[call-arg]
     GradientAccumulationSchedule(64)                               # type: ignore[call-arg]
     GradientAccumulationSchedule(64, 512, finish='end')            # type: ignore[arg-type]
     MixedPrecision(16)                                             # type: ignore[arg-type]
