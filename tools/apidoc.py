@@ -79,7 +79,6 @@ def signature(sym, name):
     if inspect.isclass(sym) and sym.__init__ is Callback.__init__: return f'{name}()'  # whose arguments stand for its methods
     named = re.compile(r':(NoneType|function|builtin_function_or_method)\b|:[\w.]+(?==<)')
     params = [_address.sub(r'\1()', named.sub('', o)) for o,_ in DocmentText(sym, docstring=False).params]
-    params = [o for o in params if not o.endswith(':NoReturn')]      # what only raises errors
     to,theirs = delegated(sym)
     if to is not None: params = [*(o for o in params if re.match(r'\w*', o)[0] not in theirs and o not in ('*','**kwargs')), '**kwargs']
     if not inspect.isclass(sym) and params[:1]==['self']: params = params[1:]
@@ -116,7 +115,7 @@ def parameters(sym):
     "Tables of what `sym` takes and returns, if that is documented: one for each group of arguments"
     dm = {k: v for k,v in docments(sym, full=True, args_kwargs=True).items() if k!='self'}
     to,theirs = delegated(sym)
-    dm = {k: v for k,v in dm.items() if k not in theirs and (to is None or k != 'kwargs') and type_name(v['anno']) != 'NoReturn'}
+    dm = {k: v for k,v in dm.items() if k not in theirs and (to is None or k != 'kwargs')}
     text = lambda o: '' if o.get('docment', empty) in (empty, None) else linkify(o['docment'], dm)
     if not any(text(o) for o in dm.values()): return ''
     ret = dm.pop('return', None)
