@@ -8,22 +8,22 @@ Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation',
            'GradientAccumulationSchedule', 'exact_sentence_encoder', 'CoupledBatch', 'AMPMode', 'MixedPrecision',
            'StepLogger', 'GradientNoiseScale', 'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp',
-           'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing', 'ActivationOffload', 'ChunkedHead',
-           'ChunkedLoss', 'Compile', 'LargestFirst', 'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD', 'FullyShard',
-           'FastaccumWarning']
+           'critical_batch', 'HowExact', 'how_exact', 'TrainingCheckpoint', 'ActivationCheckpointing',
+           'ActivationOffload', 'ChunkedHead', 'ChunkedLoss', 'Compile', 'LargestFirst', 'MemoryAdvice', 'launch',
+           'DataParallel', 'LocalSGD', 'FullyShard', 'FastaccumWarning']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .core import ChunkedLoss, CoupledBatch, DynamicLossScaler, FastaccumWarning, GradientAccumulator, PeakMemory, loss_weight
 from .accumulation import GradientAccumulation, GradientAccumulationSchedule, exact_sentence_encoder
 from .precision import AMPMode, MixedPrecision
 from .logs import StepLogger
-from .batch_size import AdaptiveGradientAccumulation, GradientNoiseScale, ScaleLR, batch_ramp, critical_batch
+from .batch_size import AdaptiveGradientAccumulation, GradientNoiseScale, HowExact, ScaleLR, batch_ramp, critical_batch, how_exact
 from .checkpoint import TrainingCheckpoint
 from .memory import ActivationCheckpointing, ActivationOffload, ChunkedHead, Compile, LargestFirst, MemoryAdvice
 from .parallel import DataParallel, FullyShard, LocalSGD, launch
 
 _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
          'exact_sentence_encoder', 'CoupledBatch', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
-         'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'TrainingCheckpoint', 'ActivationCheckpointing',
-         'ActivationOffload', 'ChunkedHead', 'ChunkedLoss', 'Compile', 'LargestFirst', 'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD',
-         'FullyShard', 'FastaccumWarning']
+         'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'HowExact', 'how_exact', 'TrainingCheckpoint',
+         'ActivationCheckpointing', 'ActivationOffload', 'ChunkedHead', 'ChunkedLoss', 'Compile', 'LargestFirst',
+         'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD', 'FullyShard', 'FastaccumWarning']

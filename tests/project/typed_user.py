@@ -17,7 +17,7 @@ from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, 
                            GradientNoiseScale,
                            ScaleLR,
                            batch_ramp,
-                           critical_batch, exact_sentence_encoder, FastaccumWarning)
+                           critical_batch, how_exact, HowExact, exact_sentence_encoder, FastaccumWarning)
 from fastaccum.wandb import WandbCallback
 
 silenced:type[UserWarning] = FastaccumWarning
@@ -107,6 +107,8 @@ def batch_size(learn:Learner) -> None:
     learn.add_cbs([GradientNoiseScale(beta=.9, every=4), ScaleLR('sqrt', bs=64, half_life=True), AdaptiveGradientAccumulation(64, 512)])
     GradientAccumulationSchedule(64, 512, schedule=batch_ramp(SchedCos(1., .1)))
     critical_batch(learn, [64, 256], n_items=1000, n_seeds=2, force=True)
+    compared:HowExact = how_exact(learn, learn)
+    print(compared.table, compared.is_exact)
     exact_sentence_encoder(learn).fit(1)
 
 def chunked_loop(body:nn.Module, head:nn.Linear, xb:Tensor, yb:Tensor) -> None:

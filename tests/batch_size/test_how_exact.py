@@ -1,0 +1,226 @@
+"how_exact names the causes for which a step is not the big batch's, and nothing else"
+import itertools, pytest
+from reference import *
+from fastai.callback.mixup import MixUp
+from fastai.callback.tracker import SaveModelCallback
+from fastaccum.all import how_exact
+
+BS,N = 16,96          # a step takes three loader batches
+loss,callbacks,compares,norm,draws,last = ('what the loss averages over', 'callbacks', 'what the loss compares', 'BatchNorm', 'draws',
+                                           'last batch')
+
+def ntxent(out, y):
+    "It compares the halves of the outputs of all items"
+    a,b = (F.normalize(t, dim=1) for t in out.chunk(2, 1))
+    return F.cross_entropy(a@b.T/.2, torch.arange(len(a), device=a.device))
+
+class MeanOfMeans(Callback):
+    "An accumulation by hand: the mean of the means of `m` loader batches, or of as many as the epoch has left"
+    order = -5
+    def __init__(self, m=3): self.m = m
+    def before_backward(self): self.learn.loss_grad = self.learn.loss_grad/min(self.m, self.n_iter - self.iter//self.m*self.m)
+    def before_step(self):
+        if (self.iter+1)%self.m and self.iter+1 < self.n_iter: raise CancelBatchException
+
+class Center(Callback):
+    "Items depend on the others in their loader batch"
+    def before_batch(self): self.learn.xb = (self.xb[0]-self.xb[0].mean(0),)
+
+class Term(Callback):
+    "A mean over items is added to the loss: no cause"
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + .1*self.pred.pow(2).mean()
+
+class Functional(nn.Module):
+    def forward(self, x): return F.dropout(F.dropout(x, .3, self.training), .2)
+
+weighted = nn.CrossEntropyLoss(weight=tensor([.1, 3., 1., .5]))
+# What each cause is planted by
+planted = {loss: dict(loss_func=weighted), callbacks: dict(cbs=[Center]), compares: dict(loss_func=ntxent),
+           norm: dict(layers=[lambda: nn.BatchNorm1d(24)]), draws: dict(layers=[lambda: nn.Dropout(.3), lambda: nn.Dropout(.2)]),
+           last: dict(n=70)}
+
+def make(acc=MeanOfMeans, *causes, layers=(), cbs=(), n=N, loss_func=None, bs=BS):
+    for cause in causes:
+        plant = planted[cause]
+        layers,cbs,n = [*layers, *plant.get('layers', ())],[*cbs, *plant.get('cbs', ())],plant.get('n', n)
+        loss_func = plant.get('loss_func', loss_func)
+    set_seed(1)
+    data = [*zip(torch.randn(n, 12), torch.randint(4, (n,)))]
+    model = nn.Sequential(nn.Linear(12, 24), *[make() for make in layers], nn.Tanh(), nn.Linear(24, 4))
+    dls = DataLoaders(DataLoader(data, bs=bs, shuffle=True), DataLoader(data, bs=bs), device='cpu')
+    learn = Learner(dls, model, loss_func=deepcopy(loss_func) or nn.CrossEntropyLoss(), cbs=[acc(), *[cb() for cb in cbs]])
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+def causes(learn): return {*learn.how_exact().table.index}
+def theirs(): return FastaiAccumulation(3*BS)
+def ours(): return GradientAccumulation(3*BS)
+
+# -- what it names
+pairs = [(), *[(c,) for c in planted], *itertools.combinations(planted, 2)]
+
+@pytest.mark.parametrize('names', [p for p in pairs if not {loss, compares} <= {*p}], ids=' and '.join)
+def test_planted(names):
+    "Alone and in pairs (a Learner has one loss)"
+    assert causes(make(MeanOfMeans, *names)) == {*names}
+
+@pytest.mark.parametrize('name', [callbacks, compares, norm, draws])
+def test_planted_beside_ours(name):
+    "fastaccum weights what is a mean, and the last batch"
+    assert causes(make(ours, name, loss, last) if name != compares else make(ours, name, last)) == {name}
+
+def test_all_at_once(): assert causes(make(MeanOfMeans, *[c for c in planted if c != compares])) == {*planted}-{compares}
+
+@pytest.mark.parametrize('acc', [ours, theirs, MeanOfMeans, lambda: GradientAccumulation(micro_batch_size=5)])
+def test_nothing_to_tell(acc):
+    exact = make(acc).how_exact()
+    assert exact.is_exact and exact.total < 5e-7
+    assert f"Your step is the big batch's to {max(exact.total, exact.rounding):.0e}." in str(exact)
+
+def test_plain():
+    "A step is a loader batch, and the big batch it is, whatever the model has"
+    exact = make(noop_cb, norm, draws, callbacks, loss, last).how_exact()
+    assert exact.is_exact and exact.total == 0 and exact.n_items == BS
+
+def noop_cb(): return Callback()
+
+def test_what_is_no_cause():
+    assert causes(make(ours, cbs=[Term, GradientClip])) == set()
+    assert causes(make(lambda: FastaiAccumulation(40), cbs=[Term, GradientClip])) == {loss}
+
+@pytest.mark.parametrize('n_acc,off', [(100, .28), (128, 0.)])
+def test_fastais_own(n_acc, off):
+    "100 items in loader batches of 32: it divides by 100, and the step has 128"
+    exact = make(lambda: FastaiAccumulation(n_acc), n=256, bs=32).how_exact()
+    assert exact.n_items == 128 and abs(exact.total-off) < 1e-6
+    if not off: return
+    assert [*exact.table.index] == [loss]
+    assert 'its gradient is 1.28 times that of the mean' in str(exact) and 'GradientAccumulation(128)' in str(exact)
+
+def test_no_step_at_the_end_of_an_epoch():
+    exact = make(theirs, n=70).how_exact()
+    assert [*exact.table.index] == [last] and 'no step' in exact.table.why[last]
+    assert 'but for the one at the end of an epoch' in str(exact)
+    assert causes(make(lambda: GradientAccumulation(3*BS, remainder='carry'), n=70)) == {last}
+    assert causes(make(lambda: GradientAccumulation(3*BS, remainder='drop'), n=70)) == set()
+
+def test_arguments_that_weigh():
+    assert causes(make(lambda: GradientAccumulation(3*BS, normalize=False))) == {loss}
+    assert causes(make(lambda: GradientAccumulation(3*BS, weight=lambda l: 1.+float(l.yb[0][0])))) == {loss}
+
+def test_mixup():
+    exact = make(ours, cbs=[MixUp], loss_func=CrossEntropyLossFlat()).how_exact()
+    assert [*exact.table.index] == [callbacks] and 'MixUp' in exact.table.why[callbacks]
+
+@pytest.mark.parametrize('how,left', [({}, {norm, draws}), (dict(coupled='batchnorm'), {draws}), (dict(exact=True), set())])
+def test_what_is_removed_is_not_told(how, left):
+    "Each line that it gives removes its cause"
+    learn = make(lambda: GradientAccumulation(micro_batch_size=BS, **how), norm, draws, bs=3*BS)
+    assert causes(learn) == left
+
+def test_functional_draws(): assert causes(make(theirs, layers=[Functional, lambda: nn.BatchNorm1d(24)])) == {draws, norm}
+
+def test_half_precision():
+    "What is within rounding, which is measured, is not told"
+    assert causes(make(ours).to_bf16()) == set()
+    exact = make(ours, norm).to_bf16().how_exact()
+    assert exact.rounding > 1e-4 and [*exact.table.index] == [norm]
+
+def test_distances():
+    "A step by hand"
+    learn = make(MeanOfMeans, loss)
+    exact = learn.how_exact()
+    xs,ys = zip(*exact.causes.batches)
+    def grad(parts):
+        learn.model.zero_grad()
+        for x,y in parts: (learn.loss_func(learn.model(x), y)/len(parts)).backward()
+        return grads(learn.model)
+    big = grad([(torch.cat(xs), torch.cat(ys))])
+    off = rel_err(grad([*zip(xs, ys)]), big)
+    assert off > .01 and abs(exact.total-off) < 1e-6 and abs(exact.table.distance[loss]-off) < 1e-6
+
+# -- two Learners
+def test_two_learners():
+    a = make(theirs, norm, draws)
+    assert how_exact(a, make(ours, norm, draws)).is_exact
+    pair = how_exact(a, make(lambda: FastaiAccumulation(40), norm, draws))
+    assert [*pair.table.index] == [loss] and abs(pair.table.distance[loss]-.2) < 1e-5
+    assert pair.table.why[loss].startswith('the second: ')
+    b = make(lambda: GradientAccumulation(micro_batch_size=BS, coupled='batchnorm'), norm, draws, bs=3*BS)
+    assert [*how_exact(a, b).table.index] == [norm]
+    b = make(lambda: GradientAccumulation(micro_batch_size=BS, exact=True), norm, draws, bs=3*BS)
+    pair = how_exact(a, b)
+    assert [*pair.table.index] == [norm, draws] and 'apart' in str(pair)
+
+def test_two_learners_from_the_weights_of_the_first():
+    a,b = make(theirs),make(ours)
+    with torch.no_grad():
+        for p in b.model.parameters(): p.add_(1.)
+    before = weights(b.model)
+    assert how_exact(a, b).is_exact and torch.equal(weights(b.model), before)
+
+def test_learners_that_train_something_else():
+    assert 'the big batches' in how_exact(make(ours), make(ours, loss)).table.index
+    with pytest.raises(ValueError, match='48 items, the second one'): how_exact(make(ours), make(noop_cb))
+
+# -- no trace
+class Counts(Callback):
+    "Notes, and writes to the model's weights"
+    def __init__(self): self.n,self.log = 0,[]
+    def before_batch(self):
+        self.n += 1
+        self.log.append(self.n)
+        with torch.no_grad(): self.learn.model[0].weight.mul_(1.001)
+
+def test_no_trace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    learn = make(theirs, norm, draws, callbacks, last, cbs=[Counts])
+    learn.path = tmp_path
+    learn.fit(1)
+    learn.add_cbs([SaveModelCallback(), CSVLogger()])
+    learn.model[0].weight.grad.fill_(3.)
+    def state():
+        opt = [(k, deepcopy(v)) for s in learn.opt.state.values() for k,v in s.items()]
+        rng = torch.get_rng_state(),random.getstate(),np.random.get_state()[1],learn.dls.train.rng.getstate()
+        return [deepcopy(learn.model.state_dict()), opt, [p.grad.clone() for p in learn.model.parameters()], rng,
+                deepcopy(learn.opt.hypers), [*learn.cbs], learn.counts.n, [*learn.counts.log], [*learn.recorder.losses],
+                [*learn.dls.loaders], [m.training for m in learn.model.modules()], [p.requires_grad for p in learn.model.parameters()],
+                {*vars(learn)}, [*tmp_path.iterdir()]]
+    before = state()
+    learn.how_exact()
+    for a,b in zip(before, state()): torch.testing.assert_close(a, b, rtol=0, atol=0) if tensors(a) else same(a, b)
+
+def tensors(o): return isinstance(o, (dict,list)) and any(isinstance(t, Tensor) for t in (o.values() if isinstance(o, dict) else o))
+def same(a, b):
+    if isinstance(a, (list,tuple)): assert len(a) == len(b) and all(same(*o) or True for o in zip(a, b))
+    elif isinstance(a, (Tensor,np.ndarray)): assert (a == b).all()
+    else: assert a == b or a is b
+
+def test_the_run_goes_on_as_if_nothing_had_happened():
+    runs = []
+    for looks in (0, 1):
+        learn = make(ours, norm, draws, callbacks, last)
+        set_seed(3)
+        learn.fit(1, .01)
+        if looks: learn.how_exact()
+        learn.fit(1, .01)
+        runs.append(weights(learn.model))
+    assert torch.equal(*runs)
+
+def test_no_more_items_at_once_than_in_training():
+    seen = Counter()
+    class Watch(nn.Module):
+        def forward(self, x):
+            seen[len(x)] += 1
+            return x
+    causes(make(lambda: GradientAccumulation(micro_batch_size=5), norm, draws, layers=[Watch], bs=20, n=100))
+    assert max(seen) == 5
+
+# -- rejected
+def test_no_step():
+    with pytest.raises(ValueError, match='no step with the 96 items'): make(lambda: FastaiAccumulation(1000)).how_exact()
+
+def test_plot():
+    ax = make(ours, norm).how_exact().plot()
+    assert [t.get_text() for t in ax.get_yticklabels()] == [norm, 'together', 'rounding']
