@@ -24,7 +24,7 @@ from ..core.memory import device_of
 from ..core.microbatch import join_items, map_tensors, tensors_in
 from ..core.random import PythonRandom, RandomState
 from ..core.watch import batchnorms
-from ..loop.events import declares
+from ..loop.events import declares, keeps_state
 from ..loop.sizes import batch_sizes, loader_bs, n_inputs
 from .noise import GradientNoiseScale
 
@@ -62,10 +62,11 @@ class HowExact:
             self.effects = first.effects if second is None else between(first, second)
         self.n_items,self.n_batches = first.n,first.taken
         self.micro_batch_size = first.k
+        self.notes = [left_out.format(first.undrawn)] if first.undrawn else []
 
     @property
     def is_exact(self) -> bool:
-        "Are there no causes?"
+        "Is no cause above rounding?"
         return not self.effects
 
     @property
@@ -104,7 +105,9 @@ def text_of(exact):
         width = max(map(len, table.index))
         lines += ['', *(f'{name:{width}} {percent(d):>7}  {why}' for name,d,why in table[['distance', 'why']].itertuples())]
         lines += ['', 'What removes it:', *(f'{name:{width}}  {cure}' for name,cure in table.remove.items())]
-    return '\n'.join([*lines, '', conclusion(exact)])
+    return '\n'.join([*lines, '', conclusion(exact), *exact.notes])
+
+left_out = "What the model draws at random is left out, as it cannot be drawn for the big batch: {}"
 
 def conclusion(exact):
     to = f'{max(exact.total, exact.rounding):.0e}'
@@ -218,7 +221,7 @@ class Given:
         self.dl,self.batches = dl,batches
 
     def __len__(self): return len(self.batches)
-    def __iter__(self): return iter(self.batches)
+    def __iter__(self): return map(cloned, self.batches)               # CutMix writes into them
     def __getattr__(self, k):
         if k.startswith('__') or k == 'dl': raise AttributeError(k)
         return getattr(self.dl, k)
@@ -239,20 +242,27 @@ class Kept(Given):
             theirs = RandomState(self.device)
             ours.restore()
             if b is None: return
-            self.batches.append(b)
+            self.batches.append(cloned(b))
             yield b
+
+def cloned(b): return map_tensors(torch.clone, b)
 
 # Items of a batch of `n`, from `start` to `end`
 def some(b, start, end, n): return tuple(map_tensors(lambda t: t[start:end] if t.dim() and len(t) == n else t, o) for o in b)
 
-# Loader batches of these `sizes` as one
-def join(batches, sizes):
-    if len(batches) == 1: return batches[0]
-    shapes = [[t.shape[1:] for t in tensors_in(tuple(b))] for b in batches]
-    if any(s != shapes[0] for s in shapes):
-        raise ValueError("how_exact: the items of different loader batches have different shapes, as texts that are padded to the "
-                         "longest of a batch, so one big batch cannot be made of them. Pad all to one length.")
-    return join_items([tuple(b) for b in batches], sizes)
+# Have the items of all these loader batches the same shapes?
+def are_alike(batches): return len({str([t.shape[1:] for t in tensors_in(tuple(b))]) for b in batches}) == 1
+
+# Loader batches of these `sizes` as one. Texts of other lengths are padded as the loader `dl` does it
+def join(batches, sizes, dl=None):
+    if are_alike(batches): return join_items([tuple(b) for b in batches], sizes) if len(batches) > 1 else batches[0]
+    try:
+        items = [tuple(o[i] for o in b) for b,n in zip(batches, sizes) for i in range(n)]
+        return dl.create_batch(dl.before_batch(items)) if isinstance(dl, DataLoader) else dl.collate_fn(items)
+    except Exception as e: raise ValueError(no_batch) from e
+
+no_batch = ("how_exact: the items of different loader batches have different shapes, and the loader does not make one batch of them. Pad "
+            "all to one length.")
 
 # As loader batches of `bs` items
 def again(b, n, bs): return [some(b, i, min(i+bs, n), n) for i in range(0, n, bs)]
@@ -363,8 +373,8 @@ class Effect(NamedTuple):
     cure:str
 
 averages,compares,norm,draws = 'what the loss averages over','what the loss compares','BatchNorm','draws'
-callbacks,last_batch,unknown = 'callbacks','last batch','something else'
-order = averages,callbacks,compares,norm,draws,last_batch,unknown
+padding,callbacks,last_batch,unknown = 'padding','callbacks','last batch','something else'
+order = averages,padding,callbacks,compares,norm,draws,last_batch,unknown
 
 class Causes:
     # first: `Causes` of another Learner, whose weights and items these have
@@ -380,10 +390,20 @@ class Causes:
         self.n = sum(self.sizes)
         if not own.steps: raise ValueError(no_step.format(self.n))
         if self.taken < len(self.batches): raise ValueError(other_size.format(self.n, sum(self.sizes[:self.taken])))
-        self.joined = [join(self.batches, self.sizes)]
+        if self.taken > 1 and keeps_state(learn.model, learn.cbs): raise ValueError(has_state)
+        self.joined = [join(self.batches, self.sizes, learn.dls.train)]
+        ends = np.cumsum(self.sizes)
+        # padded to the same length
+        self.wide = [some(self.joined[0], end-n, end, self.n) for end,n in zip(ends, self.sizes)]
         self.accumulating = self._find_accumulating()
-        self.big = self.big_step(exact=True)
-        self.rounding = self.distance(self.big_step(size=-(-self.k//2), exact=True), self.big)
+        self.undrawn,exactly = None,dict(exact=True)
+        try: self.big = self.big_step(**exactly)
+        except ValueError as e:
+            self.undrawn,exactly = str(e),dict(coupled='batchnorm', still=True)
+            self.own,self.big = copies.step(self.batches, still=True).grads,self.big_step(**exactly)
+        self.rounding = 2**-24
+        if self.k > 1 and not keeps_state(learn.model, learn.cbs):
+            self.rounding = self.distance(self.big_step(size=-(-self.k//2), **exactly), self.big)
         self.tol = max(10*self.rounding, 2e-6)
         self.total = self.distance(self.big)
         self.effects = self._find_effects()
@@ -403,8 +423,15 @@ class Causes:
     # -- steps
     # Of all items in one loader batch. size: of micro-batches
     def big_step(self, batches=None, size=None, without=(), still=False, norms=True, loss=None, **how):
-        acc = GradientAccumulation(micro_batch_size=size or self.k, **how)
-        return self.copies.step(batches or self.joined, acc, [*self.accumulating, *without], still, norms, loss).grads
+        whole = size is None and self.k >= self.n
+        acc = None if whole else GradientAccumulation(micro_batch_size=size or self.k, **how)
+        without = [*self.accumulating, *self._apart(), *without]
+        return self.copies.step(batches or self.joined, acc, without, still, norms, loss).grads
+
+    # Callbacks of fastaccum that leave a step as it is, and that what is asked of it here does not go with
+    def _apart(self):
+        what = ['compiles_model', 'computes_head', *['recomputes_model']*bool(batchnorms(self.copies.learn.model))]
+        return [cb for cb in self.copies.learn.cbs if any(getattr(type(cb), k, False) for k in what)]
 
     # As the Learner makes it, with fastaccum's weights of micro-batches
     def weighted_step(self, without=(), **kwargs):
@@ -416,6 +443,8 @@ class Causes:
 
 _kept_arguments = ('micro_batch_size','coupled','exact','activations','grad_dtype','grad_device','unit','count','pad_idx',
                    'micro_batch_tokens')
+has_state = ("how_exact: this model keeps state from one loader batch to the next (the Learner has a ModelResetter), so a step of several is "
+             "none of a big batch.")
 no_step = "how_exact: this Learner makes no step with the {} items of an epoch, or of the other Learner's step."
 other_size = "how_exact: the first Learner's step has {} items, the second one's {}. Compare Learners whose steps have equally many."
 not_found = "how_exact: a step takes {} loader batches, and none of the callbacks is the reason."
@@ -424,13 +453,17 @@ not_found = "how_exact: a step takes {} loader batches, and none of the callback
 @patch
 def _find_effects(self:Causes):
     found = {}
+    if self.rounding > .1: return {unknown: Effect((self.own-self.big)/self.big.norm(), depends.format(percent(self.rounding)), no_cure)}
     if self.total > self.tol:
         found.update(self._of_loss_and_callbacks())
         found.update(self._of_model(compares in found))
     found.update(self._of_last_batch())
     if self.total > self.tol and not found.keys() - {last_batch}:
-        found[unknown] = Effect((self.own-self.big)/self.big.norm(), 'none of the above', 'see troubleshooting, The loss is off')
+        found[unknown] = Effect((self.own-self.big)/self.big.norm(), 'none of the above', no_cure)
     return found
+
+no_cure = 'not known'
+depends = 'two big batches in micro-batches of other sizes are {} apart: items see each other, and not only in BatchNorm'
 
 # `change` as the effect of `name`, if it is above rounding. big: the big batch's gradient in the same circumstances
 @patch
@@ -447,12 +480,22 @@ plain = dict(still=True, norms=False)
 def _of_loss_and_callbacks(self:Causes):
     own,weighted = self.copies.step(self.batches, **plain).grads,self.weighted_step(**plain)
     big = self.big_step(coupled=True, **plain)
-    gap = weighted-big
+    padded = self._of_padding(weighted, big)
+    gap = (self.weighted_step(**plain) if padded else weighted)-big
     rest = self._without_callbacks(gap, big)
     names = ' and '.join(type(cb).__name__ for cb in self.blamed)
     return {**self._effect(averages, own-weighted, big, ratio(own, weighted, self.tol), self._weights_cure()),
+            **padded,
             **self._effect(callbacks, gap-rest, big, f'{names}: once for each of {self.taken} loader batches', self._big_cure()),
             **self._effect(compares, rest, big, 'it is no mean over items', self._big_cure(', coupled=True'))}
+
+# Are texts padded to other lengths? Then to that of the big batch from here on
+@patch
+def _of_padding(self:Causes, weighted, big):
+    if are_alike(self.batches): return {}
+    self.batches = self.wide
+    cure = 'a model that does not see padding, or texts that are padded to one length'
+    return self._effect(padding, weighted-self.weighted_step(**plain), big, 'texts are padded to the longest of a loader batch', cure)
 
 # What is left of the `gap` without the callbacks that change it, the `blamed` ones
 @patch
@@ -476,7 +519,9 @@ def _of_model(self:Causes, couples):
         return (self.big_step(coupled=True, **kwargs) if couples else self.weighted_step(**kwargs))-big,big
     sees = f'it sees {self.k} of {self.n} items at a time'
     drawn = f'they are drawn for {self.k} of {self.n} items at a time'
-    return {**self._effect(norm, *change(dict(coupled='batchnorm'), still=True), sees, self._big_cure(", coupled='batchnorm'")),
+    of_norm = self._effect(norm, *change(dict(coupled='batchnorm'), still=True), sees, self._big_cure(", coupled='batchnorm'"))
+    if self.undrawn is not None: return of_norm
+    return {**of_norm,
             **self._effect(draws, *change(dict(exact=True), norms=False), drawn, self._big_cure(', exact=True'))}
 
 # -- what removes them
@@ -502,7 +547,7 @@ def _of_last_batch(self:Causes):
     except ValueError: return {}                    # not known before training
     r,last = (len(sizes)-1)%self.taken + 1,min(sizes[-1], self.sizes[-1])
     if r == self.taken and last == self.sizes[r-1]: return {}
-    batches = [*self.batches[:r-1], some(self.batches[r-1], 0, last, self.sizes[r-1])]
+    batches = [*self.wide[:r-1], some(self.wide[r-1], 0, last, self.sizes[r-1])]
     others = [cb for cb in self.copies.callbacks if not any(cb is o for o in self.accumulating)]
     kwargs = dict(without=others, loss=mean_square, **plain)
     step = self.copies.step(batches, **kwargs)
@@ -511,7 +556,7 @@ def _of_last_batch(self:Causes):
         if not step.left: return {}
         return self._effect(last_batch, big, big, f'no step with what {r} loader batches leave of an epoch', self._weights_cure())
     whole = self.big_step(coupled=True, **kwargs)
-    if self._is_off(self.copies.step(self.batches, **kwargs).grads-whole, whole): return {}        # the others are told of it
+    if self._is_off(self.copies.step(self.wide, **kwargs).grads-whole, whole): return {}        # the others are told of it
     why = f'{r} loader batches, the last of {last} items, have other weights'
     return self._effect(last_batch, step.grads-big, big, why, self._weights_cure())
 
