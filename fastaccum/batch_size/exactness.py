@@ -107,7 +107,7 @@ def text_of(exact):
         lines += ['', 'What removes it:', *(f'{name:{width}}  {cure}' for name,cure in table.remove.items())]
     return '\n'.join([*lines, '', conclusion(exact), *exact.notes])
 
-left_out = "What the model draws at random is left out, as it cannot be drawn for the big batch: {}"
+left_out = "This is without what is drawn at random, as that is not known for the big batch: {}."
 
 def conclusion(exact):
     to = f'{max(exact.total, exact.rounding):.0e}'
@@ -399,13 +399,16 @@ class Causes:
         self.undrawn,exactly = None,dict(exact=True)
         try: self.big = self.big_step(**exactly)
         except ValueError as e:
-            self.undrawn,exactly = str(e),dict(coupled='batchnorm', still=True)
+            self.undrawn,exactly = str(e).split('. ')[0].removeprefix('exact=True: '),dict(coupled='batchnorm', still=True)
             self.own,self.big = copies.step(self.batches, still=True).grads,self.big_step(**exactly)
         self.rounding = 2**-24
         if self.k > 1 and not keeps_state(learn.model, learn.cbs):
-            self.rounding = self.distance(self.big_step(size=-(-self.k//2), **exactly), self.big)
-        self.tol = max(10*self.rounding, 2e-6)
+            self.again = self.big_step(size=-(-self.k//2), **exactly)
+            self.rounding = self.distance(self.again, self.big)
+        self.tol = min(max(10*self.rounding, 2e-6), .1)
         self.total = self.distance(self.big)
+        self.splits = self.rounding <= self.tol              # else no micro-batches give the big batch's step
+        if not self.splits: self.total = max(self.total, self.rounding)
         self.effects = self._find_effects()
 
     # Of two gradients, relative to the norm of the big batch's
@@ -443,8 +446,8 @@ class Causes:
 
 _kept_arguments = ('micro_batch_size','coupled','exact','activations','grad_dtype','grad_device','unit','count','pad_idx',
                    'micro_batch_tokens')
-has_state = ("how_exact: this model keeps state from one loader batch to the next (the Learner has a ModelResetter), so a step of several is "
-             "none of a big batch.")
+has_state = ("how_exact: this model keeps state from one loader batch to the next (the Learner has a ModelResetter), so a step "
+             "of several is none of a big batch.")
 no_step = "how_exact: this Learner makes no step with the {} items of an epoch, or of the other Learner's step."
 other_size = "how_exact: the first Learner's step has {} items, the second one's {}. Compare Learners whose steps have equally many."
 not_found = "how_exact: a step takes {} loader batches, and none of the callbacks is the reason."
@@ -453,7 +456,7 @@ not_found = "how_exact: a step takes {} loader batches, and none of the callback
 @patch
 def _find_effects(self:Causes):
     found = {}
-    if self.rounding > .1: return {unknown: Effect((self.own-self.big)/self.big.norm(), depends.format(percent(self.rounding)), no_cure)}
+    if not self.splits: return {unknown: Effect((self.again-self.big)/self.big.norm(), depends, no_cure)}
     if self.total > self.tol:
         found.update(self._of_loss_and_callbacks())
         found.update(self._of_model(compares in found))
@@ -463,7 +466,7 @@ def _find_effects(self:Causes):
     return found
 
 no_cure = 'not known'
-depends = 'two big batches in micro-batches of other sizes are {} apart: items see each other, and not only in BatchNorm'
+depends = 'as far apart are big batches in micro-batches of two sizes: items see each other, and not only in BatchNorm'
 
 # `change` as the effect of `name`, if it is above rounding. big: the big batch's gradient in the same circumstances
 @patch
@@ -519,7 +522,9 @@ def _of_model(self:Causes, couples):
         return (self.big_step(coupled=True, **kwargs) if couples else self.weighted_step(**kwargs))-big,big
     sees = f'it sees {self.k} of {self.n} items at a time'
     drawn = f'they are drawn for {self.k} of {self.n} items at a time'
-    of_norm = self._effect(norm, *change(dict(coupled='batchnorm'), still=True), sees, self._big_cure(", coupled='batchnorm'"))
+    of_norm = {}
+    if batchnorms(self.copies.learn.model):
+        of_norm = self._effect(norm, *change(dict(coupled='batchnorm'), still=True), sees, self._big_cure(", coupled='batchnorm'"))
     if self.undrawn is not None: return of_norm
     return {**of_norm,
             **self._effect(draws, *change(dict(exact=True), norms=False), drawn, self._big_cure(', exact=True'))}

@@ -1,9 +1,10 @@
 "how_exact names the causes for which a step is not the big batch's, and nothing else"
 import itertools, pytest
 from reference import *
-from fastai.callback.mixup import MixUp
+from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.tracker import SaveModelCallback
-from fastaccum.all import how_exact
+from fastai.callback.rnn import ModelResetter
+from fastaccum.all import ActivationCheckpointing, how_exact
 
 BS,N = 16,96          # a step takes three loader batches
 loss,callbacks,compares,norm,draws,last = ('what the loss averages over', 'callbacks', 'what the loss compares', 'BatchNorm', 'draws',
@@ -139,6 +140,73 @@ def test_distances():
     big = grad([(torch.cat(xs), torch.cat(ys))])
     off = rel_err(grad([*zip(xs, ys)]), big)
     assert off > .01 and abs(exact.total-off) < 1e-6 and abs(exact.table.distance[loss]-off) < 1e-6
+
+class Bernoulli(nn.Module):
+    "What it draws depends on the items, so `exact=True` cannot draw it"
+    def forward(self, x): return x*torch.bernoulli(x.detach().sigmoid()) if self.training else x
+
+def test_what_exact_cannot_draw_is_left_out_and_said():
+    exact = make(lambda: FastaiAccumulation(40), norm, layers=[Bernoulli]).how_exact()
+    assert [*exact.table.index] == [loss, norm] and 'without what is drawn' in str(exact) and 'torch.bernoulli' in str(exact)
+
+class Writes(Callback):
+    "Into the loader batch, as CutMix does"
+    def before_batch(self): self.learn.xb[0].mul_(2.)
+
+def test_a_callback_that_writes_into_batches(): assert causes(make(ours, cbs=[Writes])) == set()
+
+def test_cutmix():
+    learn = make(ours, loss_func=CrossEntropyLossFlat())
+    learn.model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+    set_seed(1)
+    data = [*zip(torch.randn(N, 1, 3, 4), torch.randint(4, (N,)))]
+    learn.dls = DataLoaders(DataLoader(data, bs=BS), DataLoader(data, bs=BS), device='cpu')
+    assert causes(learn.add_cb(CutMix())) == {callbacks}
+
+class Texts(nn.Module):
+    "`sees`: does padding change what it says of the other tokens?"
+    def __init__(self, sees):
+        super().__init__()
+        self.e,self.h = nn.Embedding(20, 8, padding_idx=0),nn.Linear(8, 5)
+        self.sees = sees
+    def forward(self, x):
+        h = self.e(x)
+        return self.h(h + h.mean(1, keepdim=True) if self.sees else h)
+
+def padded(items):
+    n = max(len(x) for x,_ in items)
+    return tuple(torch.stack([F.pad(t, (0, n-len(t)), value=v) for t in ts]) for ts,v in zip(zip(*items), (0, -100)))
+
+@pytest.mark.parametrize('acc,sees,named', [(ours, False, set()), (theirs, False, {loss}), (ours, True, {'padding'})])
+def test_texts_of_different_lengths(acc, sees, named):
+    "The big batch is padded as the loader pads"
+    set_seed(0)
+    data = [(torch.randint(1, 20, (n,)), torch.randint(5, (n,))) for n in range(3, 3+N)]
+    dl = torch.utils.data.DataLoader(data, BS, collate_fn=padded)
+    learn = Learner(DataLoaders(dl, dl, device='cpu'), Texts(sees), loss_func=CrossEntropyLossFlat(), cbs=acc())
+    assert causes(learn) == named
+
+class Mean(nn.Module):
+    "Items see each other"
+    def forward(self, x): return x - x.mean(0)
+
+def test_items_that_see_each_other():
+    "No micro-batches can be exact: it is not taken for rounding"
+    exact = make(ours, layers=[Mean]).how_exact()
+    assert [*exact.table.index] == ['something else'] and 'items see each other' in str(exact) and "is the big batch's" not in str(exact)
+
+def test_a_model_that_keeps_state():
+    a,b = make(ours),make(noop_cb)
+    for learn in (a, b):
+        learn.model.reset = noop
+        learn.add_cb(ModelResetter())
+    with pytest.raises(ValueError, match='keeps state'): a.how_exact()
+    assert b.how_exact().total == 0
+
+def test_recomputation_stays():
+    "In the big batch of a model with BatchNorm, recomputation would not do"
+    assert causes(make(ours, norm, cbs=[lambda: ActivationCheckpointing(nn.Tanh)])) == {norm}
+    assert causes(make(ours, draws, cbs=[lambda: ActivationCheckpointing(nn.Tanh)])) == {draws}
 
 # -- two Learners
 def test_two_learners():
