@@ -55,11 +55,14 @@ class HowExact:
         with untouched(a), nullcontext() if b is None else untouched(b):
             first = Causes(a)
             second = None if b is None else Causes(b, first)
-            self.causes = first
-            self.is_pair = b is not None
+            effects = first.effects if second is None else between(first, second)
             self.total = first.total if second is None else first.distance(second.own)
-            self.rounding = first.rounding
-            self.effects = first.effects if second is None else between(first, second)
+        rows = {name: dict(distance=e.change.norm(), why=e.why, remove=e.cure) for name,e in effects.items()}
+        # A row for each cause: distance of the gradient, relative to the norm of the big batch's, why, and what removes it
+        self.table = pd.DataFrame.from_dict(rows, orient='index', columns=['distance', 'why', 'remove'])
+        self.rounding = first.rounding
+        self.is_pair = b is not None
+        self.is_far = self.total > first.tol
         self.n_items,self.n_batches = first.n,first.taken
         self.micro_batch_size = first.k
         self.notes = [left_out.format(first.undrawn)] if first.undrawn else []
@@ -67,13 +70,7 @@ class HowExact:
     @property
     def is_exact(self) -> bool:
         "Is no cause above rounding?"
-        return not self.effects
-
-    @property
-    def table(self) -> pd.DataFrame: # A row for each cause
-        "Distance of the gradient, relative to the norm of the big batch's, why, and what removes it"
-        rows = {name: dict(distance=e.change.norm(), why=e.why, remove=e.cure) for name,e in self.effects.items()}
-        return pd.DataFrame.from_dict(rows, orient='index', columns=['distance', 'why', 'remove'])
+        return not len(self.table)
 
     def __str__(self): return text_of(self)
     __repr__ = __str__
@@ -104,6 +101,7 @@ def text_of(exact):
     if len(table):
         width = max(map(len, table.index))
         lines += ['', *(f'{name:{width}} {percent(d):>7}  {why}' for name,d,why in table[['distance', 'why']].itertuples())]
+        lines += [f"{'rounding':{width}} {exact.rounding:>7.0e}  between big batches in parts of two sizes"]
         lines += ['', 'What removes it:', *(f'{name:{width}}  {cure}' for name,cure in table.remove.items())]
     return '\n'.join([*lines, '', conclusion(exact), *exact.notes])
 
@@ -111,9 +109,8 @@ left_out = "This is without what is drawn at random, as that is not known for th
 
 def conclusion(exact):
     to = f'{max(exact.total, exact.rounding):.0e}'
-    far = exact.total > exact.causes.tol
-    if exact.is_pair: return f'Their steps are {percent(exact.total)} apart.' if far else f'Their steps are the same to {to}.'
-    if far: return f"Your step is {percent(exact.total)} off the big batch's."
+    if exact.is_pair: return f'Their steps are {percent(exact.total)} apart.' if exact.is_far else f'Their steps are the same to {to}.'
+    if exact.is_far: return f"Your step is {percent(exact.total)} off the big batch's."
     end = '' if exact.is_exact else ', but for the one at the end of an epoch'
     return f"Your step is the big batch's to {to}{end}."
 
@@ -170,7 +167,11 @@ class Trial(Callback):
         self.left = 0.            # norm of the gradients at the end of an epoch without a step
 
     def before_batch(self): self.taken += 1
-    def before_step(self): self.grads = Gradient.of(self.learn.model.parameters())
+    def before_step(self):
+        self.grads = Gradient.of(self.learn.model.parameters())
+        if math.isfinite(self.grads.norm()): return
+        self.arrive()               # a loss scale would come down, and other batches take the place of these
+        raise CancelFitException
     def arrive(self): self.steps = True
     def leave(self, left): self.left = left
 
@@ -280,12 +281,22 @@ class Step(NamedTuple):
     most:int       # items of a call of the model
     left:float     # norm of the gradients at the end of an epoch without a step
 
+# Parameters of a model, which callbacks may write to
+class KeptWeights:
+    def __init__(self, model): self.kept = [(p, on_host(p), p.requires_grad) for p in model.parameters()]
+
+    def put_back(self):
+        for p,w,trained in self.kept:
+            p.data.copy_(w)
+            p.requires_grad_(trained)
+
 class Copies:
     # first: `Copies` of another Learner, whose weights and random numbers these have
     def __init__(self, learn, first=None):
         self.learn = learn
         self.like = learn if first is None else first.learn
         self.device = device_of(self.like.model)
+        self.weights = KeptWeights(learn.model) if first is None else first.weights
         self.rng = RandomState(self.device) if first is None else first.rng
         self.batches = None        # those of the first step
 
@@ -340,10 +351,13 @@ class Copies:
         learn.model.forward = calls
         ps = [*learn.model.parameters()]
         for p in ps: p.grad = None
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter('ignore')
-            with Still() if still else nullcontext(): learn.fit(1, cbs=[trial, Ends(trial, still, norms)])
-        for p in ps: p.grad = None
+        try:
+            with warnings.catch_warnings(), redirect_stdout(io.StringIO()), Still() if still else nullcontext():
+                warnings.simplefilter('ignore')
+                learn.fit(1, cbs=[trial, Ends(trial, still, norms)])
+        finally:
+            self.weights.put_back()
+            for p in ps: p.grad = None
         if batches is None: self.batches = dl.batches
         return Step(trial.grads, trial.steps, trial.taken, calls.most, trial.left)
 
@@ -352,8 +366,9 @@ class Copies:
 def untouched(learn):
     if num_distrib() > 1: raise ValueError("how_exact: in several processes a step is that of all ranks. Call it in one process.")
     ps,loaders,device = [*learn.model.parameters()],learn.dls.loaders,device_of(learn.model)
-    kept = [(p, p._version, on_host(p), p.requires_grad, None if p.grad is None else p.grad.to('cpu')) for p in ps]
-    rng,own = rng_state(device, loaders),[(vars(dl), dict(vars(dl))) for dl in loaders]
+    grads = [None if p.grad is None else p.grad.to('cpu') for p in ps]
+    own = [(vars(dl), dict(vars(dl))) for dl in loaders if hasattr(dl, '__dict__')]       # lists of batches have none
+    rng = rng_state(device, loaders)
     try:
         with texts_in_order(loaders): yield
     finally:
@@ -361,9 +376,7 @@ def untouched(learn):
             now.clear()
             now.update(then)
         set_rng_state(rng, device, loaders)
-        for p,version,w,trained,grad in kept:
-            if p._version != version: p.data.copy_(w)
-            p.requires_grad_(trained)
+        for p,grad in zip(ps, grads):
             p.grad = None if grad is None else grad.to(p.device)
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #8ea32c18
@@ -401,6 +414,8 @@ class Causes:
         except ValueError as e:
             self.undrawn,exactly = str(e).split('. ')[0].removeprefix('exact=True: '),dict(coupled='batchnorm', still=True)
             self.own,self.big = copies.step(self.batches, still=True).grads,self.big_step(**exactly)
+        for grads in (self.big, self.own):
+            if not 0 < grads.norm() < math.inf: raise ValueError(no_length.format(grads.norm()))
         self.rounding = 2**-24
         if self.k > 1 and not keeps_state(learn.model, learn.cbs):
             self.again = self.big_step(size=-(-self.k//2), **exactly)
@@ -446,6 +461,8 @@ class Causes:
 
 _kept_arguments = ('micro_batch_size','coupled','exact','activations','grad_dtype','grad_device','unit','count','pad_idx',
                    'micro_batch_tokens')
+no_length = ("how_exact: the norm of a gradient is {:.3g}, and no distance is relative to that. Train before some steps, in which "
+             "a loss scale of fp16 comes down, or look into the loss.")
 has_state = ("how_exact: this model keeps state from one loader batch to the next (the Learner has a ModelResetter), so a step "
              "of several is none of a big batch.")
 no_step = "how_exact: this Learner makes no step with the {} items of an epoch, or of the other Learner's step."

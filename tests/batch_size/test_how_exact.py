@@ -1,10 +1,11 @@
 "how_exact names the causes for which a step is not the big batch's, and nothing else"
-import itertools, pytest
+import gc, itertools, pytest
 from reference import *
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.rnn import ModelResetter
 from fastaccum.all import ActivationCheckpointing, how_exact
+from fastaccum.batch_size.exactness import Causes
 
 BS,N = 16,96          # a step takes three loader batches
 loss,callbacks,compares,norm,draws,last = ('what the loss averages over', 'callbacks', 'what the loss compares', 'BatchNorm', 'draws',
@@ -120,6 +121,16 @@ def test_what_is_removed_is_not_told(how, left):
     learn = make(lambda: GradientAccumulation(micro_batch_size=BS, **how), norm, draws, bs=3*BS)
     assert causes(learn) == left
 
+@pytest.mark.parametrize('name,acc,kwargs', [
+    (loss, ours, {}), (last, ours, {}), (callbacks, lambda: GradientAccumulation(micro_batch_size=BS), dict(bs=3*BS)),
+    (compares, lambda: GradientAccumulation(micro_batch_size=BS, coupled=True), dict(bs=3*BS))])
+def test_cures(name, acc, kwargs):
+    "The other lines remove theirs, too"
+    exact = make(MeanOfMeans, name).how_exact()
+    line = f'bs={3*BS} and GradientAccumulation(micro_batch_size={BS}' if kwargs else f'GradientAccumulation({3*BS})'
+    assert exact.table.remove[name].startswith(line)
+    assert causes(make(acc, name, **kwargs)) == set()
+
 def test_functional_draws(): assert causes(make(theirs, layers=[Functional, lambda: nn.BatchNorm1d(24)])) == {draws, norm}
 
 def test_half_precision():
@@ -132,7 +143,7 @@ def test_distances():
     "A step by hand"
     learn = make(MeanOfMeans, loss)
     exact = learn.how_exact()
-    xs,ys = zip(*exact.causes.batches)
+    xs,ys = zip(*Causes(learn).batches)
     def grad(parts):
         learn.model.zero_grad()
         for x,y in parts: (learn.loss_func(learn.model(x), y)/len(parts)).backward()
@@ -285,7 +296,56 @@ def test_no_more_items_at_once_than_in_training():
     causes(make(lambda: GradientAccumulation(micro_batch_size=5), norm, draws, layers=[Watch], bs=20, n=100))
     assert max(seen) == 5
 
+class Doubles(Callback):
+    "To weights: each trial has those that were there before"
+    def before_batch(self):
+        with torch.no_grad():
+            for p in self.learn.model.parameters(): p.data.mul_(2.)
+
+def test_each_trial_has_the_same_weights():
+    learn = make(noop_cb, cbs=[Doubles])
+    before = weights(learn.model)
+    assert learn.how_exact().total == 0 and torch.equal(weights(learn.model), before)
+
+def test_what_is_kept_of_it():
+    "Neither batches, nor gradients, nor the Learner"
+    exact = make(ours, norm).how_exact()
+    assert {type(v) for v in vars(exact).values()} == {float,int,bool,list,pd.DataFrame} and not exact.notes
+
+if not devices.GPU: import simulated
+
+@pytest.mark.skipif(bool(devices.GPU), reason='needs the simulated accelerator')
+def test_memory():
+    "Gradients to compare are on the host: a device holds no more than in training"
+    devices.use('sim')
+    def peak(f):
+        gc.collect()
+        simulated.memory.reset_peak()
+        before = simulated.memory.live
+        f()
+        return simulated.memory.peak-before
+    def split():
+        model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Dropout(.1), nn.ReLU(), nn.Linear(256, 4))
+        x,y = devices.now.put(torch.randn(256, 64)),devices.now.put(torch.randint(4, (256,)))
+        learn = learner(None, 128, GradientAccumulation(micro_batch_size=32, exact=True), model=model, loss_func=nn.CrossEntropyLoss(),
+                        dl_type=lambda *_, **__: [(x[:128], y[:128]), (x[128:], y[128:])])
+        learn.dls.valid = []
+        return learn
+    asked,trained = split(),split()
+    assert peak(asked.how_exact) < peak(lambda: trained.fit(1))
+
 # -- rejected
+@pytest.mark.parametrize('factor,norm', [(0., '0'), (math.inf, 'nan|inf')])
+def test_no_gradient_to_compare_with(factor, norm):
+    learn = make(ours, loss_func=lambda out, y: factor*F.cross_entropy(out, y))
+    with pytest.raises(ValueError, match=f'norm of a gradient is ({norm}),'): learn.how_exact()
+
+def test_an_overflow_of_fp16_is_told():
+    "The loss scale would come down over the next batches, which are others"
+    learn = make(ours, loss_func=lambda out, y: 2e3*F.cross_entropy(out, y)).to_fp16(init_scale=2.**24)
+    with pytest.raises(ValueError, match='loss scale'): learn.how_exact()
+    assert causes(make(ours).to_fp16(init_scale=2.**8)) == set()
+
 def test_no_step():
     with pytest.raises(ValueError, match='no step with the 96 items'): make(lambda: FastaiAccumulation(1000)).how_exact()
 
