@@ -56,6 +56,7 @@ class HowExact:
             first = Causes(a)
             second = None if b is None else Causes(b, first)
             effects = first.effects if second is None else between(first, second)
+            first.copies.trials.end()
             self.total = first.total if second is None else first.distance(second.own)
         rows = {name: dict(distance=e.change.norm(), why=e.why, remove=e.cure) for name,e in effects.items()}
         # A row for each cause: distance of the gradient, relative to the norm of the big batch's, why, and what removes it
@@ -158,6 +159,19 @@ def outside(f):
     with _disable_current_modes(): return f()
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #a388c3c6
+# A progress bar of as many trials as there will be
+class Trials:
+    def __init__(self, learn):
+        self.ended = False
+        more = iter(lambda: self.ended, True)
+        self.bar = iter(progress_bar(more, total='noinfer', leave=False) if hasattr(learn, 'progress') else more)
+
+    def next(self): next(self.bar)
+
+    def end(self):
+        self.ended = True
+        next(self.bar, None)
+
 class Trial(Callback):
     order,run_valid = -1000,False
     def __init__(self):
@@ -282,7 +296,7 @@ class Step(NamedTuple):
     left:float     # norm of the gradients at the end of an epoch without a step
 
 # Parameters of a model, which callbacks may write to
-class KeptWeights:
+class HostCopies:
     def __init__(self, model): self.kept = [(p, on_host(p), p.requires_grad) for p in model.parameters()]
 
     def put_back(self):
@@ -296,7 +310,8 @@ class Copies:
         self.learn = learn
         self.like = learn if first is None else first.learn
         self.device = device_of(self.like.model)
-        self.weights = KeptWeights(learn.model) if first is None else first.weights
+        self.trials = Trials(learn) if first is None else first.trials
+        self.weights = HostCopies(learn.model) if first is None else first.weights
         self.rng = RandomState(self.device) if first is None else first.rng
         self.batches = None        # those of the first step
 
@@ -337,6 +352,7 @@ class Copies:
 
     # A step on these batches, by default of the loader. acc: a callback that accumulates; without: callbacks
     def step(self, batches=None, acc=None, without=(), still=False, norms=True, loss=None) -> Step:
+        self.trials.next()
         self.rng.restore()
         learn,pairs = self.make()
         loaders = self.learn.dls.loaders
@@ -559,7 +575,7 @@ def _big_cure(self:Causes, more=''): return f'bs={self.n} and GradientAccumulati
 # Are gradients those of a mean, but for a factor?
 def ratio(own, weighted, tol):
     c = own.dot(weighted)/weighted.dot(weighted)
-    if (own-weighted*c).norm() <= tol*weighted.norm(): return f'its gradient is {c:.4g} times that of the mean'
+    if (own-weighted*c).norm() <= tol*weighted.norm(): return f'its gradient is {c:.4g} times as large'
     return 'micro-batches have other weights than what their losses divide by'
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #d35971bf

@@ -98,7 +98,7 @@ def test_fastais_own(n_acc, off):
     assert exact.n_items == 128 and abs(exact.total-off) < 1e-6
     if not off: return
     assert [*exact.table.index] == [loss]
-    assert 'its gradient is 1.28 times that of the mean' in str(exact) and 'GradientAccumulation(128)' in str(exact)
+    assert 'its gradient is 1.28 times as large' in str(exact) and 'GradientAccumulation(128)' in str(exact)
 
 def test_no_step_at_the_end_of_an_epoch():
     exact = make(theirs, n=70).how_exact()
