@@ -31,19 +31,19 @@ from .noise import GradientNoiseScale
 # %% auto #0
 __all__ = ['how_exact', 'HowExact']
 
-# %% ../../nbs/api/batch_size/04_exactness.ipynb #c10ba24e
-def how_exact(
-    a:Learner,           # Is not changed
-    b:Learner|None=None  # Compare with its step, from the weights of `a` and on the same items; default: with that of one big batch
-): # A `HowExact`
-    "How far is a step of `a` from that of one big batch, or from a step of `b`, and which causes separate them?"
-    return HowExact(a, b)
-
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #50de32d2
-@patch # type: ignore[no-redef]
-def how_exact(self:Learner): # A `HowExact`
+@patch
+def how_exact(self:Learner) -> HowExact:
     "How far is a step of this Learner from that of one big batch, and why? The Learner is not changed"
     return HowExact(self)
+
+# %% ../../nbs/api/batch_size/04_exactness.ipynb #c10ba24e
+def how_exact( # type: ignore[no-redef]
+    a:Learner,           # Is not changed
+    b:Learner|None=None  # Compare with its step, from the weights of `a` and on the same items; default: with that of one big batch
+) -> HowExact:
+    "How far is a step of `a` from that of one big batch, or from a step of `b`, and which causes separate them?"
+    return HowExact(a, b)
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #0c0b0468
 class HowExact:
