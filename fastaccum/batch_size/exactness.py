@@ -9,10 +9,12 @@ from __future__ import annotations
 import io, math, warnings
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from copy import copy, deepcopy
+from traceback import walk_tb
 from typing import Any, NamedTuple
 import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
 from fastai.callback.tracker import TrackerCallback
+from fastai.callback.training import GradientAccumulation as FastaiAccumulation
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from ..accumulation.callback import GradientAccumulation
@@ -26,6 +28,7 @@ from ..core.random import PythonRandom, RandomState
 from ..core.watch import batchnorms
 from ..loop.events import declares, keeps_state
 from ..loop.sizes import batch_sizes, loader_bs, n_inputs
+from ..memory.largest import LargestFirst
 from .noise import GradientNoiseScale
 
 # %% auto #0
@@ -63,15 +66,16 @@ class HowExact:
         self.table = pd.DataFrame.from_dict(rows, orient='index', columns=['distance', 'why', 'remove'])
         self.rounding = first.rounding
         self.is_pair = b is not None
-        self.is_far = self.total > first.tol
+        self.is_far = self.total > first.tol or not first.splits
+        self.is_known = first.splits
         self.n_items,self.n_batches = first.n,first.taken
         self.micro_batch_size = first.k
         self.notes = [left_out.format(first.undrawn)] if first.undrawn else []
 
     @property
     def is_exact(self) -> bool:
-        "Is no cause above rounding?"
-        return not len(self.table)
+        "Is no cause above rounding, and nothing left out?"
+        return not len(self.table) and not self.notes
 
     def __str__(self): return text_of(self)
     __repr__ = __str__
@@ -111,6 +115,7 @@ left_out = "This is without what is drawn at random, as that is not known for th
 def conclusion(exact):
     to = f'{max(exact.total, exact.rounding):.0e}'
     if exact.is_pair: return f'Their steps are {percent(exact.total)} apart.' if exact.is_far else f'Their steps are the same to {to}.'
+    if not exact.is_known: return "How far your step is off the big batch's is not known, as items see each other."
     if exact.is_far: return f"Your step is {percent(exact.total)} off the big batch's."
     end = '' if exact.is_exact else ', but for the one at the end of an epoch'
     return f"Your step is the big batch's to {to}{end}."
@@ -130,8 +135,8 @@ class Gradient:
 
 # A copy, in single precision at least
 def on_host(t):
-    t = t.detach().as_subclass(Tensor)
-    t = (t.to_dense() if t.is_sparse else t).to('cpu', copy=True)
+    t = t.detach()
+    t = (t.to_dense() if t.is_sparse else t).as_subclass(Tensor).to('cpu', copy=True)
     return t.float() if t.dtype.itemsize < 4 else t
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #89da56a8
@@ -147,7 +152,7 @@ class Still(TorchDispatchMode):
         if name == 'randint': return out.fill_(args[0] if 'low' in func._overloadname else 0)
         is_drawn_from = isinstance(t, Tensor) and t.shape == out.shape and not name.endswith(('_', '_like'))
         if is_drawn_from and out.is_floating_point(): return out.copy_(t)
-        return out.fill_(int(out.is_floating_point()))
+        return out.fill_(.5 if name in ('rand','rand_like','uniform','uniform_') else int(out.is_floating_point()))
 
 # The events of a callback outside of it
 def unstilled(cb):
@@ -218,6 +223,25 @@ def use_running(module):
     like = next(module.parameters(), torch.empty(0))
     module.running_mean,module.running_var = like.new_zeros(module.num_features),like.new_ones(module.num_features)
 
+# In the place of a model's `forward`: does the first half of the outputs change, if others take the place of the second half of the items?
+class Mixes:
+    def __init__(self, forward, n):
+        self.forward,self.n = forward,n
+        self.found = False
+
+    def __call__(self, *args, **kwargs):
+        before = PythonRandom()
+        out,half = self.forward(*args, **kwargs),self.n//2
+        before.restore()
+        def first_twice(t): return torch.cat([t[:half], t[:self.n-half]]) if t.dim() and len(t) == self.n else t
+        args,kwargs = (map_tensors(first_twice, o) for o in (args, kwargs))
+        with torch.no_grad(): other = self.forward(*args, **kwargs)
+        for a,b in zip(tensors_in((out,)), tensors_in((other,))):
+            if not a.is_floating_point() or not a.dim() or len(a) != self.n: continue
+            a,b = a.detach()[:half],b[:half]
+            self.found = self.found or bool((a-b).norm() > 10*torch.finfo(a.dtype).eps*a.norm())
+        return out
+
 # In the place of a model's `forward`: how many items do its calls have? With `python`, a `PythonRandom`, each draws the same of it
 class Calls:
     def __init__(self, forward, python=None):
@@ -249,6 +273,7 @@ class Kept(Given):
     def __len__(self): return len(self.dl)
     def __iter__(self):
         batches,theirs = None,RandomState(self.device)
+        self.batches = []          # of the last time that somebody asked
         while True:
             ours = RandomState(self.device)
             theirs.restore()
@@ -283,7 +308,7 @@ no_batch = ("how_exact: the items of different loader batches have different sha
 def again(b, n, bs): return [some(b, i, min(i+bs, n), n) for i in range(0, n, bs)]
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #8fb71295
-_stay_behind = TrackerCallback,TrainingCheckpoint,GradientNoiseScale
+_stay_behind = TrackerCallback,TrainingCheckpoint,GradientNoiseScale,LargestFirst
 _known = 'fastai.learner','fastai.callback.core','fastai.callback.fp16','fastaccum.'
 
 def stays_behind(cb): return isinstance(cb, _stay_behind) or declares(cb, 'writes')
@@ -292,17 +317,38 @@ class Step(NamedTuple):
     grads:Any      # a `Gradient`
     steps:bool     # does the optimizer step?
     taken:int      # loader batches
-    most:int       # items of a call of the model
+    calls:Any      # of the model, `Calls` or `Mixes`
     left:float     # norm of the gradients at the end of an epoch without a step
 
-# Parameters of a model, which callbacks may write to
+def kinds(learn): return [(p.shape, p.requires_grad) for p in learn.model.parameters()]
+
+other_model = "how_exact: the weights of the two Learners have different shapes, or are not the same ones frozen. Compare Learners of one model."
+
+# The object for which `deepcopy` raised an error
+def not_copied(error):
+    frames = [f for f,_ in walk_tb(error.__traceback__) if f.f_code is deepcopy.__code__]
+    return frames[-1].f_locals.get('x') if frames else None
+
+no_copy = "how_exact: the Learner cannot be copied, because of an object of {}. Try it without the callback that has it."
+
+# Tensors that copies share, to which somebody may write
 class HostCopies:
-    def __init__(self, model): self.kept = [(p, on_host(p), p.requires_grad) for p in model.parameters()]
+    def __init__(self, tensors): self.kept = [(t, on_host(t), t.requires_grad) for t in tensors]
 
     def put_back(self):
-        for p,w,trained in self.kept:
-            p.data.copy_(w)
-            p.requires_grad_(trained)
+        for t,v,trained in self.kept:
+            t.data.copy_(v)
+            t.requires_grad_(trained)
+
+# Parameters of modules that callbacks have, such as an average of weights
+def params_of_callbacks(learn):
+    modules = [m for cb in learn.cbs for m in vars(cb).values() if isinstance(m, nn.Module) and m is not learn.model]
+    return L({id(p): p for m in modules for p in m.parameters()}.values())
+
+# Tensors that the optimizer keeps
+def state_of_optimizer(learn):
+    opt = getattr(learn.opt, 'opt', learn.opt)
+    return [] if opt is None else [t for state in opt.state.values() for t in state.values() if isinstance(t, Tensor)]
 
 class Copies:
     # first: `Copies` of another Learner, whose weights and random numbers these have
@@ -311,8 +357,11 @@ class Copies:
         self.like = learn if first is None else first.learn
         self.device = device_of(self.like.model)
         self.trials = Trials(learn) if first is None else first.trials
-        self.weights = HostCopies(learn.model) if first is None else first.weights
+        if first is not None and kinds(learn) != kinds(first.learn): raise ValueError(other_model)
+        self.shared = HostCopies([*learn.model.parameters(), *params_of_callbacks(learn), *state_of_optimizer(learn)])
         self.rng = RandomState(self.device) if first is None else first.rng
+        self.theirs = self.shared if first is None else first.shared
+        self.uncopied = {}         # by their ids
         self.batches = None        # those of the first step
 
     # The callbacks that may change a step in a way of their own
@@ -332,18 +381,23 @@ class Copies:
         res = {id(o): o for o in (learn.lock, learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders))}
         res.update({id(p): q for p,q in zip(learn.model.parameters(), like.model.parameters())})
         res.update({id(b): o.clone() for b,o in zip(learn.model.buffers(), like.model.buffers())})
-        others = [m for cb in learn.cbs for m in vars(cb).values() if isinstance(m, nn.Module) and m is not learn.model]
-        for p in (p for m in others for p in m.parameters()): res.setdefault(id(p), p)
-        opt = getattr(learn.opt, 'opt', learn.opt)
-        if opt is not None: res.update({id(t): t for state in opt.state.values() for t in state.values() if isinstance(t, Tensor)})
+        for t in (*params_of_callbacks(learn), *state_of_optimizer(learn)): res.setdefault(id(t), t)
         for o in (learn, *learn.model.modules(), *learn.cbs):      # deepcopy refuses tensors that were computed
             for t in tree_leaves(vars(o)):
                 if isinstance(t, Tensor) and not t.is_leaf: res.setdefault(id(t), t.detach().clone())
         return res
 
+    # What cannot be copied, such as an open file or a lock, is shared
+    def _copy(self):
+        while True:
+            try: return deepcopy(self.learn, self._shared() | self.uncopied)
+            except Exception as e: o = not_copied(e)
+            if o is None or id(o) in self.uncopied: raise ValueError(no_copy.format(type(o).__name__))
+            self.uncopied[id(o)] = o
+
     # A copy, and its callbacks by the ids of the Learner's
     def make(self):
-        res = deepcopy(self.learn, self._shared())
+        res = self._copy()
         pairs = dict(zip(map(id, self.learn.cbs), res.cbs))
         res.remove_cbs([pairs[id(cb)] for cb in self.learn.cbs if stays_behind(cb)])
         res.logger = noop
@@ -351,7 +405,7 @@ class Copies:
         return res,pairs
 
     # A step on these batches, by default of the loader. acc: a callback that accumulates; without: callbacks
-    def step(self, batches=None, acc=None, without=(), still=False, norms=True, loss=None) -> Step:
+    def step(self, batches=None, acc=None, without=(), still=False, norms=True, loss=None, calls=None) -> Step:
         self.trials.next()
         self.rng.restore()
         learn,pairs = self.make()
@@ -363,7 +417,8 @@ class Copies:
         if acc is not None: learn.add_cb(acc)
         if loss is not None: learn.loss_func = loss
         if still: L(self.callbacks).map(lambda cb: unstilled(pairs[id(cb)]))
-        trial,calls = Trial(),Calls(learn.model.forward, PythonRandom() if still else None)
+        trial = Trial()
+        calls = Calls(learn.model.forward, PythonRandom() if still else None) if calls is None else calls(learn.model.forward)
         learn.model.forward = calls
         ps = [*learn.model.parameters()]
         for p in ps: p.grad = None
@@ -372,16 +427,16 @@ class Copies:
                 warnings.simplefilter('ignore')
                 learn.fit(1, cbs=[trial, Ends(trial, still, norms)])
         finally:
-            self.weights.put_back()
+            for o in {id(o): o for o in (self.shared, self.theirs)}.values(): o.put_back()
             for p in ps: p.grad = None
         if batches is None: self.batches = dl.batches
-        return Step(trial.grads, trial.steps, trial.taken, calls.most, trial.left)
+        return Step(trial.grads, trial.steps, trial.taken, calls, trial.left)
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #16273156
 @contextmanager
 def untouched(learn):
     if num_distrib() > 1: raise ValueError("how_exact: in several processes a step is that of all ranks. Call it in one process.")
-    ps,loaders,device = [*learn.model.parameters()],learn.dls.loaders,device_of(learn.model)
+    ps,loaders,device = [*learn.model.parameters(), *params_of_callbacks(learn)],learn.dls.loaders,device_of(learn.model)
     grads = [None if p.grad is None else p.grad.to('cpu') for p in ps]
     own = [(vars(dl), dict(vars(dl))) for dl in loaders if hasattr(dl, '__dict__')]       # lists of batches have none
     rng = rng_state(device, loaders)
@@ -412,7 +467,7 @@ class Causes:
         bs = loader_bs(learn.dls.train)
         batches = None if first is None else again(first.joined[0], first.n, bs) if bs else first.batches
         own = copies.step(batches)
-        self.own,self.k = own.grads,own.most
+        self.own,self.k = own.grads,own.calls.most
         self.taken = own.taken
         self.batches = copies.batches if batches is None else batches
         self.sizes = [copies.items(b) for b in self.batches]
@@ -425,22 +480,34 @@ class Causes:
         # padded to the same length
         self.wide = [some(self.joined[0], end-n, end, self.n) for end,n in zip(ends, self.sizes)]
         self.accumulating = self._find_accumulating()
-        self.undrawn,exactly = None,dict(exact=True)
+        self.undrawn,self.mixes,self.rounding = None,False,2**-24
+        self.big = self.again = self.own
+        self.is_whole = self.taken == 1 and self.k >= self.n and not self.accumulating       # it is the big batch's step
+        if not self.is_whole: self._find_big(keeps_state(learn.model, learn.cbs))
+        self.tol = min(max(10*self.rounding, 2e-6), .1)
+        self.total = self.distance(self.big)
+        self.splits = self.rounding <= self.tol and not self.mixes              # else no micro-batches give the big batch's step
+        if not self.splits: self.total = max(self.total, self.rounding)
+        self.effects = {} if self.is_whole else self._find_effects()
+
+    # The big batch's step, what rounding makes of it, and whether items see each other
+    def _find_big(self, has_state):
+        exactly = dict(exact=True)
         try: self.big = self.big_step(**exactly)
         except ValueError as e:
             self.undrawn,exactly = str(e).split('. ')[0].removeprefix('exact=True: '),dict(coupled='batchnorm', still=True)
-            self.own,self.big = copies.step(self.batches, still=True).grads,self.big_step(**exactly)
+            self.own,self.big = self.copies.step(self.batches, still=True).grads,self.big_step(**exactly)
         for grads in (self.big, self.own):
             if not 0 < grads.norm() < math.inf: raise ValueError(no_length.format(grads.norm()))
-        self.rounding = 2**-24
-        if self.k > 1 and not keeps_state(learn.model, learn.cbs):
-            self.again = self.big_step(size=-(-self.k//2), **exactly)
-            self.rounding = self.distance(self.again, self.big)
-        self.tol = min(max(10*self.rounding, 2e-6), .1)
-        self.total = self.distance(self.big)
-        self.splits = self.rounding <= self.tol              # else no micro-batches give the big batch's step
-        if not self.splits: self.total = max(self.total, self.rounding)
-        self.effects = self._find_effects()
+        self.again = self.big
+        if has_state: return
+        n = min(self.n, max(self.k, 2))
+        few = [some(self.joined[0], 0, n, self.n)]
+        found = self.copies.step(few, None, [*self.accumulating, *self._apart()], calls=partial(Mixes, n=n), **plain).calls.found
+        self.mixes = found and self.k < self.n
+        if self.k == 1 or found and not self.mixes: return
+        self.again = self.big_step(size=-(-self.k//2), **exactly)
+        self.rounding = self.distance(self.again, self.big)
 
     # Of two gradients, relative to the norm of the big batch's
     def distance(self, a, b=None): return ((self.own if b is None else b)-a).norm()/self.big.norm()
@@ -448,7 +515,7 @@ class Causes:
     # The callbacks without which a step takes one loader batch
     def _find_accumulating(self):
         ours = [cb for cb in self.copies.learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation']
-        if ours or self.taken == 1: return ours
+        if ours or self.taken == 1: return ours or [cb for cb in self.copies.learn.cbs if isinstance(cb, FastaiAccumulation)]
         for cb in self.copies.callbacks:
             with suppress(Exception):      # others may need it
                 if self.copies.step(self.batches, without=[cb]).taken < self.taken: return [cb]
@@ -499,7 +566,7 @@ def _find_effects(self:Causes):
     return found
 
 no_cure = 'not known'
-depends = 'as far apart are big batches in micro-batches of two sizes: items see each other, and not only in BatchNorm'
+depends = 'items see each other, and not only in BatchNorm: so far apart are big batches in micro-batches of two sizes'
 
 # `change` as the effect of `name`, if it is above rounding. big: the big batch's gradient in the same circumstances
 @patch

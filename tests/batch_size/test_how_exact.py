@@ -1,10 +1,10 @@
 "how_exact names the causes for which a step is not the big batch's, and nothing else"
-import gc, itertools, pytest
+import gc, itertools, pytest, threading
 from reference import *
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.rnn import ModelResetter
-from fastaccum.all import ActivationCheckpointing, how_exact
+from fastaccum.all import ActivationCheckpointing, LargestFirst, how_exact
 from fastaccum.batch_size.exactness import Causes
 
 BS,N = 16,96          # a step takes three loader batches
@@ -87,6 +87,24 @@ def test_plain():
 
 def noop_cb(): return Callback()
 
+@pytest.mark.parametrize('layer', [lambda: Bernoulli(), lambda: Sees(1.), lambda: Drawn()], ids=['bernoulli', 'sees', 'NumPy'])
+def test_plain_whatever_the_model_does(layer):
+    "Nothing is asked of it that only the big batch in parts needs"
+    exact = make(noop_cb, layers=[layer]).how_exact()
+    assert exact.is_exact and exact.total == 0
+
+class Drawn(nn.Module):
+    def forward(self, x): return x*torch.from_numpy(np.random.rand(*x.shape)).float()
+
+def test_theirs_in_one_loader_batch():
+    "8 items in a loader batch of 16: it divides by 8"
+    exact = make(lambda: FastaiAccumulation(8)).how_exact()
+    assert [*exact.table.index][:1] == [loss] and 'its gradient is 2 times as large' in str(exact) and abs(exact.total-1) < 1e-6
+
+def test_largest_first():
+    "It takes loader batches before the first step, which are none of it"
+    assert causes(make(lambda: GradientAccumulation(micro_batch_size=5), cbs=[LargestFirst])) == set()
+
 def test_what_is_no_cause():
     assert causes(make(ours, cbs=[Term, GradientClip])) == set()
     assert causes(make(lambda: FastaiAccumulation(40), cbs=[Term, GradientClip])) == {loss}
@@ -159,6 +177,14 @@ class Bernoulli(nn.Module):
 def test_what_exact_cannot_draw_is_left_out_and_said():
     exact = make(lambda: FastaiAccumulation(40), norm, layers=[Bernoulli]).how_exact()
     assert [*exact.table.index] == [loss, norm] and 'without what is drawn' in str(exact) and 'torch.bernoulli' in str(exact)
+    assert not make(ours, layers=[Bernoulli]).how_exact().is_exact                      # it is not known
+
+class Masks(nn.Module):
+    def forward(self, x): return x*(torch.rand(len(x), 1) < .7) if self.training else x
+
+def test_a_mask_on_the_outputs():
+    "Where nothing is drawn, they are there"
+    assert causes(make(theirs, layers=[lambda: nn.Dropout(.2), Masks])) == {draws}
 
 class Writes(Callback):
     "Into the loader batch, as CutMix does"
@@ -197,14 +223,29 @@ def test_texts_of_different_lengths(acc, sees, named):
     learn = Learner(DataLoaders(dl, dl, device='cpu'), Texts(sees), loss_func=CrossEntropyLossFlat(), cbs=acc())
     assert causes(learn) == named
 
-class Mean(nn.Module):
-    "Items see each other"
-    def forward(self, x): return x - x.mean(0)
+class Sees(nn.Module):
+    "Items see each other, somewhat"
+    def __init__(self, c): super().__init__(); self.c = c
+    def forward(self, x): return x - self.c*x.mean(0)
 
-def test_items_that_see_each_other():
-    "No micro-batches can be exact: it is not taken for rounding"
-    exact = make(ours, layers=[Mean]).how_exact()
-    assert [*exact.table.index] == ['something else'] and 'items see each other' in str(exact) and "is the big batch's" not in str(exact)
+class Attends(nn.Module):
+    def forward(self, x): return x + .2*(x@x.T/5).softmax(-1)@x
+
+@pytest.mark.parametrize('acc', [theirs, ours, lambda: GradientAccumulation(3*BS, micro_batch_size=1)])
+@pytest.mark.parametrize('layer', [lambda: Sees(1.), lambda: Sees(.3), lambda: Sees(.01), Attends], ids=['1', '.3', '.01', 'attention'])
+def test_items_that_see_each_other(layer, acc):
+    "No micro-batches can be exact: it is not taken for rounding, however little it is"
+    exact = make(acc, layers=[layer]).how_exact()
+    assert not exact.is_exact and [*exact.table.index] == ['something else'] and 'items see each other' in str(exact)
+    assert "is not known" in str(exact)
+    whole = make(lambda: FastaiAccumulation(3*BS), layers=[layer], bs=3*BS).how_exact()       # it takes the big batch
+    assert whole.is_exact and whole.total == 0
+
+class Bias(nn.Module):
+    "Items with other outputs than their neighbours', but not because of these"
+    def forward(self, x): return x + torch.arange(len(x))[:,None]/len(x)*0 + x.flip(1)
+
+def test_items_that_do_not(): assert make(ours, layers=[Bias]).how_exact().is_exact
 
 def test_a_model_that_keeps_state():
     a,b = make(ours),make(noop_cb)
@@ -241,6 +282,10 @@ def test_two_learners_from_the_weights_of_the_first():
 
 def test_learners_that_train_something_else():
     assert 'the big batches' in how_exact(make(ours), make(ours, loss)).table.index
+    with pytest.raises(ValueError, match='different shapes'): how_exact(make(ours), make(ours, layers=[lambda: nn.Linear(24, 24)]))
+    b = make(ours)
+    b.model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match='frozen'): how_exact(make(ours), b)
     with pytest.raises(ValueError, match='48 items, the second one'): how_exact(make(ours), make(noop_cb))
 
 # -- no trace
@@ -301,6 +346,29 @@ class Doubles(Callback):
     def before_batch(self):
         with torch.no_grad():
             for p in self.learn.model.parameters(): p.data.mul_(2.)
+
+class Average(Callback):
+    "An average of the weights, which it moves after each batch, and a lock; a head of its own with an optimizer"
+    def __init__(self): self.lock,self.head = threading.Lock(),nn.Linear(12, 2)
+    def before_fit(self):
+        if hasattr(self, 'own_opt'): return
+        self.mean,self.own_opt = deepcopy(self.learn.model),torch.optim.Adam(self.head.parameters())
+    def after_batch(self):
+        if not self.training: return
+        self.head(self.x).sum().backward()
+        self.own_opt.step()
+        for a,b in zip(self.mean.parameters(), self.learn.model.parameters()): a.data.lerp_(b.data, .5)
+
+def test_what_callbacks_hold(tmp_path):
+    learn = make(ours, cbs=[Average])
+    learn.path = tmp_path
+    learn.add_cb(CSVLogger())
+    learn.fit(1, .1)
+    avg = learn.average
+    def state(): return [(p.detach().clone(), p.grad) for m in (avg.mean, avg.head) for p in m.parameters()],(tmp_path/'history.csv').read_text()
+    (before,file),_ = state(),learn.how_exact()
+    for (a,g),(b,h) in zip(before, state()[0]): assert torch.equal(a, b) and (g is h or torch.equal(g, h))
+    assert file == state()[1] and avg.lock is learn.average.lock and not avg.lock.locked()
 
 def test_each_trial_has_the_same_weights():
     learn = make(noop_cb, cbs=[Doubles])
