@@ -195,10 +195,11 @@ class GradientAccumulationSchedule(GradientAccumulation):
         for k,v in dict(start=start, finish=finish).items(): _check_point(k, v)
         if isinstance(start, Integral) == isinstance(finish, Integral) and start > finish:
             raise ValueError(f"start={start} is after finish={finish}: swap them, or the sizes.")
-        if not callable(schedule):
-            raise TypeError(f"schedule={schedule!r}: pass a fastai annealer such as SchedCos, or a function of the position from 0 to 1.")
+        if not callable(schedule) or not _may_take(schedule, 0, 1) and not _may_take(schedule, 0.):
+            raise TypeError(f"schedule={schedule!r}: pass a fastai annealer such as SchedCos, or partial(SchedPoly, power=2) for one that "
+                            "takes more than start and end, or a function of the position from 0 to 1.")
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule')
-        self.size = schedule(start_accum_bs, final_accum_bs) if _is_factory(schedule) else schedule
+        self.size = schedule(start_accum_bs, final_accum_bs) if _may_take(schedule, 0, 1) else schedule
 
     def before_fit(self):
         super().before_fit()
@@ -572,9 +573,9 @@ def load_state_dict(self:GradientAccumulation,
     if self.learn is not None and not state.get('by_plan'): self.loop.forget_plan()
 
 # %% ../../nbs/api/accumulation/01_callback.ipynb #b4e97aad
-def _is_factory(f):
-    "Does `f(start, end)` return a schedule, like SchedCos? Otherwise `f(pos)` is itself a schedule, like those of combine_scheds"
-    try: inspect.signature(f).bind(0, 1)
+def _may_take(f, *args):
+    "What takes (start, end) returns a schedule, like SchedCos; what takes (pos) is itself one, like those of combine_scheds"
+    try: inspect.signature(f).bind(*args)
     except TypeError: return False
     return True
 

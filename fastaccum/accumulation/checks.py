@@ -103,7 +103,8 @@ def check_steps(acc, sizes):
                          f"Use {never(Fate.DROP)}, or a smaller accum_bs.")
     if most < max(sizes) and not acc.per_loader_batch:
         acc.warn_once(f"accum_bs={most} is smaller than a loader batch of {max(sizes)} items, and a step takes whole ones: each "
-                      "is a step of its own. Write a larger accum_bs, or load smaller batches.",
+                      f"is a step of its own. Write a larger accum_bs (it counts items: for {most} loader batches write "
+                      f"{most}*{max(sizes)}), or load smaller batches.",
                       'troubleshooting.html#the-remainder-steps-with-fewer-items-or-more')
 
 # %% ../../nbs/api/accumulation/03_checks.ipynb #b2f0c10b

@@ -5,6 +5,7 @@ import pytest, torch, torch.nn as nn
 from fastai.callback.training import ShortEpochCallback
 from fastai.basics import DataLoader, DataLoaders, Learner, SGD
 from fastcore.docments import docments
+from fastai.callback.schedule import SchedPoly
 from fastaccum.all import AdaptiveGradientAccumulation, GradientAccumulation, GradientAccumulationSchedule
 apidoc = pytest.importorskip('apidoc')
 
@@ -45,7 +46,13 @@ def test_a_step_takes_whole_loader_batches(kwargs):
     "With micro-batches these accumulate, so it would be wrong that nothing does"
     msg, = told(80, 40, 16, about='accum_bs=16', **kwargs)
     assert msg.startswith('accum_bs=16 is smaller than a loader batch of 40 items, and a step takes whole ones: each is a step')
-    assert 'Write a larger accum_bs, or load smaller batches.' in msg
+    assert 'Write a larger accum_bs (it counts items: for 16 loader batches write 16*40), or load smaller batches.' in msg
+
+def test_schedules_that_take_more():
+    "SchedPoly takes a power: told when the callback is made"
+    with pytest.raises(TypeError, match='partial.SchedPoly, power=2'): GradientAccumulationSchedule(16, 32, schedule=SchedPoly)
+    for schedule in (partial(SchedPoly, power=2), SchedPoly(16, 32, 2), lambda pos: 16):
+        GradientAccumulationSchedule(16, 32, schedule=schedule)
 
 # --- one declaration of each argument
 def own_parameters(cls): return inspect.signature(cls.__init__).parameters
