@@ -9,7 +9,6 @@ from __future__ import annotations
 import io, math, warnings
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from copy import copy, deepcopy
-from traceback import walk_tb
 from typing import Any, NamedTuple
 import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
@@ -21,6 +20,7 @@ from ..accumulation.callback import GradientAccumulation
 from ..checkpoint.callback import TrainingCheckpoint
 from ..checkpoint.generators import rng_state, set_rng_state
 from ..checkpoint.loaders import texts_in_order
+from ..core.functions import not_copied
 from ..core.losses import count_items
 from ..core.memory import device_of
 from ..core.microbatch import join_items, map_tensors, tensors_in
@@ -28,7 +28,6 @@ from ..core.random import PythonRandom, RandomState
 from ..core.watch import batchnorms
 from ..loop.events import declares, keeps_state
 from ..loop.sizes import batch_sizes, loader_bs, n_inputs
-from ..memory.largest import LargestFirst
 from .noise import GradientNoiseScale
 
 # %% auto #0
@@ -307,27 +306,11 @@ no_batch = ("how_exact: the items of different loader batches have different sha
 # As loader batches of `bs` items
 def again(b, n, bs): return [some(b, i, min(i+bs, n), n) for i in range(0, n, bs)]
 
-# %% ../../nbs/api/batch_size/04_exactness.ipynb #8fb71295
-_stay_behind = TrackerCallback,TrainingCheckpoint,GradientNoiseScale,LargestFirst
-_known = 'fastai.learner','fastai.callback.core','fastai.callback.fp16','fastaccum.'
-
-def stays_behind(cb): return isinstance(cb, _stay_behind) or declares(cb, 'writes')
-
-class Step(NamedTuple):
-    grads:Any      # a `Gradient`
-    steps:bool     # does the optimizer step?
-    taken:int      # loader batches
-    calls:Any      # of the model, `Calls` or `Mixes`
-    left:float     # norm of the gradients at the end of an epoch without a step
-
+# %% ../../nbs/api/batch_size/04_exactness.ipynb #8fb71296
 def kinds(learn): return [(p.shape, p.requires_grad) for p in learn.model.parameters()]
 
-other_model = "how_exact: the weights of the two Learners have different shapes, or are not the same ones frozen. Compare Learners of one model."
-
-# The object for which `deepcopy` raised an error
-def not_copied(error):
-    frames = [f for f,_ in walk_tb(error.__traceback__) if f.f_code is deepcopy.__code__]
-    return frames[-1].f_locals.get('x') if frames else None
+other_model = ("how_exact: the weights of the two Learners have different shapes, or others are frozen. Compare Learners of one model, "
+               "which train the same of it.")
 
 no_copy = "how_exact: the Learner cannot be copied, because of an object of {}. Try it without the callback that has it."
 
@@ -349,6 +332,19 @@ def params_of_callbacks(learn):
 def state_of_optimizer(learn):
     opt = getattr(learn.opt, 'opt', learn.opt)
     return [] if opt is None else [t for state in opt.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+# %% ../../nbs/api/batch_size/04_exactness.ipynb #8fb71295
+_stay_behind = TrackerCallback,TrainingCheckpoint,GradientNoiseScale
+_known = 'fastai.learner','fastai.callback.core','fastai.callback.fp16','fastaccum.'
+
+def stays_behind(cb): return isinstance(cb, _stay_behind) or declares(cb, 'writes') or getattr(type(cb), 'tries_batches', False)
+
+class Step(NamedTuple):
+    grads:Any      # a `Gradient`
+    steps:bool     # does the optimizer step?
+    taken:int      # loader batches
+    calls:Any      # of the model, `Calls` or `Mixes`
+    left:float     # norm of the gradients at the end of an epoch without a step
 
 class Copies:
     # first: `Copies` of another Learner, whose weights and random numbers these have
@@ -391,7 +387,7 @@ class Copies:
     def _copy(self):
         while True:
             try: return deepcopy(self.learn, self._shared() | self.uncopied)
-            except Exception as e: o = not_copied(e)
+            except Exception as e: o = not_copied(e)          # objects raise whatever they like
             if o is None or id(o) in self.uncopied: raise ValueError(no_copy.format(type(o).__name__))
             self.uncopied[id(o)] = o
 

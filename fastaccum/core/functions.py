@@ -7,10 +7,12 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/functions.html.md"""
 # %% ../../nbs/api/core/09_functions.ipynb #179606d8
 from __future__ import annotations
 import ast, dis, inspect, reprlib, textwrap, types
+from copy import deepcopy
 from enum import Enum
 from functools import lru_cache, partial
 from numbers import Number
 from pathlib import PurePath
+from traceback import walk_tb
 import torch
 
 # %% auto #0
@@ -128,3 +130,9 @@ def shown_call(o, args, kwargs):
     defaults = {p.name: p.default for p in reversed(params)}
     given = [f'{k}={_short(v)}' for k,v in kwargs.items() if not (k in defaults and _same(v, defaults[k]))]
     return f"{type(o).__name__}({', '.join([*map(_short, args), *given])})"
+
+# %% ../../nbs/api/core/09_functions.ipynb #a51c70e5
+# The object for which `deepcopy` raised an error
+def not_copied(error):
+    frames = [f for f,_ in walk_tb(error.__traceback__) if f.f_code is deepcopy.__code__]
+    return frames[-1].f_locals.get('x') if frames else None

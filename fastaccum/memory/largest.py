@@ -30,6 +30,7 @@ __all__ = ['LargestFirst']
 class LargestFirst(LoopCallback):
     "Try the largest batch before the first step of a fit: does it fit memory, and with `micro_batch_size='auto'` in which micro-batches?"
     order,run_valid,name = 998,False,'largest_first'     # after all that prepare an epoch, before checkpoints
+    tries_batches = True                                 # which are none of the training
     def __init__(self,
         batch:str|Callable='first' # 'first' of the unshuffled loader, the largest of an 'epoch' that is loaded, or what `batch(dl)` returns
     ):

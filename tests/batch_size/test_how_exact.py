@@ -365,7 +365,9 @@ def test_what_callbacks_hold(tmp_path):
     learn.add_cb(CSVLogger())
     learn.fit(1, .1)
     avg = learn.average
-    def state(): return [(p.detach().clone(), p.grad) for m in (avg.mean, avg.head) for p in m.parameters()],(tmp_path/'history.csv').read_text()
+    def state():
+        held = [(p.detach().clone(), p.grad) for m in (avg.mean, avg.head) for p in m.parameters()]
+        return held,(tmp_path/'history.csv').read_text()
     (before,file),_ = state(),learn.how_exact()
     for (a,g),(b,h) in zip(before, state()[0]): assert torch.equal(a, b) and (g is h or torch.equal(g, h))
     assert file == state()[1] and avg.lock is learn.average.lock and not avg.lock.locked()
