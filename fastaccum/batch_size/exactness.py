@@ -456,6 +456,17 @@ averages,compares,norm,draws = 'what the loss averages over','what the loss comp
 padding,callbacks,last_batch,unknown = 'padding','callbacks','last batch','something else'
 order = averages,padding,callbacks,compares,norm,draws,last_batch,unknown
 
+_kept_arguments = ('micro_batch_size','coupled','exact','activations','grad_dtype','grad_device','unit','count','pad_idx',
+                   'micro_batch_tokens')
+no_length = ("how_exact: the norm of a gradient is {:.3g}, and no distance is relative to that. Train before some steps, in which "
+             "a loss scale of fp16 comes down, or look into the loss.")
+has_state = ("how_exact: this model keeps state from one loader batch to the next (the Learner has a ModelResetter), so a step "
+             "of several is none of a big batch.")
+no_step = "how_exact: this Learner makes no step with the {} items of an epoch, or of the other Learner's step."
+other_size = "how_exact: the first Learner's step has {} items, the second one's {}. Compare Learners whose steps have equally many."
+not_found = "how_exact: a step takes {} loader batches, and none of the callbacks is the reason."
+
+# %% ../../nbs/api/batch_size/04_exactness.ipynb #8ea32c19
 class Causes:
     # first: `Causes` of another Learner, whose weights and items these have
     def __init__(self, learn, first=None):
@@ -491,6 +502,7 @@ class Causes:
         exactly = dict(exact=True)
         try: self.big = self.big_step(**exactly)
         except ValueError as e:
+            if 'exact=True' not in str(e): raise
             self.undrawn,exactly = str(e).split('. ')[0].removeprefix('exact=True: '),dict(coupled='batchnorm', still=True)
             self.own,self.big = self.copies.step(self.batches, still=True).grads,self.big_step(**exactly)
         for grads in (self.big, self.own):
@@ -537,16 +549,6 @@ class Causes:
             args = {k: getattr(acc, k) for k in _kept_arguments}
             args['accum_bs'] = None if acc.per_loader_batch else acc.accum_bs
         return self.copies.step(self.batches, GradientAccumulation(**args), [*self.accumulating, *without], **kwargs).grads
-
-_kept_arguments = ('micro_batch_size','coupled','exact','activations','grad_dtype','grad_device','unit','count','pad_idx',
-                   'micro_batch_tokens')
-no_length = ("how_exact: the norm of a gradient is {:.3g}, and no distance is relative to that. Train before some steps, in which "
-             "a loss scale of fp16 comes down, or look into the loss.")
-has_state = ("how_exact: this model keeps state from one loader batch to the next (the Learner has a ModelResetter), so a step "
-             "of several is none of a big batch.")
-no_step = "how_exact: this Learner makes no step with the {} items of an epoch, or of the other Learner's step."
-other_size = "how_exact: the first Learner's step has {} items, the second one's {}. Compare Learners whose steps have equally many."
-not_found = "how_exact: a step takes {} loader batches, and none of the callbacks is the reason."
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #2f48e72e
 @patch

@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/spelling.html.md"""
 from __future__ import annotations
 import inspect
 from pydoc import locate
-from typing import Any, NoReturn
+from typing import Any, TYPE_CHECKING
 
 # %% auto #0
 __all__ = []
@@ -107,9 +107,11 @@ class TellsNames:
         check_names(cls, kwargs)
         return super().__new__(cls)
 
-    def __getattr__(self, name:str) -> NoReturn:
-        said = _told(type(self), _methods, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}" + (f': {said}.' if said else ''))
+    if not TYPE_CHECKING:              # a type checker would take any name
+        def __getattr__(self, name):
+            said = _told(type(self), _methods, name)
+            if said is None: return object.__getattribute__(self, name)         # raises what Python does, or what a property did
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {said}.")
 
 # What the table says of a name, for a class or what it inherits from
 def _told(cls, table, name): return next((table[c.__name__][name] for c in cls.__mro__ if name in table.get(c.__name__, {})), None)

@@ -419,6 +419,18 @@ def test_an_overflow_of_fp16_is_told():
 def test_no_step():
     with pytest.raises(ValueError, match='no step with the 96 items'): make(lambda: FastaiAccumulation(1000)).how_exact()
 
+class Once(Callback):
+    "An error for the first large loader batch"
+    raised = []
+    def before_batch(self):
+        if len(self.x) == 3*BS and not self.raised:
+            self.raised.append(1)
+            raise ValueError('of mine')
+
+def test_errors_of_others_stay():
+    "They do not say that draws are unknown"
+    with pytest.raises(ValueError, match='of mine'): make(ours, cbs=[Once]).how_exact()
+
 def test_plot():
     ax = make(ours, norm).how_exact().plot()
     assert [t.get_text() for t in ax.get_yticklabels()] == [norm, 'together', 'rounding']

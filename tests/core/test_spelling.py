@@ -79,3 +79,10 @@ def test_it_is_still_the_class():
     assert GradientAccumulation.__init__.__name__ == '__init__' and pickle.loads(pickle.dumps(acc)).accum_bs == 64
     scaler = deepcopy(DynamicLossScaler('cpu', init_scale=8.))
     assert scaler.get_scale() == 8 and pickle.loads(pickle.dumps(scaler)).get_scale() == 8
+
+def test_errors_of_a_property_stay():
+    "They are not taken for a name that is not there"
+    class Mine(DynamicLossScaler):
+        @property
+        def wrong(self): return [].missing
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'missing'"): Mine('cpu').wrong
