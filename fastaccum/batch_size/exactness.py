@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
 from fastai.callback.tracker import TrackerCallback
 from fastai.callback.training import GradientAccumulation as FastaiAccumulation
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from ..accumulation.callback import GradientAccumulation
@@ -54,7 +55,7 @@ class HowExact:
         a:Learner,           # Is not changed
         b:Learner|None=None  # Default: one big batch of the items
     ):
-        with untouched(a), nullcontext() if b is None else untouched(b):
+        with as_it_was(a), nullcontext() if b is None else as_it_was(b):
             first = Causes(a)
             second = None if b is None else Causes(b, first)
             effects = first.effects if second is None else between(first, second)
@@ -67,8 +68,8 @@ class HowExact:
         self.is_pair = b is not None
         self.is_far = self.total > first.tol or not first.splits
         self.is_known = first.splits
-        self.n_items,self.n_batches = first.n,first.taken
-        self.micro_batch_size = first.k
+        self.n_items,self.n_batches = first.n,first.taken          # of the step
+        self.micro_batch_size = first.k                            # items that the model sees at once, at most
         self.notes = [left_out.format(first.undrawn)] if first.undrawn else []
 
     @property
@@ -312,6 +313,8 @@ def kinds(learn): return [(p.shape, p.requires_grad) for p in learn.model.parame
 other_model = ("how_exact: the weights of the two Learners have different shapes, or others are frozen. Compare Learners of one model, "
                "which train the same of it.")
 
+no_shapes = "how_exact: the model has lazy layers, whose weights have no shape before their first batch. Train or validate before."
+
 no_copy = "how_exact: the Learner cannot be copied, because of an object of {}. Try it without the callback that has it."
 
 # Tensors that copies share, to which somebody may write
@@ -327,6 +330,9 @@ class HostCopies:
 def params_of_callbacks(learn):
     modules = [m for cb in learn.cbs for m in vars(cb).values() if isinstance(m, nn.Module) and m is not learn.model]
     return L({id(p): p for m in modules for p in m.parameters()}.values())
+
+# The copies' are their own, but a function that took the place of `forward` may still compute with these
+def buffers_of(learn): return [b for b in learn.model.buffers() if not is_lazy(b)]
 
 # Tensors that the optimizer keeps
 def state_of_optimizer(learn):
@@ -353,8 +359,9 @@ class Copies:
         self.like = learn if first is None else first.learn
         self.device = device_of(self.like.model)
         self.trials = Trials(learn) if first is None else first.trials
+        if any(map(is_lazy, learn.model.parameters())): raise ValueError(no_shapes)
         if first is not None and kinds(learn) != kinds(first.learn): raise ValueError(other_model)
-        self.shared = HostCopies([*learn.model.parameters(), *params_of_callbacks(learn), *state_of_optimizer(learn)])
+        self.shared = HostCopies([*learn.model.parameters(), *buffers_of(learn), *params_of_callbacks(learn), *state_of_optimizer(learn)])
         self.rng = RandomState(self.device) if first is None else first.rng
         self.theirs = self.shared if first is None else first.shared
         self.uncopied = {}         # by their ids
@@ -430,7 +437,7 @@ class Copies:
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #16273156
 @contextmanager
-def untouched(learn):
+def as_it_was(learn):
     if num_distrib() > 1: raise ValueError("how_exact: in several processes a step is that of all ranks. Call it in one process.")
     ps,loaders,device = [*learn.model.parameters(), *params_of_callbacks(learn)],learn.dls.loaders,device_of(learn.model)
     grads = [None if p.grad is None else p.grad.to('cpu') for p in ps]
@@ -470,6 +477,7 @@ not_found = "how_exact: a step takes {} loader batches, and none of the callback
 class Causes:
     # first: `Causes` of another Learner, whose weights and items these have
     def __init__(self, learn, first=None):
+        self.trims = True          # are micro-batches cut to their longest text, if the Learner does so?
         self.copies = copies = Copies(learn, None if first is None else first.copies)
         bs = loader_bs(learn.dls.train)
         batches = None if first is None else again(first.joined[0], first.n, bs) if bs else first.batches
@@ -548,6 +556,7 @@ class Causes:
         if isinstance(acc, GradientAccumulation):
             args = {k: getattr(acc, k) for k in _kept_arguments}
             args['accum_bs'] = None if acc.per_loader_batch else acc.accum_bs
+            if args['micro_batch_tokens'] and not self.trims: args.update(micro_batch_tokens=None, pad_idx=None, micro_batch_size=self.k)
         return self.copies.step(self.batches, GradientAccumulation(**args), [*self.accumulating, *without], **kwargs).grads
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #2f48e72e
@@ -590,13 +599,15 @@ def _of_loss_and_callbacks(self:Causes):
             **self._effect(callbacks, gap-rest, big, f'{names}: once for each of {self.taken} loader batches', self._big_cure()),
             **self._effect(compares, rest, big, 'it is no mean over items', self._big_cure(', coupled=True'))}
 
-# Are texts padded to other lengths? Then to that of the big batch from here on
+# Are texts padded to other lengths, or cut to those of micro-batches? Then to that of the big batch from here on
 @patch
 def _of_padding(self:Causes, weighted, big):
-    if are_alike(self.batches): return {}
-    self.batches = self.wide
+    cut = any(getattr(cb, 'micro_batch_tokens', None) for cb in self.accumulating)
+    if are_alike(self.batches) and not cut: return {}
+    self.batches,self.trims = self.wide,False
+    why = f"texts are padded to the longest of a {'micro-batch' if cut else 'loader batch'}"
     cure = 'a model that does not see padding, or texts that are padded to one length'
-    return self._effect(padding, weighted-self.weighted_step(**plain), big, 'texts are padded to the longest of a loader batch', cure)
+    return self._effect(padding, weighted-self.weighted_step(**plain), big, why, cure)
 
 # What is left of the `gap` without the callbacks that change it, the `blamed` ones
 @patch

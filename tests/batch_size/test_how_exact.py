@@ -223,6 +223,16 @@ def test_texts_of_different_lengths(acc, sees, named):
     learn = Learner(DataLoaders(dl, dl, device='cpu'), Texts(sees), loss_func=CrossEntropyLossFlat(), cbs=acc())
     assert causes(learn) == named
 
+@pytest.mark.parametrize('bs', [32, 16])
+@pytest.mark.parametrize('sees', [False, True])
+def test_texts_that_are_cut_to_those_of_a_micro_batch(sees, bs):
+    set_seed(0)
+    data = [(torch.randint(1, 20, (k%17+3,)), torch.randint(5, (k%17+3,))) for k in range(64)]
+    dl = torch.utils.data.DataLoader(data, bs, collate_fn=padded)
+    acc = GradientAccumulation(32, micro_batch_tokens=80, pad_idx=0)
+    exact = Learner(DataLoaders(dl, dl, device='cpu'), Texts(sees), loss_func=CrossEntropyLossFlat(), cbs=acc).how_exact()
+    assert [*exact.table.why] == ['texts are padded to the longest of a micro-batch']*sees and exact.is_exact != sees
+
 class Sees(nn.Module):
     "Items see each other, somewhat"
     def __init__(self, c): super().__init__(); self.c = c
@@ -314,6 +324,21 @@ def test_no_trace(tmp_path, monkeypatch):
     before = state()
     learn.how_exact()
     for a,b in zip(before, state()): torch.testing.assert_close(a, b, rtol=0, atol=0) if tensors(a) else same(a, b)
+
+@pytest.mark.parametrize('replaced', [lambda f: f, lambda f: lambda *args: f(*args)], ids=['method','function'])
+def test_no_trace_in_a_model_whose_forward_was_replaced(replaced):
+    learn = make(ours, norm)
+    learn.model.forward = replaced(learn.model.forward)
+    before = deepcopy(learn.model.state_dict())
+    assert not learn.how_exact().is_exact
+    for k,v in learn.model.state_dict().items(): assert torch.equal(v, before[k]), k
+
+def test_lazy_layers():
+    learn = make(ours)
+    learn.model = nn.Sequential(nn.LazyLinear(4), nn.BatchNorm1d(4))
+    with pytest.raises(ValueError, match='how_exact: the model has lazy layers'): learn.how_exact()
+    learn.validate()
+    assert causes(learn) == {norm}
 
 def tensors(o): return isinstance(o, (dict,list)) and any(isinstance(t, Tensor) for t in (o.values() if isinstance(o, dict) else o))
 def same(a, b):
