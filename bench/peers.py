@@ -110,9 +110,9 @@ def needs_gpu(job, wrong):
 def split(job, micro_batch_size=None):
     "Loader batches of `n_acc` micro-batches, which `micro_batch_size` splits again; smaller ones if they come in another order each epoch"
     if job.shuffle: return fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=job.micro_bs//2))
-    coupled = 'batchnorm' if any(isinstance(m, nn.BatchNorm1d) for m in job.model.modules()) else False
-    fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=micro_batch_size or job.micro_bs, coupled=coupled),
-        batches=accumulated(job))
+    kinds = {*map(type, job.model.modules())}
+    how = dict(exact=True) if nn.Dropout in kinds else dict(coupled='batchnorm') if nn.BatchNorm1d in kinds else {}
+    fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=micro_batch_size or job.micro_bs, **how), batches=accumulated(job))
 
 def accelerate(job):
     from accelerate import Accelerator

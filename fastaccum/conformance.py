@@ -1,4 +1,4 @@
-"""How exact is your trainer? Twenty training runs, each compared with the same run in large batches
+"""How exact is your trainer? Twenty-one training runs, each compared with the same run in large batches
 
 Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 
@@ -26,18 +26,19 @@ class Interrupted(RuntimeError):
     "Ends a fit early, as Ctrl-C or a full disk would"
 
 class Batches(list):
-    "Micro-batches; reading number `stops_at` raises `Interrupted`"
-    def __init__(self, items, stops_at=None):
+    "Micro-batches; reading number `stops_at` raises `Interrupted`. Reading the first one seeds PyTorch with `seed`, if there is one"
+    def __init__(self, items, stops_at=None, seed=None):
         super().__init__(items)
-        self.stops_at = stops_at
+        self.stops_at,self.seed = stops_at,seed
     def __getitem__(self, i):
+        if i == 0 and self.seed is not None: torch.manual_seed(self.seed)
         if i == self.stops_at: raise Interrupted(f'The loader was told to fail at batch {i}.')
         return super().__getitem__(i)
     def __iter__(self): return map(self.__getitem__, range(len(self)))
 
 def mapped(batches, f):
     "`f(x, y)` of each of the `batches`, which stop at the same place"
-    return Batches([f(x, y) for x,y in list.__iter__(batches)], getattr(batches, 'stops_at', None))
+    return Batches([f(x, y) for x,y in list.__iter__(batches)], getattr(batches, 'stops_at', None), getattr(batches, 'seed', None))
 
 def nothing(): pass
 
@@ -135,7 +136,7 @@ def accumulated(
         n += len(list.__getitem__(job.batches, i)[0])
     stop = getattr(job.batches, 'stops_at', None)
     items = [tuple(map(torch.cat, zip(*(list.__getitem__(job.batches, i) for i in g)))) for g in groups]
-    return Batches(items, next((k for k,g in enumerate(groups) if stop in g), None))
+    return Batches(items, next((k for k,g in enumerate(groups) if stop in g), None), getattr(job.batches, 'seed', None))
 
 # %% ../nbs/api/91_conformance.ipynb #820beb77
 # Train with whole accumulated batches: without accumulation, it cannot go wrong
@@ -163,6 +164,7 @@ def evaluate(job):
 
 # %% ../nbs/api/91_conformance.ipynb #171727a9
 def norm_net(): return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 10))
+def drop_net(): return nn.Sequential(nn.Dropout(.2), nn.Linear(16, 32), nn.Tanh(), nn.Dropout(.3), nn.Linear(32, 10))
 
 class ClassesFirst(nn.Module):
     "Moves the classes of a sequence to where cross entropy wants them"
@@ -275,7 +277,7 @@ def to_device(job, device):
     loss_func = job.loss_func
     if isinstance(loss_func, partial):
         loss_func = partial(loss_func.func, **{k: v.to(device) for k,v in loss_func.keywords.items()})
-    batches,valid = (o and [(x.to(device), y.to(device)) for x,y in o] for o in (job.batches, job.valid))
+    batches,valid = (o and mapped(o, lambda x, y: (x.to(device), y.to(device))) for o in (job.batches, job.valid))
     return replace(job, model=job.model.to(device), batches=batches, valid=valid, loss_func=loss_func, device=device)
 
 CASES = {
@@ -336,7 +338,11 @@ CASES = {
         "then skip what was trained on.", fits=after_kill),
     'BatchNorm': Case('Does BatchNorm see all items of a step?', lambda: Job(norm_net(), micro_batches(8, 8, 8, 8), lr=.1),
         "No weights of micro-batches can do that: their forward passes have to wait for each other, as with "
-        "fastaccum's `coupled='batchnorm'`. Or use a normalization within each item.", tol=1e-5)}
+        "fastaccum's `coupled='batchnorm'`. Or use a normalization within each item.", tol=1e-5),
+    'dropout': Case('Does dropout draw what it draws for the whole step?',
+        lambda: Job(drop_net(), Batches(micro_batches(8, 8, 8, 8), seed=1)),
+        "Draw the masks for all items of a step, and take the rows of each micro-batch, as fastaccum's `exact=True` does. "
+        "Or leave it: other masks are as good, but it is another run.")}
 
 # %% ../nbs/api/91_conformance.ipynb #316beb6f
 class Result(NamedTuple):
@@ -415,7 +421,7 @@ def check(
     if not callable(train): raise TypeError(f'train={train!r}: pass a function of a Job that trains job.model.')
     unknown = set(cases or ())-set(CASES)
     if unknown: raise ValueError(f"{', '.join(sorted(unknown))}: the cases are {', '.join(CASES)}.")
-    return [check_case(train, name, device) for name in cases or CASES]
+    with torch.random.fork_rng(devices=[]): return [check_case(train, name, device) for name in cases or CASES]
 
 # %% ../nbs/api/91_conformance.ipynb #ca11b002
 class CallbackResult(NamedTuple):

@@ -40,7 +40,7 @@ def loop(*, divide=lambda job, i: job.n_acc, micro=lambda job: None, step=lambda
     return train
 
 # -- What is noticed
-def test_twenty_cases(): assert len(CASES)==20
+def test_twenty_one_cases(): assert len(CASES)==21
 
 without_resume = [k for k in CASES if k != 'resume']
 
@@ -149,10 +149,10 @@ def test_needs_no_fastai():
 def test_loops_of_the_page(tmp_path, capsys):
     fails,passes = page_loops()
     res = run(tmp_path, fails)
-    assert res.returncode==1 and '6 of 18 are exact.' in res.stdout and not res.stderr
+    assert res.returncode==1 and '6 of 19 are exact.' in res.stdout and not res.stderr
     assert 'tokens: Does each token count alike' in res.stdout and 'clipping:' not in res.stdout
     code,out = command(tmp_path, capsys, passes)
-    assert code==1 and '16 of 18 are exact.' in out.out and not out.err
+    assert code==1 and '16 of 19 are exact.' in out.out and not out.err
 
 def command(tmp_path, capsys, code, *args):
     "The same in this process, which is faster: exit code, and what was printed"
@@ -200,3 +200,10 @@ def test_arguments():
     with pytest.raises(ValueError, match='clip: the cases are ragged end, any size'): check(big_batch, ['clip'])
     with pytest.raises(TypeError, match='pass a function of a Job'): check(None)
     with pytest.raises(ProtocolError): check(lambda job: big_batch(job.fresh()), ['tokens'])
+
+def test_random_numbers_stay_as_they_were():
+    "A case draws, and seeds PyTorch where a step begins"
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    assert [r.off for r in check(big_batch, ['dropout'])] == [0.]
+    assert torch.equal(torch.get_rng_state(), before)

@@ -23,6 +23,10 @@ def counted(loss_func, y):
 
 def saved(job): return Path(job.folder)/'last.pt' if job.folder else None
 
+def sees_batch(job):
+    "Does the model do more than each item for itself?"
+    return any(isinstance(m, (nn.BatchNorm1d, nn.Dropout)) for m in job.model.modules())
+
 def save(job, place, rng, *parts):
     if job.folder: torch.save(dict(place=place, rng=rng, parts=[o.state_dict() for o in (job.model, *parts)]), saved(job))
 
@@ -35,7 +39,7 @@ def load(job, loader, *parts):
     return found['place']
 
 def loop(job):
-    if any(isinstance(m, nn.BatchNorm1d) for m in job.model.modules()): raise NotImplementedError('no BatchNorm')
+    if sees_batch(job): raise NotImplementedError('no BatchNorm, no dropout')
     params = [*job.model.parameters()]
     opt,scaler,loader = job.optimizer(params),job.scaler(),job.loader()
     sched = job.scheduler(opt)
@@ -154,12 +158,11 @@ def test_fault(name): assert noticed(name)==(FAULTS[name][0] is not None)
 # -- Loops without a bug, in as many styles
 def needs(wrong, what):
     if wrong: raise NotImplementedError(what)
-def has_batchnorm(job): return any(isinstance(m, nn.BatchNorm1d) for m in job.model.modules())
 
 def in_steps(gradients):
     "A loop that gets the gradients of a step from `gradients(job, params, the micro-batches of the step, the loss scale)`"
     def train(job):
-        needs(has_batchnorm(job), 'no BatchNorm')
+        needs(sees_batch(job), 'no BatchNorm, no dropout')
         params = [*job.model.parameters()]
         opt,scaler,loader = job.optimizer(params),job.scaler(),job.loader()
         sched = job.scheduler(opt)
@@ -238,7 +241,7 @@ def accelerate(job):
     "The recipe of its page on gradient accumulation: divides by what the step averages over, and takes back its own division"
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    needs(job.precision == 'fp16' or has_batchnorm(job), 'no fp16, no BatchNorm')
+    needs(job.precision == 'fp16' or sees_batch(job), 'no fp16, no BatchNorm, no dropout')
     AcceleratorState._reset_state(True)      # all share it
     acc = Accelerator(cpu=True, gradient_accumulation_steps=job.n_acc)
     model,opt,loader = acc.prepare(job.model, job.optimizer(job.model.parameters()), job.loader())
