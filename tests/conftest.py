@@ -62,18 +62,19 @@ longest = ('test_kill', 'test_site', 'test_checkpoint_files', 'test_accelerator'
            'test_package', 'test_distributed')
 
 def pytest_collection_modifyitems(config, items):
-    """All cases run; on the simulated device each tenth of a test, unless `ALL_CASES=1` is given. `QUICK=1`, as in
+    """All cases run; on the simulated device each fortieth of a test, unless `ALL_CASES=1` is given. `QUICK=1`, as in
     `make test`, trains on the CPU alone, and leaves out what is `slow`, and cases of which each value was there; `ONE=1`
     beside it, as in `make versions`, takes one case of each test. `REST=1`, as in `make check`, is what `QUICK=1` leaves
-    out, but cases of several lists of which each row was there"""
+    out, but what is `long`, and cases of several lists of which each row was there"""
     items.sort(key=lambda i: i.module.__name__ not in longest)
     first = [*filter(on_first_device, items)]
     quick = {*fewest(values_of, (i for i in first if not is_slow(i)))}
     every = 'ALL_CASES' in os.environ
     keep = items if every else [*fewer_simulated(items)]
     if 'REST' in os.environ:
-        left_out = {*first} - {*fewest(rows_of, first, quick)}
-        keep = [i for i in keep if i not in quick and (every or i not in left_out)]
+        short = [i for i in first if not is_long(i)]
+        left_out = {*first} - {*fewest(rows_of, short, quick)}
+        keep = [i for i in keep if i not in quick and (every or i not in left_out and not is_long(i))]
     if 'QUICK' in os.environ: keep = [i for i in items if i in quick]
     if 'ONE' in os.environ: keep = one_of_each(keep)
     config.hook.pytest_deselected(items=[*{*items} - {*keep}])
@@ -90,7 +91,11 @@ def on_first_device(item):
 def is_slow(item):
     "Marked as `slow`. In a file that is `slow`, a test or a case may be marked as `quick`"
     own = {m.name for m in item.own_markers}
-    return 'slow' in own or 'quick' not in own and item.get_closest_marker('slow') is not None
+    return 'slow' in own or is_long(item) or 'quick' not in own and item.get_closest_marker('slow') is not None
+
+def is_long(item):
+    "Takes longer than is worth while at each commit, as a smaller case of its kind runs"
+    return item.get_closest_marker('long') is not None
 
 def function(item): return item.nodeid.partition('[')[0]
 
@@ -129,5 +134,5 @@ def fewer_simulated(items):
     n = Counter()
     for i in items:
         simulated = '[sim' in i.name
-        if not simulated or n[function(i)]%10 == 0: yield i
+        if not simulated or n[function(i)]%40 == 0: yield i
         n[function(i)] += simulated

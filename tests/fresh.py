@@ -91,7 +91,7 @@ def run(*args, timeout=300, **kwargs):
 # --- in the process that forks
 def serve(line):
     import torch, fastai.basics
-    import torch.distributed.fsdp                     # with much else that the first fit, or the first rank, would wait for
+    import torch._dynamo, torch.distributed.fsdp      # with much else that the first fit, or the first rank, would wait for
     torch.set_num_threads(1)
     while (head := line.recvmsg(8, socket.CMSG_SPACE(16)))[0]:
         fds = array.array('i')

@@ -3,6 +3,7 @@ import re, warnings
 import pytest
 from torchvision.models import resnet18
 from fastaccum.all import *
+from quick import quickly
 from reference import *
 
 images = Data(torch.randn(32, 3, 16, 16, dtype=torch.float64), torch.randint(0, 4, (32,)))
@@ -29,8 +30,7 @@ def of_a_fit(bs, *cbs, n_epoch=2, **kwargs): return told(lambda: get_learner(bs,
 
 # --- what it says
 
-@pytest.mark.slow
-@pytest.mark.parametrize('n,split', [(8, True), (16, False)])
+@pytest.mark.parametrize('n,split', quickly([], [(8, True), (16, False)], long=[(16, False)]))
 def test_resnet(n, split):
     "A notice whatever the size, and the line that it names is exact"
     net = resnet18(num_classes=4).double()         # in fp32 rounding errors come to some thousandths of its way

@@ -3,6 +3,7 @@ import pytest
 from contextlib import nullcontext
 pytest.importorskip('greenlet')
 import torchvision.models as tv
+from quick import quickly
 from reference import *
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.schedule import *
@@ -109,8 +110,7 @@ nets = dict(
     densenet121=(partial(tv.densenet121, num_classes=4), large, 6), resnet50=(partial(tv.resnet50, num_classes=4), large, 6),
     efficientnet=(partial(tv.efficientnet_b0, num_classes=4, stochastic_depth_prob=0.), large, 6))
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', nets)
+@pytest.mark.parametrize('name', quickly([], nets, long=['densenet121', 'resnet50', 'efficientnet']))
 def test_two_epochs(name):
     make,data,bs = nets[name]
     set_seed(3)

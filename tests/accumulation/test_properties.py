@@ -11,7 +11,7 @@ from fastaccum.logs.steps import StepLogger
 
 # CASES=3000 python -m pytest tests/accumulation/test_properties.py: so many of each test, others every time
 def drawn(n, *strategies, also=()):
-    "Test with `n` drawn examples, or quickly with a sixth of them, and with those in `also`"
+    "Test with `n` drawn examples, or, quickly and on the simulated device, with a sixth of them, and with those in `also`"
     def decorated(check):
         def of(n):
             few = settings(max_examples=int(os.environ.get('CASES', n)), derandomize='CASES' not in os.environ, deadline=None,
@@ -19,7 +19,7 @@ def drawn(n, *strategies, also=()):
             return few(reduce(lambda test, o: example(o)(test), also, given(*strategies)(check)))
         tests = {k: of(k) for k in (n, n//6)}
         @pytest.mark.parametrize('n', quickly([n//6], [n, n//6]))
-        def test(n): tests[n]()
+        def test(n, device): tests[min(tests) if device.name == 'sim' else n]()
         return test
     return decorated
 

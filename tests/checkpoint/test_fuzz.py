@@ -189,7 +189,7 @@ def test_changed_values(part, saved, capsys, monkeypatch, tmp_path):
     case.mkdir()
     monkeypatch.chdir(case)
     res,wrong = Counter(),[]
-    for i in range(20) if part == 0 else range(60*part, 60*(part+1)):
+    for i in range(20) if part == 0 else range(30*part, 30*(part+1)):
         for f in case.iterdir(): shutil.rmtree(f) if f.is_dir() else f.unlink()
         o = outcome(i, saved, case)
         res[o if o in ('refused', 'harmless') else 'wrong'] += 1

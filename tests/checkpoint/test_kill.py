@@ -103,7 +103,7 @@ def wanted(seen):
 @pytest.mark.slow
 @pytest.mark.parametrize('background', [False, True])
 def test_killed_at_every_write(background, tmp_path):
-    "Before, in or after file operations of the first, a middle and the last save, and of `finish`: every second place"
+    "Before, in or after file operations of the first, a middle and the last save, and of `finish`: each fourth place"
     from fastaccum.checkpoint.digests import first_difference
     writes = Writes(tmp_path)
     alone,whole = writes.folder(),writes.folder()
@@ -112,7 +112,7 @@ def test_killed_at_every_write(background, tmp_path):
     digests = whole/'models/checkpoint-finished'
     assert (all(map(torch.equal, torch.load(whole/'result.pt'), want))
             and {s.split()[1] for s in seen} == {'mkdir', 'rmdir', 'replace', 'unlink', 'fsync', 'save', 'write_text'})
-    tried = wanted(seen)[::5 if background else 2]
+    tried = wanted(seen)[::5 if background else 4]
     for at in tried:
         folder = writes.folder()
         assert writes.run(folder, at, background) == signal.SIGKILL, seen[at]

@@ -57,6 +57,6 @@ class Slow(Leak):
 def test_calls(cbs, same):
     "The last steps call no more functions than the first"
     calls = Calls()
-    run(300, Path.cwd(), calls, *cbs, n_fits=5)
+    run(150, Path.cwd(), calls, *cbs, n_fits=5)
     first,*_,last = [np.median(q) for q in np.array_split(np.diff(calls.at), 4)]
     assert (last <= 1.01*first) == same, (first, last)

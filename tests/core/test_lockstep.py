@@ -555,7 +555,8 @@ def test_work_grows_linearly():
     assert counts == [2, 2]
 
 @pytest.mark.parametrize('name,size,n,edge', quickly([('resnet18', 4, 16, 32)], [
-    ('resnet18', 4, 16, 32), ('resnet18', 1, 16, 64), ('resnet18', 2, 24, 64), ('resnet50', 4, 16, 64)]))
+    ('resnet18', 4, 16, 32), ('resnet18', 1, 16, 64), ('resnet18', 2, 24, 64), ('resnet50', 4, 16, 64)],
+                                                     long=[('resnet18', 2, 24, 64), ('resnet50', 4, 16, 64)]))
 def test_memory_on_the_device(name, size, n, edge):
     "At most 1.4 of ordinary micro-batches, however small they are; without the host it would be the whole batch's"
     import simulated as sim

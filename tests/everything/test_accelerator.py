@@ -270,7 +270,7 @@ def by_zeros(pred, y): return (F.cross_entropy(pred, y, reduction='none')*(y == 
 def of_elements(pred, y): return F.cross_entropy(pred, y, reduction='none').sum()/len(y)
 
 @pytest.mark.parametrize('amp', ['to_fp32', 'to_fp16'])
-@pytest.mark.parametrize('loss', [class_weights, by_zeros, of_elements])
+@pytest.mark.parametrize('loss', [pytest.param(class_weights, marks=pytest.mark.long), by_zeros, of_elements])
 def test_losses_of_ones_own(loss, amp):
     "What is measured beside reference items is on the device: in each step, without a loss of some items, and until a rule is trusted"
     runs = []

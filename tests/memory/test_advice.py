@@ -300,9 +300,9 @@ pasted = {
     'encoder': encoder, 'classifier of texts': lambda *cbs: texts(text_classifier_learner, *cbs, seq_len=16),
     'pictures': partial(vision, vision_learner), 'U-Net': partial(vision, unet_learner, loss=dict(axis=1))}
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:.*BatchNorm', "ignore:fastai's SentenceEncoder leaves out")        # told in training
-@pytest.mark.parametrize('kind,accumulates', [*[(k, False) for k in pasted], ('plain', True), ('tabular', True)])
+@pytest.mark.parametrize('kind,accumulates', quickly([], [*[(k, False) for k in pasted], ('plain', True), ('tabular', True)],
+                                                       long=[('U-Net', False), ('encoder', False)]))
 def test_pasted_lines_fit(kind, accumulates):
     "In a memory that has half of what its tools can save less than training takes"
     learn = pasted[kind](*[GradientAccumulation(64)]*accumulates)

@@ -3,7 +3,7 @@ statistics and losses are those of one process"""
 import os, signal, time, warnings
 from functools import partial
 import pytest, torch, torch.distributed as dist, torch.nn.functional as F
-from quick import quickly
+from quick import over_ranks, run_over
 pytest.importorskip('greenlet')
 from fastai.basics import (
     Adam, Callback, CancelBatchException, CancelFitException, CrossEntropyLossFlat, DataLoaders, Learner, SGD, ifnone, nn, set_seed, tensor)
@@ -19,6 +19,7 @@ from test_joint_validation import Contrast, quiet, started
 from test_shares import PowerCut, Work, close, with_other_ranks
 
 few = 'ragged',                                    # of `settings`, with QUICK
+three = 'without_items', 'shares', 'first_without_items', 'measured'
 pytestmark = pytest.mark.slow      # all start processes
 def rank(): return dist.get_rank() if dist.is_initialized() else 0
 def world(): return dist.get_world_size() if dist.is_initialized() else 1
@@ -129,7 +130,7 @@ def settings():
         lr_find=dict(fit=lambda l: (l.lr_find(num_it=9, show_plot=False), l.fit(1))),
         fp32=dict(dtype=torch.float32),
         fp16=dict(dtype=torch.float32, cbs=[MixedPrecision(init_scale=2.**10)]))
-    return {k: res[k] for k in few} if 'QUICK' in os.environ else res
+    return {k: res[k] for k in (few if 'QUICK' in os.environ else run_over(world(), res, three))}
 
 def trained(name, n=69, fit=lambda l: l.fit(2), **kw):
     passes.clear()
@@ -285,8 +286,7 @@ def same_run(one, ranks, eps):
         assert torch.equal(r['losses'], ranks[0]['losses'])
     assert len(one['losses']) > 1
 
-@pytest.mark.parametrize('n', quickly([2], [2, 3]))
-@pytest.mark.parametrize('name', quickly(few, settings()))
+@pytest.mark.parametrize('name,n', over_ranks(settings(), three, few))
 def test_trains_as_one_process(equal, name, n):
     one,ranks = equal[1][0][name],[r[name] for r in equal[n]]
     same_run(one, ranks, {'fp32': 2e-5, 'fp16': 5e-2, 'lr_find': 1e-9, 'adam': 1e-9, 'unet': 1e-6}.get(name, 1e-12))

@@ -10,9 +10,11 @@ from fastai.callback.all import EarlyStoppingCallback, ProgressCallback, ReduceL
 from fastai.losses import LabelSmoothingCrossEntropyFlat
 from fastaccum.accumulation.remainder import policies
 from fastaccum.all import ChunkedHead, DataParallel, FullyShard, GradientAccumulation, LocalSGD, StepLogger, launch
+from quick import over_ranks, run_over
 import torch.distributed as dist
 
 pytestmark = pytest.mark.slow      # all start processes of two ranks or three
+three = 'class_weights', 'tokens', 'failing_look', 'changed', 'sharded_split', 'own_with_penalty', 'inside'
 
 def data(n=64, n_valid=23, n_out=3, seq=None):
     g = torch.Generator().manual_seed(n)
@@ -248,7 +250,8 @@ def unknown():
                 matrix=told(how=lambda views: views[0]@views[1].T, loss=lambda p, y: p.mean(), bs=4))
 
 def all_cases():
-    return dict({k: fitted(make) for k,make in cases().items()}, **{k: validated(make) for k,make in hard().items()},
+    def run(f, made): return {k: f(made[k]) for k in run_over(dist.get_world_size() if dist.is_initialized() else 1, made, three)}
+    return dict(run(fitted, cases()), **run(validated, hard()),
                 **{f.__name__: f() for f in (decisions, batchnorm, all_ignored, items_of_steps, hooked, unknown)})
 
 # --- ranks that end a validation early
@@ -298,8 +301,7 @@ def results(tmp_path_factory):
 
 over = pytest.mark.parametrize('n', [2, 3])
 
-@over
-@pytest.mark.parametrize('name', cases())
+@pytest.mark.parametrize('name,n', over_ranks(cases(), three))
 def test_losses_are_those_of_one_process(results, name, n):
     (one,),many = ([r[name] for r in results[k]] for k in (1, n))
     for r in many:
@@ -308,8 +310,7 @@ def test_losses_are_those_of_one_process(results, name, n):
         torch.testing.assert_close(tensor(r[0][:k]), tensor(one[0][:k]), rtol=2e-6, atol=2e-6)
         if k is None: torch.testing.assert_close(r[1], one[1], rtol=1e-5, atol=1e-6)
 
-@over
-@pytest.mark.parametrize('name', hard())
+@pytest.mark.parametrize('name,n', over_ranks(hard(), three))
 def test_losses_that_no_rule_describes(results, name, n):
     "Computed from the outputs of all ranks, once for each loader batch; or each rank's own, with a warning"
     (one,),many = ([r[name] for r in results[k]] for k in (1, n))

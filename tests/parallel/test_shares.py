@@ -12,11 +12,13 @@ from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, Gradie
 from fastaccum.checkpoint.folder import CheckpointFolder
 from fastaccum.parallel.fully_shard import whole
 from bench.comm import CommCounter
+from quick import over_ranks, run_over
 from test_joint_validation import (
     Contrast, class_weights, data, detection, fitted as validated, ignored, mlp, own_weights, quiet, rare, started,
     token_loss)
 
 pytestmark = pytest.mark.slow      # all start processes
+three = 'sgd', 'own', 'coupled', 'micro_batches', 'few_items'
 def rank(): return dist.get_rank() if dist.is_initialized() else 0
 def world(): return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -79,11 +81,15 @@ def settings():
         few_items=dict(x=x, y=y, loss=ce, bs=3),
         workers=dict(x=x, y=y, loss=ce, num_workers=2))
 
+def to_run():
+    made = settings()
+    return {k: made[k] for k in run_over(world(), made, three)}
+
 # in the second list rank 0 has no items
 fixed = {1: [None], 2: [[3, 1], (.02, 1.5)], 3: [[1, 5, 2]]}
 speeds = 1., 3., 2.                                # seconds an item
 
-def with_shares(): return {name: [fitted(learner(**kw, shares=s), 2) for s in fixed[world()]] for name,kw in settings().items()}
+def with_shares(): return {name: [fitted(learner(**kw, shares=s), 2) for s in fixed[world()]] for name,kw in to_run().items()}
 def other_ways():
     x,y = data(97)
     return dict(
@@ -114,7 +120,7 @@ def norms():
 def measured():
     "With made-up speeds; a step for each loader batch, so that the shares move often"
     res = {}
-    for name,kw in settings().items():
+    for name,kw in to_run().items():
         if name in ('every_batch', 'carry', 'drop', 'schedule') or name == 'workers' and world() == 3: continue
         learn = learner(**{**kw, 'accum': kw.get('bs', 16)}, shares='auto', work=Work(*speeds), cbs=[rows := Rows()])
         res[name] = dict(fitted(learn, 4), rows=rows.all)
@@ -280,8 +286,7 @@ def same_run(one, ranks, eps=1e-6):
                 and r['row'] == ranks[0]['row'])
     assert len(one['losses']) > 1
 
-@pytest.mark.parametrize('n', [2, 3])
-@pytest.mark.parametrize('name', settings())
+@pytest.mark.parametrize('name,n', over_ranks(settings(), three))
 def test_shares_train_as_one_process(equal, name, n):
     for i,shares in enumerate(fixed[n]):
         ranks = [r['fixed'][name][i] for r in equal[n]]
@@ -314,8 +319,7 @@ def test_statistics_count_the_items_of_a_rank(equal, shares):
         if shares != '[3, 1]': close(var, var1, 1e-6); close(r['loss'], one['loss'], 1e-6)
         assert all(torch.equal(a, b) for a,b in zip(r['buffers'], ranks[0]['buffers']))
 
-@pytest.mark.parametrize('n', [2, 3])
-@pytest.mark.parametrize('name', [k for k in settings() if k not in ('every_batch', 'carry', 'drop', 'schedule')])
+@pytest.mark.parametrize('name,n', over_ranks([k for k in settings() if k not in ('every_batch', 'carry', 'drop', 'schedule')], three))
 def test_measured_shares_train_as_one_process(equal, name, n):
     if name == 'workers' and n == 3: return
     same_run(equal[1][0]['auto'][name], ranks := [r['auto'][name] for r in equal[n]], 1e-12 if name == 'adam64' else 1e-6)

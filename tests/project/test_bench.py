@@ -72,6 +72,7 @@ def test_clock(monkeypatch):
     assert speed.time_fit(peer, job('MLP 32-64-10', 24, 4, n_acc=8), 3)['cpu']==pytest.approx(500)
     with pytest.raises(AssertionError, match='3 steps instead of 4'): speed.time_fit(peer, job('MLP 32-64-10', 24, 4), 4)
 
+@pytest.mark.long
 def test_against(tmp_path, monkeypatch):
     "Each process has its own code, which may be older than what the jobs are made with"
     shutil.copytree(against.HERE/'fastaccum', tmp_path/'fastaccum')

@@ -13,7 +13,9 @@ results = clients.results()
 modules = {k: import_module(f'bench.clients.of_{k}') for k in READ}
 cases = {k: m.cases() for k,m in modules.items()}
 few = 'accelerate-10-loader batches', 'lightning-5-', 'lightning-26-micro-batches', 'transformers-1-micro-batches'
-own = [pytest.param(c, way, id=(name := f'{k}-{i}-{way}'), marks=[pytest.mark.slow]*(name not in few))
+some = 'accelerate-4-two ranks', 'transformers-12-two ranks'         # of the claims over ranks, which take longest
+def mark(name, way): return [] if name in few else [pytest.mark.slow if way != 'two ranks' or name in some else pytest.mark.long]
+own = [pytest.param(c, way, id=(name := f'{k}-{i}-{way}'), marks=mark(name, way))
        for k,cs in cases.items() for i,c in enumerate(cs) if isinstance(c, Claim) for way in c.ways]
 
 # -- The arithmetic

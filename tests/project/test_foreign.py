@@ -41,7 +41,7 @@ def notebook(path):
     path.write_text(json.dumps(dict(cells=cells, nbformat=4, nbformat_minor=5, metadata={})))
     return path
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform!='linux', reason='the tool copies its process')
 def test_notebook(tmp_path, capsys):
     pytest.importorskip('execnb', reason='nbdev brings it, which runs the notebooks')

@@ -13,7 +13,7 @@ print(json.dumps(growth.run(tensors=(4, 12), micro_batches=(1, 8), many=400, wor
 
 def sizes(rows): return [r['n'] for r in rows]
 
-@pytest.mark.slow        # starts processes
+@pytest.mark.long        # starts processes
 def test_all_is_measured():
     "The sizes that were asked for; what is counted is the same on every machine"
     env = {**os.environ, 'PYTHONPATH': str(root)}
