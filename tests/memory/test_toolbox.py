@@ -83,7 +83,8 @@ def by_hand(names):
     return state(model)
 
 some = ('compile', 'compile'), ('offload', 'compile')           # compiling takes longest
-@pytest.mark.parametrize('a,b', [pytest.param(a, b, marks=[pytest.mark.long]*('compile' in (a, b) and (a, b) not in some)) for a,b in pairs()])
+def long(pair): return [pytest.mark.long]*('compile' in pair and pair not in some)
+@pytest.mark.parametrize('a,b', [pytest.param(*pair, marks=long(pair)) for pair in pairs()])
 def test_pair(a, b, device):
     if device.name == 'sim' and 'compile' in (a, b): pytest.skip('PyTorch does not compile tensors that are written in Python')
     ours,hand = by_callbacks((a, b)),by_hand((a, b))
