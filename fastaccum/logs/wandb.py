@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect, json, math, random, struct, time
 from collections import deque
 from contextlib import redirect_stdout
+from enum import Enum
 from numbers import Number
 from fastai.basics import *
 from fastai.callback.core import FetchPredsCallback
@@ -197,10 +198,11 @@ def _records(data):
         if kind in (1, 4): yield Record.FromString(rec); rec = b''  # a whole record, or its last part
 
 # %% ../../nbs/api/logs/02_wandb.ipynb #89a08795
-# The arguments of `o.__init__` that `o` keeps as attributes or properties: name -> value
+# The arguments of `o.__init__` that `o` keeps: name -> value. `n` may be kept as `_n`, where `o.n` says something else
 def settings(o) -> dict:
-    names = inspect.signature(type(o).__init__).parameters
-    return {n: getattr(o, n) for n in names if n in vars(o) or isinstance(getattr(type(o), n, None), property)}
+    kept,names = vars(o),inspect.signature(type(o).__init__).parameters
+    def is_kept(n): return n in kept or isinstance(getattr(type(o), n, None), property)
+    return {n: kept[f'_{n}'] if f'_{n}' in kept else getattr(o, n) for n in names if f'_{n}' in kept or is_kept(n)}
 
 # `v` as a value that W&B can show in a table: numbers, strings and lists
 def plain(v):
@@ -208,7 +210,10 @@ def plain(v):
     if isinstance(v, (list,tuple,L)): return [plain(o) for o in v]
     if isinstance(v, dict): return {str(k): plain(o) for k,o in v.items()}
     if isinstance(v, partial): return f"{plain(v.func)}({', '.join(f'{k}={plain(o)}' for k,o in v.keywords.items())})"
-    return v.name if isinstance(v, Metric) else getattr(v, '__name__', None) or str(v)
+    if isinstance(v, Enum): return v.value
+    if isinstance(v, Metric): return v.name
+    says_where = type(v).__repr__ is object.__repr__ and type(v).__str__ is object.__str__
+    return getattr(v, '__name__', None) or (type(v).__name__ if says_where else str(v))
 
 # The settings of `learn`, in a fit, and of its data: fastai's `gather_args` as plain values, without drawing random
 # numbers

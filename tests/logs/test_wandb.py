@@ -157,6 +157,17 @@ def test_config():
     assert cfg['Learner']['opt_func']=='Adam(wd=0.1)' and cfg['Learner']['metrics']==['accuracy'] and cfg['batch size']==8
     assert cfg['input 1 dim 2']==3 and cfg['model parameters']==386 and cfg['frozen'] is False
 
+def test_arguments_as_they_were_given():
+    "Not what a property of the same name says, nor where an object is"
+    def count(learn): return len(learn.x)
+    learn = image_learner(GradientAccumulation(n_acc=32, n_items=count), MixedPrecision('bf16'), wb())
+    with Run() as run: learn.fit(1)
+    cfg = run.config
+    assert cfg['GradientAccumulation']['n_items']=='count' and cfg['GradientAccumulation']['accum_bs']==32
+    assert cfg['MixedPrecision']['amp_mode']=='bf16' and cfg['Learner']['dls']=='DataLoaders'
+    with Run() as run: image_learner(GradientAccumulation(32), wb()).fit(1)
+    assert run.config['GradientAccumulation']['n_items'] is None and ' at 0x' not in str(run.config)
+
 def test_training_is_the_same():
     "Bit for bit, with dropout and shuffling, and with predictions in every epoch"
     def run(*cbs):
