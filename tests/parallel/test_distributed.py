@@ -12,7 +12,7 @@ torchrun = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '
 env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(script.parents[2])}
 
 def start(*args, more={}, **kwargs):
-    return checked(subprocess.run([*map(str, args)], env={**env, **more}, capture_output=True, text=True, timeout=240, **kwargs))
+    return checked(subprocess.run([*map(str, args)], env={**env, **more}, capture_output=True, text=True, timeout=600, **kwargs))
 
 def checked(r):
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-6000:]

@@ -288,7 +288,7 @@ def started(f, n, folder, script=__file__):
     env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(map(str, (root, root/'tests')))}
     process = fresh.start(script, f.__name__, n, out, env=env, cwd=folder, stderr=subprocess.STDOUT)
     def result():
-        said = process.communicate(timeout=200)[0]
+        said = process.communicate(timeout=600)[0]
         assert process.returncode == 0, said[-6000:]
         return torch.load(out, weights_only=False)
     return result
