@@ -94,7 +94,7 @@ def is_slow(item):
     return 'slow' in own or is_long(item) or 'quick' not in own and item.get_closest_marker('slow') is not None
 
 def is_long(item):
-    "Takes longer than is worth while at each commit, as a smaller case of its kind runs"
+    "Takes longer than it is worth at each commit: smaller cases of its kind run, or it is a tool that is run by hand"
     return item.get_closest_marker('long') is not None
 
 def function(item): return item.nodeid.partition('[')[0]

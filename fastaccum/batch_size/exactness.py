@@ -477,7 +477,6 @@ not_found = "how_exact: a step takes {} loader batches, and none of the callback
 class Causes:
     # first: `Causes` of another Learner, whose weights and items these have
     def __init__(self, learn, first=None):
-        self.trims = True          # are micro-batches cut to their longest text, if the Learner does so?
         self.copies = copies = Copies(learn, None if first is None else first.copies)
         bs = loader_bs(learn.dls.train)
         batches = None if first is None else again(first.joined[0], first.n, bs) if bs else first.batches
@@ -556,7 +555,8 @@ class Causes:
         if isinstance(acc, GradientAccumulation):
             args = {k: getattr(acc, k) for k in _kept_arguments}
             args['accum_bs'] = None if acc.per_loader_batch else acc.accum_bs
-            if args['micro_batch_tokens'] and not self.trims: args.update(micro_batch_tokens=None, pad_idx=None, micro_batch_size=self.k)
+            if args['micro_batch_tokens'] and self.batches is self.wide:       # nothing is cut any more
+                args.update(micro_batch_tokens=None, pad_idx=None, micro_batch_size=self.k)
         return self.copies.step(self.batches, GradientAccumulation(**args), [*self.accumulating, *without], **kwargs).grads
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #2f48e72e
@@ -604,7 +604,7 @@ def _of_loss_and_callbacks(self:Causes):
 def _of_padding(self:Causes, weighted, big):
     cut = any(getattr(cb, 'micro_batch_tokens', None) for cb in self.accumulating)
     if are_alike(self.batches) and not cut: return {}
-    self.batches,self.trims = self.wide,False
+    self.batches = self.wide
     why = f"texts are padded to the longest of a {'micro-batch' if cut else 'loader batch'}"
     cure = 'a model that does not see padding, or texts that are padded to one length'
     return self._effect(padding, weighted-self.weighted_step(**plain), big, why, cure)
