@@ -118,8 +118,10 @@ class Whole:
 
     # What the calls of the model with parts of these `sizes` draw, with exact=True
     def draw(self, call, model, xb, sizes):
-        facts = self.cb.facts
-        if self.cb.exact: self.draws = Draws(partial(call, model), model, xb, sum(sizes), sizes, facts.draws, facts.lists)
+        if not self.cb.exact: return
+        facts,ranks = self.cb.facts,self.cb.ranks
+        n = ifnone(ranks.total, sum(sizes))
+        self.draws = Draws(partial(call, model), model, xb, n, sizes, facts.draws, facts.lists, ranks.first_item)
 
     # Backward pass of `learn.loss_grad` times `share`
     def backward(self, loop, share):
@@ -167,7 +169,8 @@ class Items(Whole):
 
     def predict(self, call, model, *xb):
         self.at += 1
-        if self.shown is not None and len(self.sizes) > 1: self.draw(call, model, self.shown.xb, self.sizes)
+        is_part = len(self.sizes) > 1 or self.cb.ranks.world > 1
+        if self.shown is not None and is_part: self.draw(call, model, self.shown.xb, self.sizes)
         self.shown = None
         return call(model, *xb) if self.draws is None else self.draws.call(self.at, partial(call, model), *xb)
 
@@ -293,7 +296,7 @@ class Coupled(Whole):
     def predict(self, call, model, *xb):
         if not self.is_joined and not self.is_shared: return call(model, *xb)
         body,head = (partial(call, model), noop) if self.head is None else cut_at_head(call, model, self.head)
-        if self.is_joined: self.draw(call, model, xb, part_sizes(self.batch.n, self.size))
+        self.draw(call, model, xb, part_sizes(self.batch.n, self.size))
         self.coupled = self.make(body, xb, self.batch.n, self.size, model, self.batch.looks)
         return head(self.coupled.outputs())
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from .memory import device_of
-from .microbatch import map_tensors, split_items, tensors_in
+from .microbatch import join_items, map_tensors, split_items, tensors_in
 from .private import drawn_by
 from .random import PythonRandom, RandomState, Snapshot, device_rng
 from .watch import no_trace
@@ -37,18 +37,19 @@ class DrawFacts:
         return shapes,tuple(v for m in module.modules() for v in vars(m).values() if type(v) in (bool,float))
 
 # %% ../../nbs/api/core/22_draws.ipynb #3ce3f951
-# The random draws of one batch of `n` items, which goes through `module` in parts of these `sizes`. Each part walks through the random
+# The random draws of one batch of `n` items, which goes through `module` in parts of these `sizes`, the first one from its item `first`
+# on (where other ranks have the rest). Each part walks through the random
 # numbers of the whole batch: a draw with a row for each item is made for all of them, by the first part, and each takes its rows. Where
 # PyTorch recomputes something, it puts the generators back: where they stand tells which draw it is
 class Draws:
     # `call(*xb)` calls the model; `facts`: a `DrawFacts`
-    def __init__(self, call, module, xb, n, sizes, facts, lists=None):
+    def __init__(self, call, module, xb, n, sizes, facts, lists=None, first=0):
         self.module,self.facts = module,facts
-        self.n,self.sizes,self.firsts = n,sizes,[*accumulate(sizes, initial=0)]
+        self.n,self.sizes,self.firsts = n,sizes,[*accumulate(sizes, initial=first)]
         self.streams = Streams(device_of(module))
         self.key = facts.key(module, xb)
         self.looks = self.key not in facts.known           # is the first part to show whether the model draws?
-        self.measure = partial(measured_draws, call, module, xb, n, lists) if self.looks else None
+        self.measure = partial(measured_draws, call, module, xb, sum(sizes), lists) if self.looks else None
         self.known = facts.known.get(self.key)
         self.has_drawn = False                             # the first part: what, is to be found out
         self.start = self.stand()
@@ -353,8 +354,10 @@ class Stand:
     def __eq__(self, other): return key_of(self.torch) == key_of(other.torch) and self.python == other.python
 
 # %% ../../nbs/api/core/22_draws.ipynb #362b1725
-# The draws of a call of `call(*xb)`, found by calls with three items, with two, and with three in reverse order
+# The draws of a call of `call(*xb)`, found by calls with three items, with two, and with three in reverse order. A single item stands for
+# three
 def measured_draws(call, module, xb, n, lists=None):
+    if n == 1: xb,n = [join_items([x]*3, [1]*3) for x in xb],3
     m,streams = min(n, 3),Streams(device_of(module))
     def items(k): return [split_items(x, k, n, True, lists)[0] for x in xb]
     reverse = [map_tensors(lambda t: t.flip(0) if t.dim() and len(t) == m else t, x) for x in items(m)]

@@ -32,17 +32,18 @@ def _rows(b): return {t.shape[0] for t in leaves([*inside(b).values()]) if isins
 # Are the items the rows of the tensors in `b`, rather than the elements of `b`?
 def _holds_items(b, n): return _rows(b) == {n}
 
-# Split `b` along its `n` items into `part_sizes`: a tensor, any nesting of tuples, lists, dicts and dataclasses of
+# Split `b` along its `n` items into `part_sizes` (or into parts of these sizes, a list): a tensor, any nesting of tuples, lists, dicts and dataclasses of
 # tensors, a list with one object per item. Every part contains the whole of a value without items (a number, a string,
 # `None`, a tensor without dimensions). `views`: may a tensor have several views of all items, one after the other?
 # `lists`: `Lists`, which knows what they hold
 def split_items(b, size, n=None, views=False, lists=None):
     if n is None: n = n_items(b)
-    m = -(-n//size)
+    sizes = size if isinstance(size, list) else part_sizes(n, size)
+    m = len(sizes)
     if isinstance(b, Tensor) and b.dim():
         # `unbind` is faster
-        if b.shape[0] == n: return list(b.unflatten(0, (m, n//m)).unbind() if n%m == 0 else b.tensor_split(m))
-        if views and b.shape[0]%n == 0: return [p.flatten(0, 1) for p in b.unflatten(0, (-1, n)).tensor_split(m, 1)]
+        if b.shape[0] == n: return list(b.unflatten(0, (m, sizes[0])).unbind() if len({*sizes}) == 1 else b.split(sizes))
+        if views and b.shape[0]%n == 0: return [p.flatten(0, 1) for p in b.unflatten(0, (-1, n)).split(sizes, 1)]
         raise TypeError(f"Cannot split a tensor of shape {tuple(b.shape)} into micro-batches: the batch has {n} items. "
                         "Leave out micro_batch_size for such data.")
     if has_columns(b):
@@ -51,7 +52,7 @@ def split_items(b, size, n=None, views=False, lists=None):
         return [refilled(b, {k: v[i] for k,v in parts.items()}) for i in range(m)]
     if isinstance(b, _listy) and not isinstance(b, nn.utils.rnn.PackedSequence):
         if len(b) == n and (lists.holds_objects(b) if lists is not None and lists.knows(b) else not _holds_items(b, n)):
-            ends = np.cumsum([0, *part_sizes(n, size)]).tolist()
+            ends = np.cumsum([0, *sizes]).tolist()
             return [b[i:j] for i,j in zip(ends, ends[1:])]
         columns = [split_items(o, size, n, views, lists) for o in b]
         return [refilled(b, {k: c[i] for k,c in enumerate(columns)}) for i in range(m)]

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/core/random.html.md"""
 
 # %% ../../nbs/api/core/10_random.ipynb #1c9d7718
 from __future__ import annotations
-import random
+import random, zlib
 from contextlib import contextmanager
 import numpy as np, torch
 from torch import Tensor, nn
@@ -59,12 +59,19 @@ class RandomState(PythonRandom):
     # MPS has one device, and its functions take none
     def _place(self): return () if self.device.type == 'mps' else (self.device,)
 
-    # `own`: the generators again, since this object may have come from another process
-    def restore(self, own=()):
+    # `own`: the generators again, and `device`: that of this process, since this object may have come from another one
+    def restore(self, own=(), device=None):
         super().restore()
         torch.set_rng_state(self.torch)
+        if device is not None: self.device = torch.device(device)
         if self.on_device is not None: device_rng(self.device).set_rng_state(self.on_device, *self._place())
         for g,state in zip(own, self.own): put_state(g, state)
+
+    # A number below 2**16, the same in each process for the same state
+    def digest(self):
+        on_device = () if self.on_device is None else [self.on_device.numpy()]
+        numbers = [np.array(self.python[1]),self.numpy[1],np.array(self.numpy[2]),self.torch.numpy(),*on_device]
+        return zlib.crc32(b''.join(o.tobytes() for o in numbers))%2**16
 
 def same(a, b):
     if isinstance(a, dict): return a.keys() == b.keys() and all(same(v, b[k]) for k,v in a.items())

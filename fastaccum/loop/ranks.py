@@ -26,6 +26,7 @@ class OneRank:
 
     # -- a loader batch
     total = None         # items of the present loader batch on all ranks; None: those of this rank
+    first_item = 0       # place of this rank's first item among them
     # Of a number that each rank has for the present loader batch
     def sum_of_batch(self, n): return n
     # The plain value that each rank has at the end of a step

@@ -98,8 +98,8 @@ class DataParallel(LoopCallback):
     def after_cancel_batch(self):
         ranks = self.brings_ranks
         if not self.fitting or not self.learn.training or ranks.accumulation.is_done(): return
-        loss = ranks.accumulation.give_up_batch()
         ranks.no_items()
+        loss = ranks.accumulation.give_up_batch()
         if loss is not None: self.loop.step(loss)  # the other ranks wait at the step
 
     def after_cancel_step(self):
@@ -137,6 +137,7 @@ def check_settings(cb):
         raise ValueError(f"{name} needs an accumulation callback, and there is none: add "
                          "`GradientAccumulation(accum_bs=...)`, even if every loader batch is a step.")
     if way_of(acc).is_coupled: _check_coupled(cb, acc)
+    elif acc.exact and any(map(mixes, learn.cbs)): raise ValueError(f'exact=True with several ranks: {_mixing}.')
     if cb.overlap and acc.auto:
         raise ValueError("overlap=True sends gradients during the backward pass, but micro_batch_size='auto' may have "
                          "to repeat that pass. Use one of the two.")
@@ -165,11 +166,14 @@ def _check_coupled(cb, acc):
         why = "BatchNorm and dropout of the head would differ between the ranks: use coupled=True"
     elif cb.overlap:
         why = "overlap=True sends gradients in the last backward pass, and there is one for each micro-batch: leave it out"
-    elif any(map(mixes, cb.learn.cbs)): why = "MixUp and CutMix mix the items of each rank: leave them out"
+    elif any(map(mixes, cb.learn.cbs)): why = _mixing
     elif acc.auto:
         why = ("a rank that runs out of memory would have to start again after the others have received its outputs: "
                "pass a number as micro_batch_size")
-    if why: raise ValueError(f"coupled={acc.coupled!r} with several ranks: {why}.")
+    word = 'exact=True' if acc.exact else f'coupled={acc.coupled!r}'
+    if why: raise ValueError(f"{word} with several ranks: {why}.")
+
+_mixing = 'MixUp and CutMix mix the items of each rank: leave them out'
 
 # %% ../../nbs/api/parallel/01_data_parallel.ipynb #5f94eb21
 @patch
@@ -226,10 +230,10 @@ def _shard(self:DataParallel, dl, ghosts=False):
     "The rank's part of `dl`, the same object each time"
     splits = isinstance(dl, (DataLoader,torch.utils.data.DataLoader)) and len(getattr(dl, 'dataset', ())) >= self.world
     if not ghosts and not splits: return LocalDL(dl)
-    old = self._loaders.get(ghosts)
-    if old is not None and old.source is dl: old.share()
+    old,whole = self._loaders.get(ghosts),ghosts and self.brings_ranks.is_exact
+    if old is not None and old.source is dl and old.whole == whole: old.share()
     else:
-        old = self._loaders[ghosts] = ShardedDL(dl, self.rank, self.brings_ranks.shares, ghosts)
+        old = self._loaders[ghosts] = ShardedDL(dl, self.rank, self.brings_ranks.shares, ghosts, whole)
         old.source = dl
     return old
 
@@ -241,7 +245,7 @@ def before_train(self:DataParallel):
     if not self.fitting:
         if not self.brings_ranks.pools: self._tell_of_single_items(rows)
         self._check_mixed(rows)
-        self.brings_ranks.own_random_numbers()
+        self.brings_ranks.begin_random_numbers()
     self.fitting = True
     self.brings_ranks.begin_epoch(self.learn.dl)
 

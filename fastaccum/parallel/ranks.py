@@ -15,6 +15,7 @@ from ..accumulation.ways import way_of
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
 from ..core.microbatch import split_items as parts_of
+from ..core.random import RandomState
 from ..core.watch import Calls
 from ..loop.optimizers import is_trained, rates_of
 from ..loop.ranks import OneRank
@@ -49,6 +50,7 @@ class Ranks(OneRank):
         self.named = []                            # parameters, with their names
         self.turn = 0                              # of the one that is compared next
         self.n_cancelled = 0                       # steps
+        self.has_drawn = False                     # has the model been called for this rank's items of the loader batch?
 
     # -- a fit
     # A fit of `learn` begins, which has an accumulation callback; or a validation alone, and it may have none
@@ -70,9 +72,10 @@ class Ranks(OneRank):
         self.buffers_differ = True                 # each rank's BatchNorm sees its own items
         if self.buckets is None: self.begin_steps()
 
-    # With `set_seed`, all ranks would draw the same dropout and augmentation. Rank 0 goes on as one process would
-    def own_random_numbers(self):
-        if not self.rank: return
+    # With `set_seed`, all ranks would draw the same dropout and augmentation. Rank 0 goes on as one process would, and with exact=True all
+    def begin_random_numbers(self):
+        if self.is_exact: self.same_random_numbers()
+        if self.is_exact or not self.rank: return
         seed = (int(torch.empty((), dtype=torch.int64).random_()) + self.rank)%2**32
         random.seed(seed); np.random.seed(seed); torch.manual_seed(seed)
 
@@ -140,7 +143,8 @@ def of_all_ranks(self:Ranks, value):
 def begin(self:Ranks, batch):
     if self.overlap: self._expect(batch)
     if self.shares.measures: self.shares.batch_begins(self.n_own, self.device)
-    if self.n_own: return True
+    self.has_drawn = self.n_own > 0
+    if self.has_drawn: return True
     self.no_items()
     self.measure_with_others(batch)
     batch.way.take_part(self.learn)
@@ -151,6 +155,7 @@ def begin(self:Ranks, batch):
 def no_items(self:Ranks):
     learn = self.learn
     learn.one_batch.now.went_through()         # other ranks have its items
+    self.has_drawn = False
     learn.pred,learn.loss = None,torch.zeros((), device=self.device)
 
 # Outputs of all ranks' items, place of this rank's first, and the factor for its gradients; the targets of all go into `learn.yb`. A rank
@@ -234,13 +239,14 @@ def add_up(self:Ranks, loss, weight, n_items):
         total = loss.double()*acc.divisor(weight) if acc.normalize else loss
         floor,once = acc.least_divisor,acc.once
         return self.agree('step', loss=total, items=n_items, floor=floor, floors=floor > 0, once=once, onces=once != 0,
-                          **measuring.tell(weight)._asdict(), **{f'other{i}': v for i,v in enumerate(others, 1)})
+                          **measuring.tell(weight)._asdict(), **{f'other{i}': v for i,v in enumerate(others, 1)}, **self._numbers())
     head = exchange(loss, weight)
     if head.news:
         self._share_reference()
         head = exchange(*acc.mean())
     if head.measuring and head.ruled: raise RuntimeError(self._disagree())
     measuring.hear(head)
+    self._check_numbers(head)
     for cb in self.summing: cb.summed_over_ranks((head.other1, head.other2), head.weight, head.items)
     once = head.once/(head.onces or 1)
     total = max(head.weight + once, head.floor/(head.floors or 1)) if acc.normalize else 1
@@ -381,6 +387,9 @@ class Head(NamedTuple):
     weights:float = 0.       # sum of a parameter, or of all
     weights_squared:float = 0.
     size:float = 0.          # sum of their absolute values
+    drawn:int = 0            # with exact=True: has the rank drawn what all draw,
+    numbers:int = 0          # and where do its generators stand?
+    numbers_squared:int = 0
     unsure:bool = False      # is the loss measured, and no rule believed?
     ended:bool = False       # has the rank ended the fit?
     save:bool = False        # what it asks for
@@ -494,6 +503,33 @@ def _check_weights(self:Ranks, head):
     name = f"{self.compared[0]!r} is" if len(self.compared) == 1 else "they are"
     raise RuntimeError(f"The ranks' weights have parted before {self._where()} ({name} {spread/size:.1e} of their size "
                        "apart). Something changes them on some ranks only, such as a callback: do it on all ranks.")
+
+# %% ../../nbs/api/parallel/07_ranks.ipynb #9f1f3886
+# Does the run draw what one process draws?
+@patch(as_prop=True)
+def is_exact(self:Ranks): return self.accumulation is not None and self.accumulation.exact
+
+# All go on with the random numbers of the first rank that `has` them
+@patch
+def same_random_numbers(self:Ranks, has=True):
+    state = first(o for o in from_all(RandomState(self.device) if has else None) if o is not None)
+    if state is not None: state.restore(device=self.device)
+
+# In the head: those of a rank that has called the model
+@patch
+def _numbers(self:Ranks):
+    if not (self.is_exact and self.has_drawn): return {}
+    digest = RandomState(self.device).digest()
+    return dict(drawn=1, numbers=digest, numbers_squared=digest**2)
+
+@patch
+def _check_numbers(self:Ranks, head):
+    if not self.is_exact: return
+    if not same_on_all(head.numbers, head.numbers_squared, head.drawn): raise RuntimeError(_own_draws.format(self._where()))
+    if head.drawn < self.world: self.same_random_numbers(self.has_drawn)
+
+_own_draws = ("exact=True: the ranks have drawn different random numbers by {}. Something draws on some ranks only, or for a rank's own items, "
+              "such as a callback, or a transform of the validation's items: let it draw the same on all ranks, or leave out exact.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #dd7064a5
 def save_for_lr_find(learn):

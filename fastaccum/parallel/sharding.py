@@ -9,11 +9,11 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.data.load import _FakeLoader, _loaders
 import torch.distributed as dist
-from ..core.microbatch import map_tensors
+from ..core.microbatch import map_tensors, split_items
 from ..core.random import RandomState
 from ..loop.sizes import batch_sizes, loader_bs, loader_items
 from .processes import from_all, from_rank0
-from .shares import split_items
+from .shares import split_items as split_by_shares
 
 # %% auto #0
 __all__ = []
@@ -21,13 +21,14 @@ __all__ = []
 # %% ../../nbs/api/parallel/05_sharding.ipynb #44859a61
 # The rank's part of every batch of `dl`, which is fastai's or PyTorch's loader of whole batches. With `ghosts`, a rank
 # without items gets one that does not count, so that all ranks have the same number of batches. The ranks' `shares` may
-# move between two batches
+# move between two batches. `whole`: each rank loads all items, as transforms draw for them and batches are padded to their widest one,
+# and keeps its own
 class ShardedDL(TfmdDL):
     _default = 'dl'
-    def __init__(self, dl, rank, shares, ghosts=False):
+    def __init__(self, dl, rank, shares, ghosts=False, whole=False):
         self.dl = as_fastai(dl)
         self.rank,self.shares = rank,shares
-        self.ghosts = ghosts
+        self.ghosts,self.whole = ghosts,whole
         self.sizes = known_sizes(self.dl)
         self.rows = []
         self.moves = 0
@@ -45,21 +46,22 @@ class ShardedDL(TfmdDL):
     # From batch `first` of an epoch on, the ranks take their present shares
     def share(self, first=0):
         self.rows[first:] = shard_sizes(self.sizes, self.shares.now)[first:]
-        self.bs,self.moves = max(1, split_items(self.dl.bs, self.shares.now)[self.rank]),self.moves+1
+        self.bs,self.moves = max(1, split_by_shares(self.dl.bs, self.shares.now)[self.rank]),self.moves+1
 
     # An epoch, in the order that rank 0 draws
     def get_idxs(self):
-        order = drawn_by_rank0(self.dl) if len(self.shares.now) > 1 else list(self.dl.get_idxs())
+        order = drawn_by_rank0(self.dl, self.whole) if len(self.shares.now) > 1 else list(self.dl.get_idxs())
         seed = vars(self.dl).get('worker_seed')
-        if seed is not None: self.fake_l.generator = torch.Generator().manual_seed((seed+self.rank)%2**63)
+        if seed is not None: self.fake_l.generator = torch.Generator().manual_seed((seed + (0 if self.whole else self.rank))%2**63)
         self.take_up(order)
 
     # The rest of an epoch, after `done` batches; `order`: indices of all ranks' items that are left
     def take_up(self, order, done=0): self.order,self.done = order,done
 
-    # Indices of this rank's items in batch `i` of the epoch
+    # Indices of the items in batch `i` of the epoch which this rank loads
     def part(self, i):
         row,start = self.rows[i],(i-self.done)*self.dl.bs
+        if self.whole: return self.order[start:start+sum(row)]
         a = start + sum(row[:self.rank])
         return self.order[a:a+row[self.rank]] or (self.order[start:start+min(2, sum(row))] if self.ghosts else [])
 
@@ -77,7 +79,8 @@ class ShardedDL(TfmdDL):
         self.first,moves = first,self.moves
         for b in _loaders[self.fake_l.num_workers == 0](self.fake_l):
             if self.pin_memory and type(b) == list: b = tuple(b)         # pinning makes a list of it
-            yield self.after_batch(b if self.device is None else to_device(b, self.device))
+            b = self.after_batch(b if self.device is None else to_device(b, self.device))
+            yield self._own(b, self.rows[first]) if self.whole else b
             first += 1
             if self.fake_l.num_workers and moves != self.moves: return first
         return len(self.rows)
@@ -89,8 +92,17 @@ class ShardedDL(TfmdDL):
 
     def create_batches(self, samps):
         dl = self.dl
-        # None: the item was skipped
-        for part in samps: yield dl.do_batch([o for o in map(dl.do_item, part) if o is not None])
+        for part in samps:
+            items = [o for o in map(dl.do_item, part) if o is not None]             # None: the item was skipped
+            if self.whole and len(items) < len(part): raise ValueError(_skips)
+            yield dl.do_batch(items)
+
+    # This rank's items of the whole batch `b`, without the memory of the others
+    def _own(self, b, row):
+        n,a = sum(row),sum(row[:self.rank]) if row[self.rank] else 0
+        size = row[self.rank] or min(2, n)
+        def own(o): return map_tensors(Tensor.clone, split_items(o, [a, size, n-a-size], n)[1])
+        return tuple(map(own, b)) if isinstance(b, (tuple,list)) else own(b)
 
     def before_iter(self): self.dl.before_iter()
     def after_iter(self): self.dl.after_iter()
@@ -98,6 +110,9 @@ class ShardedDL(TfmdDL):
     def new(self, *args, **kwargs): return self.dl.new(*args, **kwargs)
     # all is gathered once, at the end
     def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
+
+_skips = ("exact=True over several ranks: the dataset skips items, so the ranks do not know which are whose. Leave them out of the dataset, or "
+          "leave out exact.")
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #c3b0e9a7
 # Make each metric, which has accumulated this rank's items, count the items of all ranks
@@ -137,13 +152,13 @@ class LocalDL(GetAttr):
 # For batches of `sizes` items, the number of items of each rank, in proportion to `shares`. In a small last batch fewer
 # ranks have items, if a rank would have a single one, of which BatchNorm cannot compute a variance
 def shard_sizes(sizes, shares):
-    row_of = {n: split_items(n, shares) for n in set(sizes)}
+    row_of = {n: split_by_shares(n, shares) for n in set(sizes)}
     rows = [row_of[n] for n in sizes]
     if not rows or min(rows[0]) < 2 or 1 not in rows[-1] or sizes[-1] == 1: return rows
     last,left = rows[-1],list(range(len(shares)))
     while 1 in last:
         left.remove(min(left, key=lambda r: (shares[r], -r)))
-        part = split_items(sizes[-1], [shares[r] for r in left])
+        part = split_by_shares(sizes[-1], [shares[r] for r in left])
         last = [part[left.index(r)] if r in left else 0 for r in range(len(shares))]
     # a rank has no more items than in the first batch
     fits = all(a <= b for a,b in zip(last, rows[0]))
@@ -176,14 +191,14 @@ def known_sizes(dl):
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #41604d86
 # Indices in the order of an epoch. All ranks draw it with rank 0's random numbers, as `LMDataLoader` shuffles texts,
-# not only indices; afterwards each goes on with its own, but for those of the loader
-def drawn_by_rank0(dl):
+# not only indices; afterwards each goes on with its own, but for those of the loader. `alike`: all go on with rank 0's
+def drawn_by_rank0(dl, alike=False):
     mine,first = RandomState(own=[dl.rng]),dist.get_rank() == 0
     drawn_with,idxs = from_rank0((mine, [int(i) for i in dl.get_idxs()]) if first else None)
     if not first:
         drawn_with.restore([dl.rng])
         dl.get_idxs()
-        mine.restore()
+        if not alike: mine.restore()
     return idxs
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #410eb1a2
