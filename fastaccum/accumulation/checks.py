@@ -60,8 +60,8 @@ def check_exact(acc):
     learn,model = acc.learn,get_model(acc.learn.model)
     compiled,noise = who_declares(acc, 'compiles_model'),who_declares(acc, 'compares_micro_batches')
     apart = who_declares(acc, 'computes_head')
-    why = ("each rank would draw its own random numbers, but with DataParallel. Use it, or train in one process" if acc.ranks.world > 1
-           and not (acc.ranks.joint_gradients and acc.ranks.one_model) else
+    apart_ranks = acc.ranks.world > 1 and not (acc.ranks.joint_gradients and acc.ranks.one_model)
+    why = ("these ranks draw random numbers of their own. Use DataParallel, or train in one process" if apart_ranks else
            "the model calls others in threads or processes. Use one device" if type(learn.model).__module__.startswith('torch.nn.par') else
            "the model is compiled, and draws other random numbers than in plain fastai. Leave out the compilation"
            if compiled or is_compiled(learn.model) else

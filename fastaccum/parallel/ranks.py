@@ -528,8 +528,8 @@ def _check_numbers(self:Ranks, head):
     if not same_on_all(head.numbers, head.numbers_squared, head.drawn): raise RuntimeError(_own_draws.format(self._where()))
     if head.drawn < self.world: self.same_random_numbers(self.has_drawn)
 
-_own_draws = ("exact=True: the ranks have drawn different random numbers by {}. Something draws on some ranks only, or for a rank's own items, "
-              "such as a callback, or a transform of the validation's items: let it draw the same on all ranks, or leave out exact.")
+_own_draws = ("exact=True: the ranks have drawn different random numbers by {}. Something draws on some ranks only, or for a rank's own "
+              "items, such as a callback, or a transform of the validation's items: let it draw the same on all ranks, or leave out exact.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #dd7064a5
 def save_for_lr_find(learn):

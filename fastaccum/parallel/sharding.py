@@ -111,8 +111,8 @@ class ShardedDL(TfmdDL):
     # all is gathered once, at the end
     def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
 
-_skips = ("exact=True over several ranks: the dataset skips items, so the ranks do not know which are whose. Leave them out of the dataset, or "
-          "leave out exact.")
+_skips = ("exact=True over several ranks: the dataset skips items, so the ranks do not know which are whose. Leave them out of the "
+          "dataset, or leave out exact.")
 
 # %% ../../nbs/api/parallel/05_sharding.ipynb #c3b0e9a7
 # Make each metric, which has accumulated this rank's items, count the items of all ranks

@@ -75,8 +75,8 @@ def run(model, loss=None, n=40, n_epoch=2, opt=SGD, dp=DataParallel, cbs=(), pla
     plain = num_distrib() < 2 if plain is None else plain
     own = () if plain else (GradientAccumulation(exact=True, **{'micro_batch_size': 3, **kwargs}), dp(), *cbs)
     dls = loaders(n, **data)
-    learn = Learner(dls, model() if data.get('kind') == 'pictures' else model().double(), loss or nn.CrossEntropyLoss(), opt_func=opt, lr=.1,
-                    cbs=own, path='.')
+    model = model() if data.get('kind') == 'pictures' else model().double()
+    learn = Learner(dls, model, loss or nn.CrossEntropyLoss(), opt_func=opt, lr=.1, cbs=own, path='.')
     set_seed(7)
     with redirect_stdout(io.StringIO()), quiet(learn): learn.fit(n_epoch)
     values = [list(v) for v in learn.recorder.values]
@@ -118,7 +118,8 @@ class Stop(Callback):
 
 def saved(fname, *cbs):
     CheckpointFolder.in_use.clear()
-    try: return run(conv, kind='images', after_batch=[Jitter()], after_item=[Jitter()], plain=False, cbs=[TrainingCheckpoint(fname, 1), *cbs])
+    cbs = [TrainingCheckpoint(fname, 1), *cbs]
+    try: return run(conv, kind='images', after_batch=[Jitter()], after_item=[Jitter()], plain=False, cbs=cbs)
     except OSError: return None
 
 # --- what does not work is told
@@ -137,8 +138,8 @@ def told(**kwargs):
 wrong = dict(
     toss = (dict(cbs=[Tosses()]), 'the ranks have drawn different random numbers by epoch 0, batch 0'),
     mixup = (dict(cbs=[MixUp()]), 'MixUp and CutMix mix the items of each rank'),
-    sharded = (dict(dp=FullyShard), 'each rank would draw its own random numbers'),
-    local = (dict(dp=LocalSGD), 'each rank would draw its own random numbers'))
+    sharded = (dict(dp=FullyShard), 'these ranks draw random numbers of their own'),
+    local = (dict(dp=LocalSGD), 'these ranks draw random numbers of their own'))
 
 def in_double(self, learn):
     "fastai's stops at losses in float64"
