@@ -34,7 +34,8 @@ def _holds_items(b, n): return _rows(b) == {n}
 
 # Split `b` along its `n` items into `part_sizes` (or into parts of these sizes, a list): a tensor, any nesting of
 # tuples, lists, dicts and dataclasses of tensors, a list with one object per item. Every part contains the whole of a
-# value without items (a number, a string, `None`, a tensor without dimensions). `views`: may a tensor have several views of all items, one after the other?
+# value without items (a number, a string, `None`, a tensor without dimensions).
+# `views`: may a tensor have several views of all items, one after the other?
 # `lists`: `Lists`, which knows what they hold
 def split_items(b, size, n=None, views=False, lists=None):
     if n is None: n = n_items(b)
