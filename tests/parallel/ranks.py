@@ -797,7 +797,7 @@ def coupled_errors():
         try: learner(*data(32, 3), model=mlp(3), loss=ce(), dp=dp, micro_batch_size=k, coupled=coupled, cbs=cbs, **kwargs).fit(1)
         except ValueError as e: return str(e)
     return dict(local=error(LocalSGD()), head=error(coupled='head'), overlap=error(DataParallel(overlap=True)),
-                mixup=error(cbs=[MixUp()]), auto=error(k='auto'), exact=error(coupled=False, exact=True, accum=None))
+                mixup=error(cbs=[MixUp()]), auto=error(k='auto'))
 
 # --- errors
 @case

@@ -325,6 +325,3 @@ def test_refused(results):
                               auto='pass a number').items())
 def test_what_coupled_cannot_do_over_ranks(results, name, names):
     for r in results('coupled_errors')[1:]: assert 'coupled=' in r[name] and names in r[name]
-
-def test_exact_is_refused_over_ranks(results):
-    for r in results('coupled_errors')[1:]: assert 'exact=True' in r['exact'] and 'several ranks' in r['exact']
