@@ -228,7 +228,7 @@ class CheckpointedFit:
 
     # `train` runs the fit; takes more callbacks, and another function to call between the events of the fit
     def run(self, train):
-        state = self.ranks.load(self.folder, self.number, learner_device(self.learn))
+        state = self.ranks.load(self.folder, self.number, learner_device(self.learn), self.learn)
         saved = None if state is None else SavedFit(state, self.learn, self.folder.path, self.number)
         if saved is not None:
             saved.check(self.settings, self.beginning, self.ranks)

@@ -359,7 +359,7 @@ class Stand:
 def measured_draws(call, module, xb, n, lists=None):
     if n == 1: xb,n = [join_items([x]*3, [1]*3) for x in xb],3
     m,streams = min(n, 3),Streams(device_of(module))
-    def items(k): return [split_items(x, k, n, True, lists)[0] for x in xb]
+    def items(k): return [split_items(x, [k, n-k], n, True, lists)[0] for x in xb]
     reverse = [map_tensors(lambda t: t.flip(0) if t.dim() and len(t) == m else t, x) for x in items(m)]
     seen,python,before = [],[],RandomState(device_of(module))
     with no_trace(module, in_evaluation=False):

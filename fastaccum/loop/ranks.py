@@ -45,7 +45,7 @@ class OneRank:
         res,self.known = self.known,set()
         return res
     # The newest good checkpoint of a fit
-    def load(self, folder, fit, device): return folder.load(fit, device)
+    def load(self, folder, fit, device, learn): return folder.load(fit, device)
     # The state, with what differs on other ranks
     def join(self, learn, state): return state
     # Has the script ended well on all ranks?

@@ -98,9 +98,12 @@ class DataParallel(LoopCallback):
     def after_cancel_batch(self):
         ranks = self.brings_ranks
         if not self.fitting or not self.learn.training or ranks.accumulation.is_done(): return
+        before = vars(self.learn).get('loss')
         ranks.no_items()
         loss = ranks.accumulation.give_up_batch()
-        if loss is not None: self.loop.step(loss)  # the other ranks wait at the step
+        if loss is None: return
+        if ranks.none_has_drawn: self.learn.loss = before; self.loop.now.close()   # a row, as in fastai
+        else: self.loop.step(loss)                 # the other ranks wait at it
 
     def after_cancel_step(self):
         if self.fitting: self.brings_ranks.step_cancelled()
@@ -230,7 +233,7 @@ def _shard(self:DataParallel, dl, ghosts=False):
     "The rank's part of `dl`, the same object each time"
     splits = isinstance(dl, (DataLoader,torch.utils.data.DataLoader)) and len(getattr(dl, 'dataset', ())) >= self.world
     if not ghosts and not splits: return LocalDL(dl)
-    old,whole = self._loaders.get(ghosts),ghosts and self.brings_ranks.is_exact
+    old,whole = self._loaders.get(ghosts),self.brings_ranks.is_exact
     if old is not None and old.source is dl and old.whole == whole: old.share()
     else:
         old = self._loaders[ghosts] = ShardedDL(dl, self.rank, self.brings_ranks.shares, ghosts, whole)

@@ -51,6 +51,7 @@ class Ranks(OneRank):
         self.turn = 0                              # of the one that is compared next
         self.n_cancelled = 0                       # steps
         self.has_drawn = False                     # has the model been called for this rank's items of the loader batch?
+        self.none_has_drawn = False                # with exact=True: for nobody's?
 
     # -- a fit
     # A fit of `learn` begins, which has an accumulation callback; or a validation alone, and it may have none
@@ -61,7 +62,7 @@ class Ranks(OneRank):
         self.turn = 0
         self.n_cancelled = 0
         self.has_reference = False
-        self.accumulation = first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
+        self.accumulation = accumulation_of(learn)
 
     # `dl`: the `ShardedDL` of the epoch
     def begin_epoch(self, dl):
@@ -341,7 +342,9 @@ def _early_scale(self:Ranks, target):
 def ask(self:Ranks, what): self.asked.add(what)      # all ranks know it after the next message
 
 @patch
-def load(self:Ranks, folder, fit, device): return load_together(folder, fit, device)
+def load(self:Ranks, folder, fit, device, learn):
+    acc = accumulation_of(learn)
+    return load_together(folder, fit, device, acc is not None and acc.exact)
 
 @patch
 def join(self:Ranks, learn, state):
@@ -526,12 +529,16 @@ def _numbers(self:Ranks):
 def _check_numbers(self:Ranks, head):
     if not self.is_exact: return
     if not same_on_all(head.numbers, head.numbers_squared, head.drawn): raise RuntimeError(_own_draws.format(self._where()))
+    self.none_has_drawn = head.drawn == 0
     if head.drawn < self.world: self.same_random_numbers(self.has_drawn)
 
 _own_draws = ("exact=True: the ranks have drawn different random numbers by {}. Something draws on some ranks only, or for a rank's own "
-              "items, such as a callback, or a transform of the validation's items: let it draw the same on all ranks, or leave out exact.")
+              "items, such as a callback: let it draw the same on all ranks, or leave out exact.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #dd7064a5
+# The callback that accumulates, or None
+def accumulation_of(learn): return first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
+
 def save_for_lr_find(learn):
     file = join_path_file(f'{learn.lr_finder.tmp_p}/_tmp', learn.path/learn.model_dir, ext='.pth')
     torch.save(dict(model=get_model(learn.model).state_dict(), opt=learn.opt.state_dict()), file)

@@ -25,21 +25,21 @@ def joined(state, buffers):
     return dict(state, ranks=from_all(different(parts, digests)))
 
 # The state with which this rank continues. If there are more ranks than before, new ranks keep their present random
-# numbers
-def own_part(state):
+# numbers, unless all have the `same`
+def own_part(state, same=False):
     saved,rank,world = state.pop('ranks', None) or [None],dist.get_rank(),dist.get_world_size()
     if len(saved) != world and not rank:
         print(f'TrainingCheckpoint: {len(saved)} rank{"s"*(len(saved) > 1)} saved the checkpoint, and '
               f'{world} continue.')
-    if rank >= len(saved): return without_sums(dict(state, rng=None))
+    if rank >= len(saved): return without_sums(state if same else dict(state, rng=None))
     return as_on(state, saved[rank]) if rank else state
 
 # This rank's part of the newest good checkpoint of a fit, or None. Only rank 0 has files
-def load_together(folder, fit, device):
+def load_together(folder, fit, device, same=False):
     state = folder.load(fit, device)
     data = from_rank0(None if state is None else folder.of_fit(fit)[-1].read_bytes())
     if data is None: return None
-    return own_part(read_checkpoint(io.BytesIO(data), device) if dist.get_rank() else state)
+    return own_part(read_checkpoint(io.BytesIO(data), device) if dist.get_rank() else state, same)
 
 # %% ../../nbs/api/parallel/06_saving.ipynb #4bcb4e2e
 # The parts of a state that may differ from rank to rank, in dicts; weights and the optimizer's state do not

@@ -10,7 +10,7 @@ from fastai.basics import *
 from fastai.data.load import _FakeLoader, _loaders
 import torch.distributed as dist
 from ..core.microbatch import map_tensors, split_items
-from ..core.random import RandomState
+from ..core.random import PythonRandom, RandomState
 from ..loop.sizes import batch_sizes, loader_bs, loader_items
 from .processes import from_all, from_rank0
 from .shares import split_items as split_by_shares
@@ -21,8 +21,8 @@ __all__ = []
 # %% ../../nbs/api/parallel/05_sharding.ipynb #44859a61
 # The rank's part of every batch of `dl`, which is fastai's or PyTorch's loader of whole batches. With `ghosts`, a rank
 # without items gets one that does not count, so that all ranks have the same number of batches. The ranks' `shares` may
-# move between two batches. `whole`: each rank loads all items, as transforms draw for them and batches are padded to their widest one,
-# and keeps its own
+# move between two batches. `whole`: each rank loads all items, as transforms draw for them and batches are padded to
+# their widest one, and keeps its own
 class ShardedDL(TfmdDL):
     _default = 'dl'
     def __init__(self, dl, rank, shares, ghosts=False, whole=False):
@@ -58,7 +58,7 @@ class ShardedDL(TfmdDL):
     # The rest of an epoch, after `done` batches; `order`: indices of all ranks' items that are left
     def take_up(self, order, done=0): self.order,self.done = order,done
 
-    # Indices of the items in batch `i` of the epoch which this rank loads
+    # Indices of the items in batch `i` of the epoch that this rank loads
     def part(self, i):
         row,start = self.rows[i],(i-self.done)*self.dl.bs
         if self.whole: return self.order[start:start+sum(row)]
@@ -80,7 +80,8 @@ class ShardedDL(TfmdDL):
         for b in _loaders[self.fake_l.num_workers == 0](self.fake_l):
             if self.pin_memory and type(b) == list: b = tuple(b)         # pinning makes a list of it
             b = self.after_batch(b if self.device is None else to_device(b, self.device))
-            yield self._own(b, self.rows[first]) if self.whole else b
+            if self.whole: yield from self._own(b, self.rows[first])
+            else: yield b
             first += 1
             if self.fake_l.num_workers and moves != self.moves: return first
         return len(self.rows)
@@ -96,13 +97,20 @@ class ShardedDL(TfmdDL):
             items = [o for o in map(dl.do_item, part) if o is not None]             # None: the item was skipped
             if self.whole and len(items) < len(part): raise ValueError(_skips)
             yield dl.do_batch(items)
+        # fastai loads those that it drops, too
+        left = self.order[(len(self.rows)-self.done)*dl.bs:] if self.whole and getattr(dl, 'loads_dropped', True) else []
+        for _ in map(dl.do_item, left): pass
 
-    # This rank's items of the whole batch `b`, without the memory of the others
+    # This rank's items of the whole batch `b`, without the memory of the others. With `ghosts` nobody is without. In a
+    # validation nothing may be drawn for them alone
     def _own(self, b, row):
+        if not row[self.rank] and not self.ghosts: return
         n,a = sum(row),sum(row[:self.rank]) if row[self.rank] else 0
         size = row[self.rank] or min(2, n)
         def own(o): return map_tensors(Tensor.clone, split_items(o, [a, size, n-a-size], n)[1])
-        return tuple(map(own, b)) if isinstance(b, (tuple,list)) else own(b)
+        before = None if self.ghosts else RandomState(self.device or 'cpu')
+        yield tuple(map(own, b)) if isinstance(b, (tuple,list)) else own(b)
+        if before is not None and before != RandomState(before.device): raise RuntimeError(_drawn_in_validation)
 
     def before_iter(self): self.dl.before_iter()
     def after_iter(self): self.dl.after_iter()
@@ -111,6 +119,9 @@ class ShardedDL(TfmdDL):
     # all is gathered once, at the end
     def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
 
+_drawn_in_validation = ("exact=True over several ranks: in a validation, the model, a metric or a callback draws random numbers for a "
+                        "rank's own items, which is not what it draws for all. Let it draw nothing in evaluation mode, or validate in one "
+                        "process, or leave out exact.")
 _skips = ("exact=True over several ranks: the dataset skips items, so the ranks do not know which are whose. Leave them out of the "
           "dataset, or leave out exact.")
 
@@ -173,8 +184,11 @@ def as_fastai(dl):
     def get_idxs():                                # as an iterator of PyTorch's: it draws a seed for the workers, and then the order
         res.worker_seed = torch.empty((), dtype=torch.int64).random_(generator=dl.generator).item()
         return list(dl.sampler)
+    before = PythonRandom()                        # fastai's loader takes a seed
     res = TfmdDL(dl.dataset, bs=bs, n=n, drop_last=dl.drop_last, num_workers=dl.num_workers, pin_memory=dl.pin_memory,
                  get_idxs=get_idxs, create_batch=dl.collate_fn, do_setup=False)
+    before.restore()
+    res.loads_dropped = False
     return res
 
 def _no_sizes(dl):

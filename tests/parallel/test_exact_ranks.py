@@ -5,10 +5,10 @@ from functools import partial
 import pytest, torch, torch.nn.functional as F
 from fastai.basics import (
     Adam, Callback, CancelBatchException, DataLoaders, Learner, SGD, Tensor, TfmdDL, Transform, nn, np, num_distrib,
-    set_seed, tensor, to_detach)
+    rank_distrib, set_seed, tensor, to_detach)
 from fastai.callback.all import MixUp
 from fastai.learner import AvgSmoothLoss
-from fastai.vision.all import RandomErasing, TensorImage, aug_transforms
+from fastai.vision.all import Brightness, RandomErasing, TensorImage, aug_transforms
 from fastaccum.all import DataParallel, FullyShard, GradientAccumulation, LocalSGD, StepLogger, TrainingCheckpoint, launch
 from fastaccum.checkpoint.folder import CheckpointFolder
 from quick import over_ranks, run_over
@@ -54,29 +54,40 @@ class Jitter(Transform):
 
 class Items(list): split_idx = 0       # of the training
 
+class Cancels(Callback):
+    "A batch, on one rank or on all"
+    def __init__(self, ranks=None): self.ranks = ranks
+    def before_batch(self):
+        if self.learn.training and self.learn.iter == 1 and rank_distrib() in (self.ranks or range(9)): raise CancelBatchException
+
 def padded(items):
     width = max(len(x) for x,_ in items)
     return [(F.pad(x, (0, width-len(x))), y) for x,y in items]
 
-def loaders(n, kind='rows', bs=16, n_valid=6, num_workers=0, **kwargs):
+def loaders(n, kind='rows', bs=16, n_valid=6, num_workers=0, as_torch=False, **kwargs):
     g = torch.Generator().manual_seed(n)
     shape = dict(rows=(12,), pictures=(3, 8, 8), sequences=(5, 12), images=(3, 8, 8)).get(kind)
     def item():
         if kind == 'texts': x = torch.randint(1, 9, (int(torch.randint(1, 8, (), generator=g)),), generator=g)
         else: x = torch.rand(*shape, generator=g).double()
-        return TensorImage(x.float()) if kind == 'pictures' else x,int(torch.randint(4, (), generator=g))
+        x = TensorImage(x.float()) if kind == 'pictures' else x
+        return x,int(torch.randint(4, (), generator=g))
     def dl(k, **more): return TfmdDL(Items(item() for _ in range(k)), bs=bs, num_workers=num_workers, device='cpu', **more)
-    return DataLoaders(dl(n, shuffle=True, **kwargs), dl(n_valid, before_batch=kwargs.get('before_batch')), device='cpu')
+    valid = {k: v for k,v in kwargs.items() if k in ('before_batch','after_batch')}
+    if as_torch:
+        def dl(k, **more): return torch.utils.data.DataLoader([item() for _ in range(k)], bs, **more)
+    return DataLoaders(dl(n, shuffle=True, **kwargs), dl(n_valid, **valid), device='cpu')
 
-def run(model, loss=None, n=40, n_epoch=2, opt=SGD, dp=DataParallel, cbs=(), plain=None, **kwargs):
+def run(model, loss=None, n=40, n_epoch=2, opt=SGD, dp=DataParallel, cbs=(), both=(), plain=None, **kwargs):
     "Losses, weights, and the random numbers that come next. In one process: plain fastai"
-    data = {k: kwargs.pop(k) for k in ('kind','bs','n_valid','after_item','after_batch','before_batch','num_workers') if k in kwargs}
+    of_data = 'kind','bs','n_valid','after_item','after_batch','before_batch','num_workers','drop_last','as_torch'
+    data = {k: kwargs.pop(k) for k in of_data if k in kwargs}
     set_seed(5)
     plain = num_distrib() < 2 if plain is None else plain
     own = () if plain else (GradientAccumulation(exact=True, **{'micro_batch_size': 3, **kwargs}), dp(), *cbs)
     dls = loaders(n, **data)
     model = model() if data.get('kind') == 'pictures' else model().double()
-    learn = Learner(dls, model, loss or nn.CrossEntropyLoss(), opt_func=opt, lr=.1, cbs=own, path='.')
+    learn = Learner(dls, model, loss or nn.CrossEntropyLoss(), opt_func=opt, lr=.1, cbs=[*own, *both], path='.')
     set_seed(7)
     with redirect_stdout(io.StringIO()), quiet(learn): learn.fit(n_epoch)
     values = [list(v) for v in learn.recorder.values]
@@ -104,7 +115,12 @@ cases = dict(
     workers = partial(run, conv, kind='images', after_item=[Jitter()], num_workers=2),
     batch_transforms = partial(run, conv, kind='images', after_batch=[Jitter()]),
     augmented = partial(run, conv, kind='pictures', after_batch=[*aug_transforms(size=8), RandomErasing(p=.7)]),
+    dropped = partial(run, conv, kind='images', after_item=[Jitter()], drop_last=True),
+    in_validation = partial(run, conv, kind='pictures', after_batch=[Brightness()], n_valid=33),
+    torch_loader = partial(run, net, as_torch=True, n_valid=33),
+    few_items = partial(run, net, bs=8),
     texts = partial(run, Words, kind='texts', before_batch=padded),
+    cancelled = partial(run, net, opt=Adam, both=[Cancels()]),
     logged = partial(run, net, cbs=[StepLogger()]))
 
 def outcomes(n): return {k: f() for k,f in cases.items() if k in run_over(n, cases, three)}
@@ -117,6 +133,7 @@ class Stop(Callback):
         if self.learn.training and self.learn.train_iter == self.at: raise OSError('the power is out')
 
 def saved(fname, *cbs):
+    "Of one epoch of 3 loader batches and another, the power is out after 4"
     CheckpointFolder.in_use.clear()
     cbs = [TrainingCheckpoint(fname, 1), *cbs]
     try: return run(conv, kind='images', after_batch=[Jitter()], after_item=[Jitter()], plain=False, cbs=cbs)
@@ -127,16 +144,16 @@ class Tosses(Callback):
     def before_batch(self):
         if self.learn.training and self.learn.data_parallel.rank == 1: torch.rand(1)
 
-class Cancels(Callback):
-    "A batch, on one rank"
-    def before_batch(self):
-        if self.learn.training and self.learn.data_parallel.rank == 1 and self.learn.iter == 1: raise CancelBatchException
+class TossInValidation(nn.Module):
+    def __init__(self): super().__init__(); self.net = net()
+    def forward(self, x): return F.dropout(self.net(x), .5, True)
 
-def told(**kwargs):
-    try: run(net, **kwargs)
+def told(model=net, **kwargs):
+    try: run(model, **kwargs)
     except (ValueError,RuntimeError) as e: return str(e)
 wrong = dict(
     toss = (dict(cbs=[Tosses()]), 'the ranks have drawn different random numbers by epoch 0, batch 0'),
+    in_validation = (dict(model=TossInValidation), 'in a validation, the model, a metric or a callback draws'),
     mixup = (dict(cbs=[MixUp()]), 'MixUp and CutMix mix the items of each rank'),
     sharded = (dict(dp=FullyShard), 'these ranks draw random numbers of their own'),
     local = (dict(dp=LocalSGD), 'these ranks draw random numbers of their own'))
@@ -149,12 +166,18 @@ def in_double(self, learn):
 def all_of(n):
     AvgSmoothLoss.accumulate = in_double
     res = dict(cases=outcomes(n))
+    if n == 3: res['again'] = saved('fewer')
     if n != 2: return res
-    cancelled = run(net, cbs=[Cancels()])
+    cancelled = run(net, cbs=[Cancels([1])])
     res['whole'],res['cut'],res['again'] = saved('whole'),saved('cut', Stop(4)),saved('cut')
     return {**res, 'cancelled': cancelled, 'told': {k: told(**kwargs) for k,(kwargs,_) in wrong.items()}}
 
-def both(n): return [all_of(1)] if n == 1 else launch(all_of, n, n)
+def cut(): saved('fewer', Stop(4))
+
+def both(n):
+    if n == 1: return [all_of(1)]
+    if n == 3: launch(cut, 2)
+    return launch(all_of, n, n)
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
@@ -165,7 +188,7 @@ def close(a, b, tol): return bool(torch.allclose(tensor(a).double(), tensor(b).d
 
 @pytest.mark.parametrize('name,n', over_ranks([*cases], three))
 def test_the_run_is_that_of_one_process(results, name, n):
-    one,tol = results[1][0]['cases'][name],1e-4 if name == 'augmented' else 1e-9
+    one,tol = results[1][0]['cases'][name],1e-4 if name in ('augmented', 'in_validation') else 1e-9
     for rank in results[n]:
         values,losses,w,*numbers = rank['cases'][name]
         assert numbers == [*one[3:]]
@@ -180,6 +203,10 @@ def test_it_resumes(results):
     for rank in results[2]:
         assert rank['cut'] is None
         assert torch.equal(rank['whole'][2], rank['again'][2]) and rank['whole'][3:] == rank['again'][3:]
+
+def test_it_resumes_over_more_ranks(results):
+    whole = results[2][0]['whole']
+    for rank in results[3]: assert close(rank['again'][2], whole[2], 1e-9) and rank['again'][3:] == whole[3:]
 
 def test_a_batch_that_a_rank_cancels(results):
     a,b = [rank['cancelled'] for rank in results[2]]
