@@ -19,6 +19,17 @@ def run(model, x, sizes, facts=None):
     draws = Draws(model, model, (x,), len(x), sizes, DrawFacts() if facts is None else facts)
     return torch.cat([draws.call(i, model, part) for i,part in enumerate(x.split(sizes))]),draws
 
+@pytest.mark.parametrize('n', range(1, 10))
+def test_small_batches(n):
+    model,x = mlp().double(),torch.randn(n, 6).double()
+    torch.manual_seed(1)
+    whole,end = model(x),torch.get_rng_state()
+    for size in range(1, n+1):
+        torch.manual_seed(1)
+        out,_ = run(model, x, [size]*(n//size) + [n%size]*(n%size > 0))
+        torch.testing.assert_close(out, whole)
+        assert torch.equal(torch.get_rng_state(), end)
+
 class Counted(TorchDispatchMode):
     "How often PyTorch computes each operator"
     def __init__(self): super().__init__(); self.counts = Counter()
