@@ -25,8 +25,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(PACKAGE) ## see what fastaccum does, in a run of half a minute on this machine
-	@echo 'One small net, trained in four ways: about 25 seconds on an idle processor'
+demo: $(PACKAGE) ## see what fastaccum does, in a run of a minute on this machine
+	@echo 'One small net, trained in six ways: about a minute on an idle processor'
 	@$(BIN)/fastaccum-demo
 
 # A machine with a GPU may have no network: `make test DEVICE=cuda` runs the numeric tests on it, in the checkout as it is,

@@ -1,4 +1,4 @@
-"""What `make demo` runs: one training run in four ways, to show which of them are the same
+"""What `make demo` runs: one training run in six ways, to show which of them are the same
 
 Docs: https://fastaccum.github.io/fastaccum/api/demo.html.md"""
 
@@ -15,7 +15,8 @@ __all__ = ['main']
 
 # %% ../nbs/api/90_demo.ipynb #08249f0e
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from io import StringIO
 from typing import NamedTuple
 import matplotlib.pyplot as plt
 from fastai.basics import *
@@ -24,6 +25,8 @@ from fastcore.script import call_parse
 from sklearn.datasets import load_digits
 from .accumulation.callback import GradientAccumulation, GradientAccumulationSchedule
 from .core.memory import PeakMemory
+from .parallel.data_parallel import DataParallel
+from .parallel.processes import launch
 
 # %% ../nbs/api/90_demo.ipynb #b75227f5
 # scikit-learn's handwritten digits, 8x8 pixels: 1437 items for training, 360 for validation. The order of the items is
@@ -36,11 +39,11 @@ def digits_dls(bs) -> DataLoaders:
     return DataLoaders(DataLoader(items[360:], bs=bs, shuffle=True), DataLoader(items[:360], bs=bs), device='cpu')
 
 # %% ../nbs/api/90_demo.ipynb #3ec62c3c
-# A small convolutional net for the digits, without BatchNorm. width: channels of the first layers
-def conv_net(width=16) -> nn.Module:
+# A small convolutional net for the digits, without BatchNorm. width: channels of the first layers; dropout: in two places
+def conv_net(width=16, dropout=0.) -> nn.Module:
     def conv(ni, nf): return nn.Sequential(nn.Conv2d(ni, nf, 3, padding=1), nn.GroupNorm(4, nf), nn.GELU())
-    return nn.Sequential(conv(1, width), conv(width, width), nn.AvgPool2d(2), conv(width, 2*width), nn.AvgPool2d(2),
-                         nn.Flatten(), nn.Linear(8*width, 10))
+    return nn.Sequential(conv(1, width), conv(width, width), nn.AvgPool2d(2), nn.Dropout(dropout), conv(width, 2*width), nn.AvgPool2d(2),
+                         nn.Flatten(), nn.Dropout(dropout), nn.Linear(8*width, 10))
 
 # %% ../nbs/api/90_demo.ipynb #a9bb8a9b
 # The weights of a model as one vector, to compare them
@@ -48,21 +51,20 @@ def flat_weights(model): return torch.cat([p.detach().flatten() for p in model.p
 
 # The items, mean loss and resulting weights of every optimizer step, whichever callback accumulates
 class Steps(Callback):
-    order = 70
+    order,run_valid = 70,False
     def __init__(self):
         self.items = []
         self.losses = []
         self.weights = []
-    def before_fit(self): self.n,self.total = 0,0.
+    def before_fit(self): self.n,self.total,self.stepped = 0,0.,False
+    def after_step(self): self.stepped = True
 
-    def after_loss(self):
-        if not self.training: return
+    def after_batch(self):
         self.n += len(self.y)
         self.total += len(self.y)*self.learn.loss.item()
-
-    def after_step(self):
+        if not self.stepped: return
         self.items.append(self.n); self.losses.append(self.total/self.n); self.weights.append(flat_weights(self.learn.model))
-        self.n,self.total = 0,0.
+        self.n,self.total,self.stepped = 0,0.,False
 
 # %% ../nbs/api/90_demo.ipynb #bba05a44
 # What `train` gives back
@@ -75,7 +77,7 @@ class Run(NamedTuple):
 # One run with loader batches of `bs` items, and one more epoch to measure its memory. Measuring is slow, so this epoch
 # does not count in `seconds`. cbs: callback that accumulates, if any; watch: more callbacks, not for the last epoch
 def train(bs, cbs=None, epochs=15, watch=()) -> Run:
-    learn = Learner(digits_dls(bs), conv_net(), CrossEntropyLossFlat(), opt_func=partial(SGD, mom=.9), metrics=accuracy, cbs=cbs)
+    learn = Learner(digits_dls(bs), conv_net(dropout=.3), CrossEntropyLossFlat(), opt_func=partial(SGD, mom=.9), metrics=accuracy, cbs=cbs)
     steps = Steps()
     with learn.no_bar(), learn.no_logging():
         start = time.perf_counter()
@@ -84,11 +86,24 @@ def train(bs, cbs=None, epochs=15, watch=()) -> Run:
         with PeakMemory() as peak: learn.fit(1, .05)
     return Run(steps, acc, seconds, peak)
 
+# Of 256 items, `size` at a time go through the net
+def exactly(size): return GradientAccumulation(micro_batch_size=size, exact=True)
+
+# The same over two processes. Each has written down its own items
+def train_two(epochs) -> Run:
+    run,other = launch(_train_rank, 2, epochs)
+    pairs = [*zip(run.steps.items, run.steps.losses, other.steps.items, other.steps.losses)]
+    run.steps.items,run.steps.losses = [n+m for n,_,m,_ in pairs],[(n*a+m*b)/(n+m) for n,a,m,b in pairs]
+    return run
+
+def _train_rank(epochs):
+    with redirect_stdout(StringIO()): return train(256, [exactly(32), DataParallel()], epochs)
+
 # %% ../nbs/api/90_demo.ipynb #dd8bf8e3
 # The largest difference between the final weights of two runs
 def difference(run, whole) -> float: return (run.steps.weights[-1] - whole.steps.weights[-1]).abs().max().item()
 
-_line = '{:<34} {:>8}  {:>5}  {:>14}  {:>15}  {:>11}  {:>7}'.format
+_line = '{:<38} {:>8}  {:>5}  {:>14}  {:>15}  {:>11}  {:>7}'.format
 header = _line('', 'accuracy', 'steps', 'items per step', 'weights off by', 'peak memory', 'seconds')
 
 # A line of the table; whole: the run with large batches
@@ -97,39 +112,45 @@ def row(name, run, whole) -> str:
     return _line(name, f'{run.accuracy:.1%}', len(items), f'{min(items)} to {max(items)}', off, str(run.peak), f'{run.seconds:.1f}')
 
 # %% ../nbs/api/90_demo.ipynb #637180d8
-# The four runs, in a table. log: context manager that yields callbacks to log the last run; show: called with each
-# line, as soon as it is known. Returns what `train` returned for (a), (b), (c) and (d)
-def run_all(epochs=15, log=nullcontext(()), show=print) -> list:
+# The six runs, in a table. log: context manager that yields callbacks to log the last run; show: called with each
+# line, as soon as it is known. Returns what `train` returned, by their letters
+def run_all(epochs=15, log=nullcontext(()), show=print) -> dict:
     show(header)
-    runs = []
-    def add(name, *args):
-        runs.append(train(*args))
-        show(row(name, runs[-1], runs[0]))
-    add('(a) batches of 256',               256, None, epochs)
-    add('(b) 8 x 32, GradientAccumulation', 32, GradientAccumulation(256), epochs)
-    add("(c) 8 x 32, fastai's callback",    32, FastaiAccumulation(256), epochs)
+    runs = {}
+    def add(name, run):
+        runs[name[1]] = run
+        show(row(name, run, runs['a']))
+    add('(a) batches of 256',               train(256, None, epochs))
+    with redirect_stdout(StringIO()): b,c = [train(256, exactly(k), epochs) for k in (32, 7)]     # what exact=True says
+    add('(b) 32 of 256 at a time, exact=True', b)
+    add('(c) 7 of 256 at a time, exact=True', c)
+    add('(d) 32 each in 2 processes, exact=True', train_two(epochs))
+    add("(e) 8 x 32, fastai's callback",    train(32, FastaiAccumulation(256), epochs))
     with log as cbs:
-        add('(d) 32, schedule from 64 to 512', 32, GradientAccumulationSchedule(64, 512, finish=.6), epochs, cbs)
+        add('(f) 32, schedule from 64 to 512', train(32, GradientAccumulationSchedule(64, 512, finish=.6), epochs, cbs))
     return runs
 
 # %% ../nbs/api/90_demo.ipynb #cdf1d22a
 # What the table says. runs: from `run_all`
 def verdict(runs) -> str:
-    a,b,c,_ = runs
-    return (f'(b) is (a): the same {len(b.steps.items)} steps, weights equal to within {difference(b, a):.0e}, '
-            f'{a.peak.peak/b.peak.peak:.1f} times less memory.\n'
-            f'(c) is not: {len(c.steps.items)} steps, because the items left at the end of an epoch wait for the next epoch; '
-            f'weights off by {difference(c, a):.0e}.')
+    a,b,c,d,e = [runs[k] for k in 'abcde']
+    off = max(difference(o, a) for o in (b, c, d))
+    return (f'(b), (c) and (d) are (a): the same {len(b.steps.items)} steps, dropout included, weights equal to within {off:.0e}, '
+            f'and (b) takes {a.peak.peak/b.peak.peak:.1f} times less memory.\n'
+            f'(e) is not: {len(e.steps.items)} steps, because the items left at the end of an epoch wait for the next epoch, and other '
+            f'dropout masks; weights off by {difference(e, a):.0e}.')
 
 # %% ../nbs/api/90_demo.ipynb #bc82d25e
-# A figure of (a), (b) and (c), to be read at a width of 600 pixels, or 350 with its panels below each other: losses and
+# A figure of (a) to (e), to be read at a width of 600 pixels, or 350 with its panels below each other: losses and
 # distance to (a) over the steps, and the items of each step of the first epochs. runs: from `run_all`
 def figure(runs, below=False):
-    a,b,c = (r.steps for r in runs[:3])
-    fig,(loss,off,size) = plt.subplots(*((3, 1) if below else (1, 3)), figsize=(4.4, 6) if below else (8, 2.9), layout='constrained')
-    styles = [dict(c='C0', lw=5, alpha=.35, label='(a) batches of 256'), dict(c='C0', lw=1.4, ls='--', label='(b) 8 x 32, fastaccum'),
-              dict(c='C3', lw=1.4, label='(c) 8 x 32, fastai')]
-    for s,style in zip((a, b, c), styles):
+    steps = [runs[k].steps for k in 'abcde']
+    a = steps[0]
+    fig,(loss,off,size) = plt.subplots(*((3, 1) if below else (1, 3)), figsize=(4.4, 6.6) if below else (8, 3.1), layout='constrained')
+    styles = [dict(c='C0', lw=6, alpha=.3, label='(a) batches of 256'), dict(c='C0', lw=3, alpha=.5, label='(b) 32 at a time, fastaccum'),
+              dict(c='k', lw=1.2, ls='--', label='(c) 7 at a time, fastaccum'), dict(c='C1', lw=1.2, ls=':', label='(d) 2 processes, fastaccum'),
+              dict(c='C3', lw=1.4, label='(e) 8 x 32, fastai')]
+    for s,style in zip(steps, styles):
         loss.semilogy(s.losses, **style)
         size.step(np.cumsum([0]+s.items)/digits_dls(32).train.n, s.items[:1]+s.items, **style)
         if s is not a: off.semilogy([(w-v).abs().max() for w,v in zip(s.weights, a.weights)], **style)
@@ -160,7 +181,7 @@ def main(
     epochs:int=15,  # Epochs of each run
     out:str='demo'  # Folder for the figure and the Weights & Biases run
 ):
-    "Train on handwritten digits: in large batches, in batches accumulated by fastaccum and by fastai, and in growing batches"
+    "Train on handwritten digits: in large batches, in parts of them by fastaccum and by fastai, and in growing batches"
     torch.set_num_threads(1)  # fastest for a net this small
     start,folder = time.perf_counter(),Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,5 +190,5 @@ def main(
     figure(runs).savefig(folder/'demo.png', dpi=150)
     print(f'The picture: {folder/"demo.png"}')
     for o in sorted(folder.glob('wandb/offline-run-*'))[-1:]:
-        print(f'Run (d) for Weights & Biases (upload it with `wandb sync`): {o}')
+        print(f'Run (f) for Weights & Biases (upload it with `wandb sync`): {o}')
     print(f'{time.perf_counter()-start:.0f} seconds')
