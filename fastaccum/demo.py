@@ -148,7 +148,8 @@ def figure(runs, below=False):
     a = steps[0]
     fig,(loss,off,size) = plt.subplots(*((3, 1) if below else (1, 3)), figsize=(4.4, 6.6) if below else (8, 3.1), layout='constrained')
     styles = [dict(c='C0', lw=6, alpha=.3, label='(a) batches of 256'), dict(c='C0', lw=3, alpha=.5, label='(b) 32 at a time, fastaccum'),
-              dict(c='k', lw=1.2, ls='--', label='(c) 7 at a time, fastaccum'), dict(c='C1', lw=1.2, ls=':', label='(d) 2 processes, fastaccum'),
+              dict(c='k', lw=1.2, ls='--', label='(c) 7 at a time, fastaccum'),
+              dict(c='C1', lw=1.2, ls=':', label='(d) 2 processes, fastaccum'),
               dict(c='C3', lw=1.4, label='(e) 8 x 32, fastai')]
     for s,style in zip(steps, styles):
         loss.semilogy(s.losses, **style)

@@ -73,13 +73,6 @@ class Ranks(OneRank):
         self.buffers_differ = True                 # each rank's BatchNorm sees its own items
         if self.buckets is None: self.begin_steps()
 
-    # With `set_seed`, all ranks would draw the same dropout and augmentation. Rank 0 goes on as one process would, and with exact=True all
-    def begin_random_numbers(self):
-        if self.is_exact: self.same_random_numbers()
-        if self.is_exact or not self.rank: return
-        seed = (int(torch.empty((), dtype=torch.int64).random_()) + self.rank)%2**32
-        random.seed(seed); np.random.seed(seed); torch.manual_seed(seed)
-
     # Once in a fit, when all callbacks are ready
     def begin_steps(self):
         self.shares.check_same(self.rank)
@@ -511,6 +504,15 @@ def _check_weights(self:Ranks, head):
 # Does the run draw what one process draws?
 @patch(as_prop=True)
 def is_exact(self:Ranks): return self.accumulation is not None and self.accumulation.exact
+
+# With `set_seed`, all ranks would draw the same dropout and augmentation. Rank 0 goes on as one process would, and with
+# exact=True all
+@patch
+def begin_random_numbers(self:Ranks):
+    if self.is_exact: self.same_random_numbers()
+    if self.is_exact or not self.rank: return
+    seed = (int(torch.empty((), dtype=torch.int64).random_()) + self.rank)%2**32
+    random.seed(seed); np.random.seed(seed); torch.manual_seed(seed)
 
 # All go on with the random numbers of the first rank that `has` them
 @patch

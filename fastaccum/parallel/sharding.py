@@ -101,23 +101,25 @@ class ShardedDL(TfmdDL):
         left = self.order[(len(self.rows)-self.done)*dl.bs:] if self.whole and getattr(dl, 'loads_dropped', True) else []
         for _ in map(dl.do_item, left): pass
 
-    # This rank's items of the whole batch `b`, without the memory of the others. With `ghosts` nobody is without. In a
-    # validation nothing may be drawn for them alone
-    def _own(self, b, row):
-        if not row[self.rank] and not self.ghosts: return
-        n,a = sum(row),sum(row[:self.rank]) if row[self.rank] else 0
-        size = row[self.rank] or min(2, n)
-        def own(o): return map_tensors(Tensor.clone, split_items(o, [a, size, n-a-size], n)[1])
-        before = None if self.ghosts else RandomState(self.device or 'cpu')
-        yield tuple(map(own, b)) if isinstance(b, (tuple,list)) else own(b)
-        if before is not None and before != RandomState(before.device): raise RuntimeError(_drawn_in_validation)
-
     def before_iter(self): self.dl.before_iter()
     def after_iter(self): self.dl.after_iter()
     def randomize(self): self.dl.randomize()
     def new(self, *args, **kwargs): return self.dl.new(*args, **kwargs)
     # all is gathered once, at the end
     def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
+
+# %% ../../nbs/api/parallel/05_sharding.ipynb #3ce32621
+# This rank's items of the whole batch `b`, without the memory of the others. With `ghosts` nobody is without. In a
+# validation nothing may be drawn for them alone
+@patch
+def _own(self:ShardedDL, b, row):
+    if not row[self.rank] and not self.ghosts: return
+    n,a = sum(row),sum(row[:self.rank]) if row[self.rank] else 0
+    size = row[self.rank] or min(2, n)
+    def own(o): return map_tensors(Tensor.clone, split_items(o, [a, size, n-a-size], n)[1])
+    before = None if self.ghosts else RandomState(self.device or 'cpu')
+    yield tuple(map(own, b)) if isinstance(b, (tuple,list)) else own(b)
+    if before is not None and before != RandomState(before.device): raise RuntimeError(_drawn_in_validation)
 
 _drawn_in_validation = ("exact=True over several ranks: in a validation, the model, a metric or a callback draws random numbers for a "
                         "rank's own items, which is not what it draws for all. Let it draw nothing in evaluation mode, or validate in one "
