@@ -33,6 +33,7 @@ __all__ = []
 class Ranks(OneRank):
     joint_gradients = True                         # do they add up their gradients at each step?
     one_model = True                               # has each of them all weights?
+    accumulation = None                            # the callback of the Learner, which may have none to validate
     since = 0                                      # steps of this rank's own since all had the same weights
     has_reference = False                          # is there one beside which all measure what a loss divides by?
     def __init__(self, timeout=600, bucket_mb=25, overlap=False, shares=None):

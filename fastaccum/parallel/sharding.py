@@ -97,9 +97,9 @@ class ShardedDL(TfmdDL):
             items = [o for o in map(dl.do_item, part) if o is not None]             # None: the item was skipped
             if self.whole and len(items) < len(part): raise ValueError(_skips)
             yield dl.do_batch(items)
-        # fastai loads those that it drops, too
-        left = self.order[(len(self.rows)-self.done)*dl.bs:] if self.whole and getattr(dl, 'loads_dropped', True) else []
-        for _ in map(dl.do_item, left): pass
+        # fastai loads what it drops, too
+        drops = self.whole and not self.fake_l.num_workers and getattr(dl, 'loads_dropped', True)
+        for i in self.order[(len(self.rows)-self.done)*dl.bs:] if drops else (): dl.do_item(i)
 
     def before_iter(self): self.dl.before_iter()
     def after_iter(self): self.dl.after_iter()
