@@ -71,7 +71,7 @@ def test_killed(server, alone, tmp_path, n_kills):
             for f in 'result.pt','rows': (tmp_path/f).unlink()        # the next run starts anew
     print(f'{n} kills in {n_runs} runs, {in_write} of them while a checkpoint was being written')
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fresh_processes(alone, tmp_path):
     "Two processes from scratch; the first is told to stop"
     rows = tmp_path/'rows'

@@ -367,11 +367,13 @@ def test_outputs_that_cannot_be_joined_are_an_error_on_all_ranks(results):
 @pytest.fixture(scope='module')
 def ended_early(tmp_path_factory): return started(cancelled, 2, tmp_path_factory.mktemp('cancelled'))()
 
+@pytest.mark.long
 @pytest.mark.parametrize('dp', ['FullyShard', 'DataParallel'])
 def test_lr_find_ends(ended_early, dp):
     a,b = [r[dp,'lr_find'] for r in ended_early]
     assert a == b and len(a) == 2
 
+@pytest.mark.long
 @pytest.mark.parametrize('dp', ['FullyShard', 'DataParallel'])
 @pytest.mark.parametrize('place', places, ids=str)
 def test_a_validation_that_is_ended_early_leaves_no_message_behind(ended_early, dp, place):

@@ -11,7 +11,7 @@ from fastai.vision.data import ImageBlock
 from fastaccum.all import FullyShard, GradientAccumulation, launch
 from test_joint_validation import quiet, started
 
-pytestmark = pytest.mark.slow       # all start processes of two ranks
+pytestmark = pytest.mark.long       # all start processes of two ranks
 
 # 17 items in loader batches of 8: the last one has a single item
 n_train,n_valid,bs = 33,17,8
