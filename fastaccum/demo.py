@@ -56,15 +56,15 @@ class Steps(Callback):
         self.items = []
         self.losses = []
         self.weights = []
-    def before_fit(self): self.n,self.total,self.stepped = 0,0.,False
-    def after_step(self): self.stepped = True
+    def before_fit(self): self.n,self.total,self.ends = 0,0.,False
+    def after_step(self): self.ends = True
 
     def after_batch(self):
         self.n += len(self.y)
         self.total += len(self.y)*self.learn.loss.item()
-        if not self.stepped: return
+        if not self.ends: return
         self.items.append(self.n); self.losses.append(self.total/self.n); self.weights.append(flat_weights(self.learn.model))
-        self.n,self.total,self.stepped = 0,0.,False
+        self.n,self.total,self.ends = 0,0.,False
 
 # %% ../nbs/api/90_demo.ipynb #bba05a44
 # What `train` gives back
