@@ -51,6 +51,9 @@ class OneRank:
     # Has the script ended well on all ranks?
     def all_ended(self): return True
 
+# The callback that accumulates, or None
+def accumulation_of(cbs): return next((cb for cb in cbs if getattr(type(cb), 'slot', None) == 'accumulation'), None)
+
 # The object that acts for all processes: that of the callback which brings one, as `DataParallel` does if there are
 # several processes
 def ranks_of(cbs): return next((r for cb in cbs if (r := vars(cb).get('brings_ranks')) is not None), None) or OneRank()

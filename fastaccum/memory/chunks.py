@@ -17,7 +17,7 @@ from ..core.chunks import ChunkedLoss, HeadInput
 from ..core.warnings import warn
 from ..loop.batch_loop import LoopCallback, check_single
 from ..loop.events import _may_read_pred, hears
-from ..loop.ranks import ranks_of
+from ..loop.ranks import accumulation_of, ranks_of
 from .activations import OtherForward
 from ..precision.callback import MixedPrecision
 
@@ -184,7 +184,7 @@ def name_of_head(model, head):
 
 def check_learner(learn):
     check_single([cb for cb in learn.cbs if isinstance(cb, ChunkedHead)], 'ChunkedHead')
-    acc = first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
+    acc = accumulation_of(learn.cbs)
     if acc is not None and way_of(acc).is_coupled:
         raise ValueError("ChunkedHead computes the loss in chunks, but with coupled the loss compares items and needs all outputs: leave "
                          "out one of the two.")

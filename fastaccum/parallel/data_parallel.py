@@ -14,6 +14,7 @@ from ..core.checks import is_positive
 from ..loop.batch_loop import LoopCallback, check_single
 from ..loop.events import declares, is_a, mixes
 from ..loop.learner import methods_of
+from ..loop.ranks import accumulation_of
 from .processes import has_left, in_group, start_group, tell_and_leave
 from .ranks import Ranks
 from .sharding import LocalDL, ShardedDL, check_metrics, joined_predictions, reduce_metrics
@@ -135,7 +136,7 @@ def to_distributed(learn, sync_bn=True, **kwargs):
 def check_settings(cb):
     learn,ranks,name = cb.learn,cb.brings_ranks,type(cb).__name__
     check_single([o for o in learn.cbs if o.name == cb.name], 'parallel')
-    acc = first(o for o in learn.cbs if getattr(type(o), 'slot', None) == 'accumulation')
+    acc = accumulation_of(learn.cbs)
     if acc is None:
         raise ValueError(f"{name} needs an accumulation callback, and there is none: add "
                          "`GradientAccumulation(accum_bs=...)`, even if every loader batch is a step.")

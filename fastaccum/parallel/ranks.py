@@ -18,7 +18,7 @@ from ..core.microbatch import split_items as parts_of
 from ..core.random import RandomState
 from ..core.watch import Calls
 from ..loop.optimizers import is_trained, rates_of
-from ..loop.ranks import OneRank
+from ..loop.ranks import OneRank, accumulation_of
 from .norms import JointNorms
 from .processes import all_ended, from_all, same_on_all, together
 from .saving import joined, load_together
@@ -63,7 +63,8 @@ class Ranks(OneRank):
         self.turn = 0
         self.n_cancelled = 0
         self.has_reference = False
-        self.accumulation = accumulation_of(learn)
+        self.accumulation = accumulation_of(learn.cbs)
+        self.none_has_drawn = False
 
     # `dl`: the `ShardedDL` of the epoch
     def begin_epoch(self, dl):
@@ -138,8 +139,9 @@ def of_all_ranks(self:Ranks, value):
 def begin(self:Ranks, batch):
     if self.overlap: self._expect(batch)
     if self.shares.measures: self.shares.batch_begins(self.n_own, self.device)
-    self.has_drawn = self.n_own > 0
-    if self.has_drawn: return True
+    if self.n_own:
+        self.has_drawn = True
+        return True
     self.no_items()
     self.measure_with_others(batch)
     batch.way.take_part(self.learn)
@@ -337,7 +339,7 @@ def ask(self:Ranks, what): self.asked.add(what)      # all ranks know it after t
 
 @patch
 def load(self:Ranks, folder, fit, device, learn):
-    acc = accumulation_of(learn)
+    acc = accumulation_of(learn.cbs)
     return load_together(folder, fit, device, acc is not None and acc.exact)
 
 @patch
@@ -539,9 +541,6 @@ _own_draws = ("exact=True: the ranks have drawn different random numbers by {}. 
               "items, such as a callback: let it draw the same on all ranks, or leave out exact.")
 
 # %% ../../nbs/api/parallel/07_ranks.ipynb #dd7064a5
-# The callback that accumulates, or None
-def accumulation_of(learn): return first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
-
 def save_for_lr_find(learn):
     file = join_path_file(f'{learn.lr_finder.tmp_p}/_tmp', learn.path/learn.model_dir, ext='.pth')
     torch.save(dict(model=get_model(learn.model).state_dict(), opt=learn.opt.state_dict()), file)

@@ -19,6 +19,7 @@ from ..core.memory import is_out_of_memory
 from ..core.microbatch import map_tensors, others_in, tensors_in
 from ..core.watch import Calls, OutputViews
 from ..loop.events import cancels
+from ..loop.ranks import accumulation_of
 from .processes import from_all, together
 from .tensors import in_views, items_of_all, views_of_targets
 
@@ -40,7 +41,7 @@ class JointValidation:
         rec = getattr(learn, 'recorder', None)
         unused = rec is None or hasattr(learn, 'gather_preds')          # whose losses fastai does not average
         self.losses = [] if unused else [m for m in rec._valid_mets if type(m).accumulate is AvgLoss.accumulate]
-        self.accumulation = first(cb for cb in learn.cbs if getattr(type(cb), 'slot', None) == 'accumulation')
+        self.accumulation = accumulation_of(learn.cbs)
         self.weight = self.accumulation and self.accumulation.weight
         # in evaluation mode a model may have other outputs than in training
         is_coupled = self.accumulation is not None and way_of(self.accumulation).is_coupled

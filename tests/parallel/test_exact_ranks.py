@@ -133,7 +133,7 @@ class Stop(Callback):
         if self.learn.training and self.learn.train_iter == self.at: raise OSError('the power is out')
 
 def saved(fname, *cbs):
-    "Of one epoch of 3 loader batches and another, the power is out after 4"
+    "A run of two epochs of 3 loader batches, or what is left of it. With `Stop(4)` it ends after 4 of them"
     CheckpointFolder.in_use.clear()
     cbs = [TrainingCheckpoint(fname, 1), *cbs]
     try: return run(conv, kind='images', after_batch=[Jitter()], after_item=[Jitter()], plain=False, cbs=cbs)
