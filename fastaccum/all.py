@@ -10,7 +10,7 @@ __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemor
            'StepLogger', 'GradientNoiseScale', 'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp',
            'critical_batch', 'HowExact', 'how_exact', 'TrainingCheckpoint', 'ActivationCheckpointing',
            'ActivationOffload', 'ChunkedHead', 'ChunkedLoss', 'Compile', 'LargestFirst', 'MemoryAdvice', 'launch',
-           'DataParallel', 'LocalSGD', 'FullyShard', 'FastaccumWarning']
+           'DataParallel', 'LocalSGD', 'FullyShard', 'hf_learner', 'FastaccumWarning']
 
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .core import ChunkedLoss, CoupledBatch, DynamicLossScaler, FastaccumWarning, GradientAccumulator, PeakMemory, loss_weight
@@ -21,9 +21,10 @@ from .batch_size import AdaptiveGradientAccumulation, GradientNoiseScale, HowExa
 from .checkpoint import TrainingCheckpoint
 from .memory import ActivationCheckpointing, ActivationOffload, ChunkedHead, Compile, LargestFirst, MemoryAdvice
 from .parallel import DataParallel, FullyShard, LocalSGD, launch
+from .hugging_face import hf_learner
 
 _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
          'exact_sentence_encoder', 'CoupledBatch', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
          'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'HowExact', 'how_exact', 'TrainingCheckpoint',
          'ActivationCheckpointing', 'ActivationOffload', 'ChunkedHead', 'ChunkedLoss', 'Compile', 'LargestFirst',
-         'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD', 'FullyShard', 'FastaccumWarning']
+         'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD', 'FullyShard', 'hf_learner', 'FastaccumWarning']

@@ -17,7 +17,7 @@ from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, 
                            GradientNoiseScale,
                            ScaleLR,
                            batch_ramp,
-                           critical_batch, how_exact, HowExact, exact_sentence_encoder, FastaccumWarning)
+                           critical_batch, how_exact, HowExact, exact_sentence_encoder, hf_learner, FastaccumWarning)
 from fastaccum.wandb import WandbCallback
 
 silenced:type[UserWarning] = FastaccumWarning
@@ -110,6 +110,7 @@ def batch_size(learn:Learner) -> None:
     compared:HowExact = how_exact(learn, learn)
     print(compared.table, compared.is_exact)
     exact_sentence_encoder(learn).fit(1)
+    hf_learner(learn.dls, nn.Linear(1, 1), loss_func=None).fit(1)
 
 def chunked_loop(body:nn.Module, head:nn.Linear, xb:Tensor, yb:Tensor) -> None:
     loss = ChunkedLoss(nn.CrossEntropyLoss(), head, n_chunks=8)(body(xb), yb)
