@@ -7,7 +7,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/all.html.md"""
 # %% auto #0
 __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation',
            'GradientAccumulationSchedule', 'exact_sentence_encoder', 'CoupledBatch', 'AMPMode', 'MixedPrecision',
-           'StepLogger', 'GradientNoiseScale', 'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp',
+           'SkipSpikes', 'StepLogger', 'GradientNoiseScale', 'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp',
            'critical_batch', 'HowExact', 'how_exact', 'TrainingCheckpoint', 'ActivationCheckpointing',
            'ActivationOffload', 'ChunkedHead', 'ChunkedLoss', 'Compile', 'LargestFirst', 'MemoryAdvice', 'launch',
            'DataParallel', 'LocalSGD', 'FullyShard', 'hf_learner', 'FastaccumWarning']
@@ -15,7 +15,7 @@ __all__ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemor
 # %% ../nbs/api/99_all.ipynb #7b18ed82
 from .core import ChunkedLoss, CoupledBatch, DynamicLossScaler, FastaccumWarning, GradientAccumulator, PeakMemory, loss_weight
 from .accumulation import GradientAccumulation, GradientAccumulationSchedule, exact_sentence_encoder
-from .precision import AMPMode, MixedPrecision
+from .precision import AMPMode, MixedPrecision, SkipSpikes
 from .logs import StepLogger
 from .batch_size import AdaptiveGradientAccumulation, GradientNoiseScale, HowExact, ScaleLR, batch_ramp, critical_batch, how_exact
 from .checkpoint import TrainingCheckpoint
@@ -24,7 +24,7 @@ from .parallel import DataParallel, FullyShard, LocalSGD, launch
 from .hugging_face import hf_learner
 
 _all_ = ['GradientAccumulator', 'loss_weight', 'DynamicLossScaler', 'PeakMemory', 'GradientAccumulation', 'GradientAccumulationSchedule',
-         'exact_sentence_encoder', 'CoupledBatch', 'AMPMode', 'MixedPrecision', 'StepLogger', 'GradientNoiseScale',
+         'exact_sentence_encoder', 'CoupledBatch', 'AMPMode', 'MixedPrecision', 'SkipSpikes', 'StepLogger', 'GradientNoiseScale',
          'AdaptiveGradientAccumulation', 'ScaleLR', 'batch_ramp', 'critical_batch', 'HowExact', 'how_exact', 'TrainingCheckpoint',
          'ActivationCheckpointing', 'ActivationOffload', 'ChunkedHead', 'ChunkedLoss', 'Compile', 'LargestFirst',
          'MemoryAdvice', 'launch', 'DataParallel', 'LocalSGD', 'FullyShard', 'hf_learner', 'FastaccumWarning']

@@ -6,12 +6,13 @@ Docs: https://fastaccum.github.io/fastaccum/api/hugging_face.html.md"""
 
 # %% ../nbs/api/92_hugging_face.ipynb #3bba1413
 from __future__ import annotations
-import inspect
-from copy import copy
+import inspect, math, warnings
+from contextlib import contextmanager, suppress
+from copy import copy, deepcopy
 from fastai.basics import *
 from torch.utils.data import IterableDataset
 from .core.memory import device_of
-from .core.random import RandomState
+from .core.random import Snapshot
 
 # %% auto #0
 __all__ = ['hf_learner']
@@ -20,50 +21,58 @@ __all__ = ['hf_learner']
 def hf_learner(
     dls,            # `DataLoaders` of PyTorch's `DataLoader`s, whose batches are dicts with `labels`
     model,          # A model that returns `.logits`, and with `labels` a `.loss`
-    loss_func=None, # Of logits and labels, as they are in the batch; default: the one of fastai that is the model's own
+    loss_func=None, # Of logits and labels; default: the one of fastai that is the model's own, with labels shifted as it shifts them
+    shift_labels:bool=False,# With `loss_func`: is each label to be that of the next place, as a causal model has it?
     **kwargs        # Of `Learner`
 ) -> Learner: # Its loaders are copies, and its `model` calls yours, which is `learn.model.model`
     "A `Learner` for a Hugging Face model. Batches become tuples; the model gets its inputs by name, and its loss is computed outside of it"
-    batch = first_batch(dls.train, device_of(model))
-    names = [k for k in arguments(model) if k in batch and k != 'labels']
-    shifts = False
-    if loss_func is None: loss_func,shifts = loss_of(model, {k: batch[k] for k in names}, batch['labels'])
+    with unchanged(model):
+        batch,takes = first_batch(dls.train, device_of(model)),arguments(model)
+        names = [k for k in takes if k in batch and k not in ('labels','use_cache')]
+        if not names: raise TypeError(no_names.format(type(model).__name__, [*batch]))
+        inputs = {k: batch[k] for k in names}
+        check_logits(model, inputs, batch['labels'])
+        if loss_func is None: loss_func,shift_labels = loss_of(model, inputs, batch['labels'])
     mine = copy(dls)
-    mine.loaders = [of_tuples(dl, names, shifts) for dl in dls.loaders]
+    mine.loaders = [of_tuples(dl, names, takes, shift_labels) for dl in dls.loaders]
     return Learner(mine, ByName(model, names), loss_func=loss_func, **kwargs)
 
 # %% ../nbs/api/92_hugging_face.ipynb #c0da8e3d
 class Tuples:
-    def __init__(self, collate, names, shifts):
+    # takes: all that the model takes by name
+    def __init__(self, collate, names, takes, shifts):
         self.collate,self.names,self.shifts = collate,names,shifts
+        self.others = {*takes} - {*names, 'labels', 'use_cache'}
 
     def __call__(self, items):
         batch = self.collate(items)
         lacking = [k for k in (*self.names, 'labels') if k not in batch]
-        if lacking: raise ValueError(not_all.format(lacking[0], [*batch]))
+        more = [k for k in batch if k in self.others]
+        if lacking or more: raise ValueError(not_alike.format([*self.names, 'labels'], [*batch]))
         y = batch['labels']
         return (*[batch[k] for k in self.names], shifted(y) if self.shifts else y)
 
-not_all = "hf_learner: the first batch of the training loader had {!r}, and this batch has only {}. Let all batches have the same inputs."
+not_alike = "hf_learner: the first batch of the training loader had {}, and this batch has {}. Let all batches have the same inputs."
 
-def of_tuples(dl, names, shifts):
+def of_tuples(dl, names, takes, shifts):
     res = copy(dl)
-    res.collate_fn,res._iterator = Tuples(dl.collate_fn, names, shifts),None
+    res.collate_fn,res._iterator = Tuples(dl.collate_fn, names, takes, shifts),None
     return res
 
 # What each place is to predict, as models shift their labels by themselves: the next token, and at the end nothing
 def shifted(y): return F.pad(y[:,1:], (0, 1), value=-100)
 
 # %% ../nbs/api/92_hugging_face.ipynb #8ff2a4ee
-# The first items of a loader as a batch on `device`, without disturbing its order or random numbers
+# The first items of a loader as a batch on `device`. Two at least, as a loss may weigh one beside another
 def first_batch(dl, device):
     collate,ds = getattr(dl, 'collate_fn', None),getattr(dl, 'dataset', None)
     if collate is None or ds is None or hasattr(dl, 'create_batch'): raise TypeError(no_loader.format(type(dl).__name__))
-    if hasattr(ds, '__next__'): raise TypeError(no_again.format(type(ds).__name__))
-    before,n = RandomState(device),16 if dl.batch_size is None else min(16, dl.batch_size)
+    if isinstance(ds, IterableDataset) and iter(ds) is iter(ds): raise TypeError(no_again.format(type(ds).__name__))
+    n = 16 if dl.batch_size is None else max(2, min(16, dl.batch_size))
     some = [*itertools.islice(ds, n)] if isinstance(ds, IterableDataset) else [ds[i] for i in range(min(n, len(ds)))]
+    if not some: raise ValueError("hf_learner: the training loader's data set is empty.")
+    with suppress(Exception): collate = deepcopy(collate)      # it may draw from a generator of its own
     batch = collate(some[0] if dl.batch_size is None and dl.batch_sampler is None else some)
-    before.restore()
     if not hasattr(batch, 'keys'): raise TypeError(no_dict.format(type(batch).__name__))
     if 'labels' not in batch: raise ValueError(no_labels.format([*batch]))
     return {k: to_device(v, device) for k,v in batch.items()}
@@ -75,47 +84,83 @@ no_again = ("hf_learner: the training loader reads a {}, which gives each item o
 no_dict = "hf_learner: a batch is a {}, not a dict. Learner(dls, model, ...) takes batches that are tuples as they are."
 no_labels = "hf_learner: a batch has {}, but no 'labels': let the collate_fn or the data set name the targets so."
 
-# Parameters of the model's `forward`, by name. peft's general class passes all of them on
+# What the model's `forward` takes by name, and what it passes on: to the class above, or to the model that peft has adapted
 def arguments(model):
-    own = inspect.signature(model.forward).parameters
-    return own if 'labels' in own or not hasattr(model, 'get_base_model') else inspect.signature(model.get_base_model().forward).parameters
+    names,passes_on = {},True
+    for f in (model.forward, *(vars(c)['forward'] for c in type(model).__mro__ if 'forward' in vars(c) and c is not nn.Module)):
+        if not passes_on: break
+        found = inspect.signature(f).parameters.values()
+        passes_on = any(p.kind is p.VAR_KEYWORD for p in found)
+        names.update({p.name: True for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != 'self'})
+    if passes_on and hasattr(model, 'get_base_model'): names.update(dict.fromkeys(arguments(model.get_base_model()), True))
+    return [*names]
+
+no_names = ("hf_learner: {} takes none of {} by name. Pass the model itself: for torch.compile there is the callback Compile, for several "
+            "devices DataParallel.")
 
 # %% ../nbs/api/92_hugging_face.ipynb #35e5453f
-# The loss of fastai whose value is the model's own, and are labels shifted for it?
+# The loss of fastai that is always the model's own, and are labels shifted for it?
 def loss_of(model, inputs, y):
-    with evaluating(model), torch.no_grad():
-        out = model(**inputs, labels=y)
-    if hasattr(model, 'prepare_decoder_input_ids_from_labels') and 'decoder_input_ids' not in inputs:
-        raise ValueError(no_decoder.format(type(model).__name__))
+    asked = [answer(model, inputs, labels, training) for labels in labels_like(y, model, inputs) for training in (True, False)]
+    found = [(f(), shifts) for f in (CrossEntropyLossFlat, BCEWithLogitsLossFlat, MSELossFlat) for shifts in (False, True)
+             if all(says(f(), shifts, *o) for o in asked)]
+    if len(found) == 1: return found[0]
+    logits,y,own = asked[0]
+    raise ValueError(no_loss.format(type(model).__name__, float(own), tuple(logits.shape), tuple(y.shape)))
+
+# Logits, labels, and the model's own loss
+def answer(model, inputs, y, training):
+    model.train(training)
+    out = model(**inputs, labels=y)
     own,logits = getattr(out, 'loss', None),getattr(out, 'logits', None)
-    if own is None or logits is None: raise TypeError(no_output.format(type(model).__name__))
-    tol = 1e-5 if logits.dtype.itemsize > 2 else 2e-2
-    for f in (CrossEntropyLossFlat, BCEWithLogitsLossFlat, MSELossFlat):
-        for shifts in (False, True):
-            value = value_of(f(), logits, y, shifts)
-            if value is not None and abs(value-float(own)) <= tol*abs(float(own)): return f(),shifts
-    raise ValueError(no_loss.format(type(model).__name__, float(own)))
+    if own is None or not isinstance(logits, Tensor): raise TypeError(no_output.format(type(model).__name__))
+    return logits,y,own
 
-# None, if logits and labels have no shapes for it
-def value_of(loss_func, logits, y, shifts):
-    if shifts and y.dim() != 2: return None
-    try: return float(loss_func(logits, shifted(y) if shifts else y))
-    except (RuntimeError, ValueError, IndexError): return None
+# Does this loss say what the model says? Half precision is rounded in the loss, too, unless that is in fp32
+def says(loss_func, shifts, logits, y, own):
+    if shifts and y.dim() != 2: return False
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')                 # of shapes that do not fit
+        try: value = float(loss_func(logits.float(), shifted(y) if shifts else y))
+        except (RuntimeError, ValueError, IndexError): return False
+    own,tol = float(own),1e-6 if own.dtype.itemsize > 2 else 2e-2
+    return math.isnan(value) and math.isnan(own) or abs(value-own) <= tol*abs(own)
 
+# The labels, others that are drawn, and, if they are classes, the first one of each row alone, and about half of them
+def labels_like(y, model, inputs):
+    logits,_,_ = answer(model, inputs, y, False)
+    g = torch.Generator().manual_seed(0)
+    if y.is_floating_point(): return y,torch.rand(y.shape, generator=g).to(y)
+    drawn = torch.randint(logits.shape[-1], y.shape, generator=g).to(y)
+    half = drawn.where((torch.rand(y.shape, generator=g) < .5).to(y.device), drawn.new_tensor(-100))
+    if y.dim() < 2: return y,drawn
+    alone = drawn.where(torch.arange(y.shape[1], device=y.device) == 0, drawn.new_tensor(-100))
+    return y,drawn,half,alone
+
+# Afterwards the model's buffers and modes, and all random generators, are as before
 @contextmanager
-def evaluating(model):
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try: yield
+def unchanged(model):
+    before,modes = Snapshot(model, ()),[(m, m.training) for m in model.modules()]
+    try:
+        with torch.no_grad(): yield
     finally:
+        before.restore()
         for m,training in modes: m.training = training
 
-no_decoder = ("hf_learner: {} makes its decoder_input_ids of the labels, which it does not see here. Let the batch have them: "
-              "DataCollatorForSeq2Seq(tokenizer, model=model) adds them.")
+# Are the logits the same without labels? In `fit` the model does not get them
+def check_logits(model, inputs, y):
+    with_labels,_,_ = answer(model, inputs, y, False)
+    try: alone = getattr(model(**inputs), 'logits', None)
+    except ValueError: alone = None
+    if alone is None or alone.shape != with_labels.shape or not torch.allclose(alone.float(), with_labels.float(), rtol=1e-3, atol=1e-3):
+        raise ValueError(needs_labels.format(type(model).__name__))
+
+needs_labels = ("hf_learner: without its labels {} has other logits, or none, as it makes its decoder_input_ids of them. Let the "
+                "batch have these: DataCollatorForSeq2Seq(tokenizer, model=model) adds them for most models.")
 no_output = "hf_learner: {} returns no loss and logits. Write a Learner with a loss_func for it, and batches that are tuples."
-no_loss = ("hf_learner: the loss that {} computes of the first items is {:.6g}, and neither cross entropy (of the labels, or of "
-           "the next ones) nor binary cross entropy nor the squared error of its logits is that: pass loss_func, which gets the "
-           "logits and the labels.")
+no_loss = ("hf_learner: the loss that {} computes of the first items is {:.6g}, for logits of shape {} and labels of shape {}, and neither "
+           "cross entropy (of the labels, or of the next ones) nor binary cross entropy nor the squared error always says the same: "
+           "pass loss_func, which gets the logits and the labels, and shift_labels=True if the model predicts the next token.")
 
 # %% ../nbs/api/92_hugging_face.ipynb #9a7e581e
 class ByName(nn.Module):
@@ -124,4 +169,8 @@ class ByName(nn.Module):
         self.model,self.names = model,names
         self.more = dict(use_cache=False) if 'use_cache' in arguments(model) else {}
 
-    def forward(self, *xb): return self.model(**dict(zip(self.names, xb)), **self.more).logits
+    # In fp32, as models compute their losses. (With `ChunkedHead` there are no logits yet)
+    def forward(self, *xb):
+        logits = self.model(**dict(zip(self.names, xb)), **self.more).logits
+        is_half = isinstance(logits, Tensor) and logits.dtype in (torch.float16, torch.bfloat16)
+        return logits.float() if is_half else logits

@@ -16,9 +16,9 @@ from ..accumulation.ways import way_of
 from ..core.accumulator import check_accum_bs
 from ..core.checks import is_count
 from ..core.losses import LossInfo
-from ..logs.steps import StepTable, grad_norm
+from ..logs.steps import StepTable
 from ..loop.batch_loop import LoopCallback, check_single
-from ..loop.optimizers import OptimizerParams
+from ..loop.optimizers import OptimizerParams, grad_norm
 from ..loop.sizes import loader_bs
 
 # %% auto #0

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt, pandas as pd
 from fastai.basics import *
 from ..core.memory import backend, device_of
 from ..loop.batch_loop import LoopCallback
-from ..loop.optimizers import params_of
+from ..loop.optimizers import grad_norm, params_of
 
 # %% auto #0
 __all__ = ['StepLogger']
@@ -358,15 +358,6 @@ def _event(device):
     res = torch.Event(device, enable_timing=True)
     res.record()
     return res
-
-# %% ../../nbs/api/logs/01_steps.ipynb #b58ed7ed
-# The 2-norm of the gradients of all `params` together, on the device, without a host sync. Parameters without a
-# gradient count as 0
-def grad_norm(params) -> Tensor:
-    grads = [p.grad for p in params if p.grad is not None]
-    grads = [g.coalesce().values() if g.is_sparse else g for g in grads]
-    if not grads: return torch.tensor(0.)
-    return torch.stack([n.to(grads[0].device) for n in torch._foreach_norm(grads, 2, dtype=torch.float32)]).norm()
 
 # %% ../../nbs/api/logs/01_steps.ipynb #20ed03bd
 # Give a row from `step_row` to callbacks that have a `writer` of TensorBoard, on its own axis of loader batches;

@@ -260,6 +260,9 @@ def step(self:BatchLoop,
 @patch
 def _attempt(self:BatchLoop):
     self.now.attempt()
+    if any([cb.skips() for cb in self.table['skipping'] if cb.run]):
+        self.precision.skip_step()
+        raise CancelStepException
     try: self.now.took_step(self.precision.opt_step())
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e): raise
@@ -437,12 +440,14 @@ class EveryBatch:
 
 # Without mixed precision: the model computes in the type of its weights
 class AsItIs:
+    has_scale = False
     def __init__(self, loop): self.learn = loop.learn
     def predict(self, model, *xb): return model(*xb)
     def opt_step(self):
         self.learn._step()
         return True
     def undo_step(self): pass
+    def skip_step(self): pass
 
 # %% ../../nbs/api/loop/01_batch_loop.ipynb #2c23b87d
 # How far a loader batch has come

@@ -102,6 +102,7 @@ class EventTable:
         table['mixers'] = [cb for cb in self.cbs if mixes(cb) or hears(cb, ['before_batch'])]
         table['mute_in_validation'] = [cb for cb in self.cbs if declares(cb, 'repeats_rows')]
         table['outsiders'] = [cb for cb in self.cbs if hears(cb)]
+        table['skipping'] = [cb for cb in self.cbs if getattr(type(cb), 'skips_steps', False)]     # they may leave a step out
         # they are called when all callbacks have heard of a training batch, whatever their order
         table['at_end'] = [cb for cb in self.learn.cbs.sorted('order') if 'batch_ended' in vars(cb) or hasattr(type(cb), 'batch_ended')]
         # new lists: another event may be iterating over the old one

@@ -96,3 +96,16 @@ def params_of_loss(loss_func):
             yield from (o for o in own if isinstance(o, nn.Parameter))
             todo += [o for o in own if isinstance(o, nn.Module)]
             todo += [getattr(f, k, None) for k in ('func', 'old_lf', '__self__')]
+
+# %% ../../nbs/api/loop/06_optimizers.ipynb #a46a68a4
+# The 2-norm of the gradients of all `params` together, on the device, without a host sync. Parameters without a
+# gradient count as 0
+def grad_norm(params) -> Tensor:
+    grads = [p.grad for p in params if p.grad is not None]
+    whole,parts = ([g for g in grads if hasattr(g, 'full_tensor') is is_part] for is_part in (False, True))
+    norms = [norm_of([g.coalesce().values() if g.is_sparse else g for g in whole], dtype=torch.float32)] if whole else []
+    if parts: norms.append(norm_of(parts).full_tensor().float())           # which sums over the ranks
+    return torch.stack(norms).norm() if norms else torch.tensor(0.)
+
+def norm_of(grads, **kwargs):
+    return torch.stack([n.to(grads[0].device) for n in torch._foreach_norm(grads, 2, **kwargs)]).norm()

@@ -156,6 +156,16 @@ class MixedPrecision(LoopCallback):
         if self.scaler._pending_inf() is not None: scale_grads(params_of(self.learn.opt), self.scaler.scale_now)
         self.scaler.reset_step()
 
+    @property
+    def has_scale(self) -> bool:
+        "Is there a loss scale, which skips steps whose gradients are not finite?"
+        return self.scaler.is_enabled()
+
+    def skip_step(self):
+        "Another callback skips the step, whose gradients are finite: the loss scale stays"
+        if self.scaler.scale_now is not None: self._scale = self.scaler.scale_now.clone()
+        self.scaler.reset_step()
+
     def _finite_grads(self):
         "Name of each parameter with a gradient -> whether that is finite, on its device; nothing waits for it"
         values = lambda g: g.coalesce().values() if g.is_sparse else g
@@ -171,7 +181,8 @@ class MixedPrecision(LoopCallback):
     @property
     def step_values(self):
         if not self.scaler.is_enabled() or self.scaler.found_inf is None: return {}
-        return dict(loss_scale=self._scale, skipped=self.scaler.found_inf)
+        is_left_out = self.loop.now.stepped is False          # by the loss scale or another callback; else the device may know it alone
+        return dict(loss_scale=self._scale, skipped=True if is_left_out else self.scaler.found_inf)
 
     # ---- checkpoints
     def state_dict(self) -> dict: # Plain Python numbers

@@ -47,6 +47,7 @@ calls = [
     'ActivationOffload(min_bytes=0)', 'Compile()', "Compile(mode='default', backend=measure)",
     'ChunkedHead()', "ChunkedHead(4, head='1')", 'LargestFirst()', "LargestFirst('epoch')", 'LargestFirst(batch=measure)',
     'DataParallel()', 'DataParallel(bucket_mb=2.5, overlap=True, timeout=60)', "DataParallel(shares=[3, 1])",
+    'SkipSpikes()', 'SkipSpikes(4.5, 50, beta=0.9, patience=3)',
     'LocalSGD()', 'LocalSGD(16, warmup_steps=3, outer_lr=0.7, timeout=60)',
     "FullyShard(sync='keep', units=[Linear], offload=True, timeout=60)",
     "WandbCallback()",

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastai.callback.tensorboard import TensorBoardCallback
 from reference import *
 from fastaccum.precision.callback import MixedPrecision  # after fastai's of the same names
-from fastaccum.logs.steps import StepLogger, StepTable, grad_norm, of_step, to_host
+from fastaccum.logs.steps import StepLogger, StepTable, of_step, to_host
+from fastaccum.loop.optimizers import grad_norm
 
 torch.manual_seed(0)
 data = Data(torch.randn(61, 6), torch.randn(61, 4))

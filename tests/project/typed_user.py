@@ -9,7 +9,7 @@ from fastai.learner import Learner
 from torch import Tensor, nn
 from fastai.callback.schedule import SchedCos
 from fastaccum.all import (ActivationCheckpointing, ActivationOffload, AMPMode, ChunkedHead, ChunkedLoss, Compile,
-                           CoupledBatch, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule,
+                           CoupledBatch, DynamicLossScaler, GradientAccumulation, GradientAccumulationSchedule, SkipSpikes,
                            GradientAccumulator, LargestFirst, MemoryAdvice, MixedPrecision, PeakMemory, StepLogger,
                            TrainingCheckpoint, loss_weight,
                            DataParallel, FullyShard, LocalSGD, launch,
@@ -98,6 +98,7 @@ def wrong(model:nn.Module, loss:Tensor) -> None:
     ActivationOffload('64k')                                       # type: ignore[arg-type]
     ActivationCheckpointing(selective=1)                           # type: ignore[arg-type]
     DataParallel(bucket_mb='25')                                   # type: ignore[arg-type]
+    SkipSpikes(warmup=.5)                                          # type: ignore[arg-type]
     LocalSGD(period=.5)                                            # type: ignore[arg-type]
     FullyShard(sync=True)                                          # type: ignore[arg-type]
     launch(len)                                                    # type: ignore[call-arg]
