@@ -65,7 +65,7 @@ called_by_modules = {
     'ActivationCheckpointing': 'recomputed', 'ActivationOffload': 'mover', 'Compile': 'cuda_graphs during_fit',
     'ChunkedHead': 'during_fit in_chunks scale defers only_loss after_backward',
     'HostGradients': 'follow', 'MemoryAdvice': 'cost', 'DataParallel': 'many errors_told',
-    'FullyShard': 'exporting sharding', 'MixedPrecision': 'predict opt opt_step undo_step'}
+    'FullyShard': 'exporting sharding', 'MixedPrecision': 'predict opt opt_step undo_step skip_step has_scale', 'SkipSpikes': 'skips'}
 
 def own(cls):
     "name -> method or property with a docstring that `cls` itself has, without what is private, and what only modules call"

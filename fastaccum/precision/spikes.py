@@ -41,7 +41,8 @@ class SkipSpikes(LoopCallback):
     # What each fit has anew
     def _begin(self):
         self.usual = UsualNorm(self.beta)
-        self.norm = None                # of this step's gradient; a tensor on its device, until it is read
+        self.norm = None                # of the gradient of the step that is due, a tensor on its device
+        self.items = 0                  # of the step before
         self.in_a_row = 0               # spikes
         self.norms,self.limits = [],[]  # of all steps of the fit
         self.skipped = []               # their numbers, from 1
@@ -56,41 +57,51 @@ class SkipSpikes(LoopCallback):
 
     # The loop asks, when the step is due
     def skips(self):
-        if self.loop.lr_finder: return False
-        self.norm = float(self.loop.read(self.norm))
-        limit = self.usual.limit(self.sigma) if self.usual.n >= self.warmup else math.inf
-        spikes = self._is_spike(limit)
-        self.norms.append(self.norm)
+        if self.loop.lr_finder or self.norm is None: return False
+        norm,self.norm = float(self.loop.read(self.norm)),None
+        is_rest = self._is_rest()
+        limit = math.inf if is_rest or self.usual.n < self.warmup else self.usual.limit(self.sigma)
+        spikes = self._is_spike(norm, limit, is_rest)
+        self.norms.append(norm)
         self.limits.append(limit)
         if spikes: self.skipped.append(len(self.norms))
         return spikes
 
-    def _is_spike(self, limit):
-        if not math.isfinite(self.norm): return not self.loop.precision.has_scale
-        if self.norm <= limit:
+    # Has this step less than half of the items of the one before, such as the last one of an epoch? Its norm is another
+    def _is_rest(self):
+        items = getattr(self.loop.accumulation, 'items', None) or find_bs(self.learn.yb)
+        before,self.items = self.items,items
+        return 2*items < before
+
+    def _is_spike(self, norm, limit, is_rest):
+        if not math.isfinite(norm): return not self.loop.precision.has_scale
+        if norm <= limit:
             self.in_a_row = 0
-            self.usual.add(self.norm)
+            if not is_rest: self.usual.add(norm)
             return False
         self.in_a_row += 1
         if self.in_a_row <= self.patience: return True
         self.in_a_row,self.usual = 0,UsualNorm(self.beta)
-        self.usual.add(self.norm)
+        self.usual.add(norm)
         return False
 
     @property
-    def step_values(self): return {} if self.loop.lr_finder or not self.limits else dict(spike_limit=self.limits[-1])
+    def step_values(self):
+        is_known = not self.loop.lr_finder and self.limits and math.isfinite(self.limits[-1])
+        return dict(spike_limit=self.limits[-1]) if is_known else {}
 
     def state_dict(self) -> dict: # Numbers and tensors
         "The estimate, and the norms of all steps of the fit, for checkpoints"
         norms,limits = (torch.tensor(o, dtype=torch.float64) for o in (self.norms, self.limits))
-        return dict(usual=self.usual.state_dict(), in_a_row=self.in_a_row, norms=norms, limits=limits, skipped=list(self.skipped))
+        return dict(usual=self.usual.state_dict(), in_a_row=self.in_a_row, items=self.items, norms=norms, limits=limits,
+                    skipped=list(self.skipped))
 
     def load_state_dict(self,
         state:dict # From `state_dict`
     ):
         "Go on with a saved estimate"
         self.usual.load_state_dict(state['usual'])
-        self.in_a_row,self.skipped = state['in_a_row'],list(state['skipped'])
+        self.in_a_row,self.items,self.skipped = state['in_a_row'],state['items'],list(state['skipped'])
         self.norms,self.limits = state['norms'].tolist(),state['limits'].tolist()
 
 # %% ../../nbs/api/precision/02_spikes.ipynb #084c28be
