@@ -180,9 +180,10 @@ class MixedPrecision(LoopCallback):
 
     @property
     def step_values(self):
-        if not self.scaler.is_enabled() or self.scaler.found_inf is None: return {}
+        found = self.scaler.found_inf
+        if found is None: return {}
         is_left_out = self.loop.now.stepped is False          # by the loss scale or another callback; else the device may know it alone
-        return dict(loss_scale=self._scale, skipped=True if is_left_out else self.scaler.found_inf)
+        return dict(loss_scale=self._scale, skipped=torch.ones_like(found) if is_left_out else found)
 
     # ---- checkpoints
     def state_dict(self) -> dict: # Plain Python numbers

@@ -132,7 +132,8 @@ def test_the_end_of_an_epoch(remainder):
         y = x@torch.randn(20, 1) + .1*torch.randn(258, 1)
         y[-2:] += 30
         dls = DataLoaders(*[DataLoader([*zip(x, y)], bs=64) for _ in range(2)], device='cpu')
-        learn = Learner(dls, nn.Linear(20, 1), loss_func=nn.MSELoss(), opt_func=SGD, cbs=[GradientAccumulation(64, remainder=remainder), *cbs])
+        acc = GradientAccumulation(64, remainder=remainder)
+        learn = Learner(dls, nn.Linear(20, 1), loss_func=nn.MSELoss(), opt_func=SGD, cbs=[acc, *cbs])
         with learn.no_bar(), learn.no_logging(): learn.fit(40, .05)
         return learn
     learn = make(SkipSpikes(sigma=3))
