@@ -20,7 +20,7 @@ __all__ = ['hf_learner']
 # %% ../nbs/api/92_hugging_face.ipynb #78e55f50
 def hf_learner(
     dls,            # `DataLoaders` of PyTorch's `DataLoader`s, whose batches are dicts with `labels`
-    model,          # A model that returns `.logits`, and with `labels` a `.loss`
+    model,          # A model that returns `.logits`, and with `labels` a `.loss`, unless `loss_func` is given
     loss_func=None, # Of logits and labels; default: the one of fastai that is the model's own, with labels shifted as it shifts them
     shift_labels:bool=False,# With `loss_func`: is each label to be that of the next place, as a causal model has it?
     **kwargs        # Of `Learner`
@@ -31,7 +31,7 @@ def hf_learner(
         names = [k for k in takes if k in batch and k not in ('labels','use_cache')]
         if not names: raise TypeError(no_names.format(type(model).__name__, [*batch]))
         inputs = {k: batch[k] for k in names}
-        check_logits(model, inputs, batch['labels'])
+        if 'labels' in takes: check_logits(model, inputs, batch['labels'])
         if loss_func is None: loss_func,shift_labels = loss_of(model, inputs, batch['labels'])
     mine = copy(dls)
     mine.loaders = [of_tuples(dl, names, takes, shift_labels) for dl in dls.loaders]
@@ -101,6 +101,8 @@ no_names = ("hf_learner: {} takes none of {} by name. Pass the model itself: for
 # %% ../nbs/api/92_hugging_face.ipynb #35e5453f
 # The loss of fastai that is always the model's own, and are labels shifted for it?
 def loss_of(model, inputs, y):
+    has_loss = 'labels' in arguments(model) and answer(model, inputs, y, False)[2] is not None
+    if not has_loss: raise TypeError(no_output.format(type(model).__name__))
     asked = [answer(model, inputs, labels, training) for labels in labels_like(y, model, inputs) for training in (True, False)]
     found = [(f(), shifts) for f in (CrossEntropyLossFlat, BCEWithLogitsLossFlat, MSELossFlat) for shifts in (False, True)
              if all(says(f(), shifts, *o) for o in asked)]
@@ -112,9 +114,9 @@ def loss_of(model, inputs, y):
 def answer(model, inputs, y, training):
     model.train(training)
     out = model(**inputs, labels=y)
-    own,logits = getattr(out, 'loss', None),getattr(out, 'logits', None)
-    if own is None or not isinstance(logits, Tensor): raise TypeError(no_output.format(type(model).__name__))
-    return logits,y,own
+    logits = getattr(out, 'logits', None)
+    if not isinstance(logits, Tensor): raise TypeError(no_output.format(type(model).__name__))
+    return logits,y,getattr(out, 'loss', None)
 
 # Does this loss say what the model says? Half precision is rounded in the loss, too, unless that is in fp32
 def says(loss_func, shifts, logits, y, own):

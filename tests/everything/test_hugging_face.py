@@ -201,6 +201,20 @@ def test_given_loss():
         runs.append(weights(learn.model))
     assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
 
+class NoLoss(transformers.BertForTokenClassification):
+    "It takes no labels"
+    def forward(self, input_ids=None, attention_mask=None): return super().forward(input_ids, attention_mask=attention_mask)
+def test_model_without_a_loss():
+    "With a given one it trains as the model that has it"
+    runs = []
+    for m,given in ((model('tags'), {}), (NoLoss(bert(0., num_labels=3)), dict(loss_func=CrossEntropyLossFlat()))):
+        m.load_state_dict(model('tags').state_dict())
+        learn = hf_learner(loaders('tags', 20), m, opt_func=SGD, cbs=GradientAccumulation(micro_batch_size=7), **given)
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, .1)
+        runs.append(weights(learn.model))
+    assert torch.equal(*runs)
+    with pytest.raises(TypeError, match='no loss and logits'): hf_learner(loaders('tags', 20), NoLoss(bert(0., num_labels=3)))
+
 class OwnLoss(transformers.BertForSequenceClassification):
     "`f(logits, labels, training)`"
     def forward(self, input_ids=None, labels=None, **kwargs):
