@@ -6,13 +6,13 @@ Docs: https://fastaccum.github.io/fastaccum/api/hugging_face.html.md"""
 
 # %% ../nbs/api/92_hugging_face.ipynb #3bba1413
 from __future__ import annotations
-import inspect, math, warnings
-from contextlib import contextmanager, suppress
+import inspect, math
+from contextlib import suppress
 from copy import copy, deepcopy
 from fastai.basics import *
 from torch.utils.data import IterableDataset
 from .core.memory import device_of
-from .core.random import Snapshot
+from .core.watch import no_trace
 
 # %% auto #0
 __all__ = ['hf_learner']
@@ -26,7 +26,7 @@ def hf_learner(
     **kwargs        # Of `Learner`
 ) -> Learner: # Its loaders are copies, and its `model` calls yours, which is `learn.model.model`
     "A `Learner` for a Hugging Face model. Batches become tuples; the model gets its inputs by name, and its loss is computed outside of it"
-    with unchanged(model):
+    with no_trace(model, in_evaluation=False):
         batch,takes = first_batch(dls.train, device_of(model)),arguments(model)
         names = [k for k in takes if k in batch and k not in ('labels','use_cache')]
         if not names: raise TypeError(no_names.format(type(model).__name__, [*batch]))
@@ -121,10 +121,8 @@ def answer(model, inputs, y, training):
 # Does this loss say what the model says? Half precision is rounded in the loss, too, unless that is in fp32
 def says(loss_func, shifts, logits, y, own):
     if shifts and y.dim() != 2: return False
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')                 # of shapes that do not fit
-        try: value = float(loss_func(logits.float(), shifted(y) if shifts else y))
-        except (RuntimeError, ValueError, IndexError): return False
+    try: value = float(loss_func(logits.float(), shifted(y) if shifts else y))
+    except (RuntimeError, ValueError, IndexError): return False             # the shapes do not fit
     own,tol = float(own),1e-6 if own.dtype.itemsize > 2 else 2e-2
     return math.isnan(value) and math.isnan(own) or abs(value-own) <= tol*abs(own)
 
@@ -138,16 +136,6 @@ def labels_like(y, model, inputs):
     if y.dim() < 2: return y,drawn
     alone = drawn.where(torch.arange(y.shape[1], device=y.device) == 0, drawn.new_tensor(-100))
     return y,drawn,half,alone
-
-# Afterwards the model's buffers and modes, and all random generators, are as before
-@contextmanager
-def unchanged(model):
-    before,modes = Snapshot(model, ()),[(m, m.training) for m in model.modules()]
-    try:
-        with torch.no_grad(): yield
-    finally:
-        before.restore()
-        for m,training in modes: m.training = training
 
 # Are the logits the same without labels? In `fit` the model does not get them
 def check_logits(model, inputs, y):
