@@ -250,8 +250,8 @@ def calls(cell, name='show_doc'):
     if cell.cell_type!='code' or not cell.source: return []
     return [t.value for t in cell.parsed_() or [] if isinstance(t, ast.Expr) and getattr(getattr(t.value, 'func', None), 'id', '')==name]
 
-class exec_show_docs(processors.Processor):
-    "In place of nbdev's of the same name: what `show_doc` and `show_source` give, of the modules as they are now, with no cell run"
+class shown_docs(processors.Processor):
+    "In place of nbdev's `exec_show_docs`: what `show_doc` and `show_source` give, of the modules as they are now, with no cell run"
     def begin(self):
         exp = next((c.directives_['default_exp'] for c in self.nb.cells if 'default_exp' in (c.directives_ or {})), 'all')
         self.mod = module_of(exp)
@@ -292,7 +292,7 @@ def keep_internals(cell):
     cell.source = f'#| eval: false\n#| code-fold: true\n#| code-summary: "Code of {", ".join(defined(cell))}"\n{cell.source}'
 
 class DocsFilter(nbdev.serve.FilterDefaults):
-    def base_procs(self): return [keep_internals, *(exec_show_docs if p.__name__=='exec_show_docs' else p for p in super().base_procs())]
+    def base_procs(self): return [keep_internals, *(shown_docs if p.__name__=='exec_show_docs' else p for p in super().base_procs())]
 
 def proc_nbs():
     "nbdev's, with the processor above; returns the folder of the processed notebooks"

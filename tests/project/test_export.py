@@ -46,3 +46,13 @@ def test_warnings(tmp_path):
         cells = read_nb(fn).cells
         assert [[(o.name, ''.join(o.text)) for o in c.outputs]
                 for c in cells] == [[('stdout', '1\n'), ('stderr', f'{own}\n{others}\n')], []]
+
+@pytest.mark.parametrize('page', ['api/accumulation/01_callback', 'tutorials/many_devices'])
+def test_nbdev_runs_no_cell(page, monkeypatch):
+    "nbdev's own `nbdev-docs` and `nbdev-proc-nbs` come to the end of a page whose cells mix imports and code, or fail one by one"
+    from nbdev.processors import FilterDefaults
+    monkeypatch.chdir(root)                # where its settings are
+    nb = read_nb(root/f'nbs/{page}.ipynb')
+    last = nb.cells[-1].source
+    FilterDefaults()(nb)
+    assert nb.cells[0].cell_type == 'raw' and nb.cells[-1].source[:40] == last[:40]
