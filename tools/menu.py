@@ -18,7 +18,7 @@ menu = {
                                  'tutorials/mixed_precision'],
         'Batch size': ['tutorials/find_batch_size', 'tutorials/anneal'],
         'Several devices, long runs': ['tutorials/many_devices', 'tutorials/stop_and_resume', 'tutorials/wandb'],
-        'Models and callbacks': ['tutorials/callbacks', 'tutorials/several_models']},
+        'Models and callbacks': ['tutorials/pairs', 'tutorials/callbacks', 'tutorials/several_models']},
     'API reference': 'api/', '': '', 'Changelog': 'changelog', 'Contributing': ['contributing', 'internals']}
 
 # The folders of the API; those that are not named follow
@@ -44,6 +44,7 @@ words = {
     'api/accumulation/callback#gradientaccumulation': 'accum_bs micro_batch_size n_acc',
     'tutorials/callbacks': 'early stopping EarlyStoppingCallback SaveModelCallback',
     'tutorials/contrastive': 'InfoNCE loss, in-batch negatives, triplet loss',
+    'tutorials/pairs': 'DPO GRPO RLHF preference, position_ids, packing, cu_seqlens, variable resolution, multi-resolution',
     'tutorials/getting_started': 'install, installation, pip',
     'tutorials/wandb': 'wandb',
     'tutorials/several_models': 'two learners, two models, GAN',
