@@ -1,4 +1,4 @@
-"Pairs and groups of rows: an item that holds its rows is never cut; in other layouts the loss sees all rows, or there is an error or a warning"
+"Pairs and groups: an item that holds its rows is never cut; in other layouts the loss sees all rows, or there is an error or a warning"
 import warnings
 import pytest
 from reference import *
