@@ -393,16 +393,28 @@ def put_module(vs, m, state, path, whole=True):
     check_form(state, [(list,dict,OrderedDict)], path)
     if len(state) != 5: refuse(path, state, 'the five parts of a module')
     tensors,others,frozen,evaluated,attrs = state
-    if whole: check_tensors(tensors, m.state_dict(), path)
+    now = m.state_dict()
+    if whole: check_tensors(tensors, now, path)
     check_form(dict(buffers=others, frozen=frozen, evaluated=evaluated), dict(buffers={str: Tensor}, frozen=[str], evaluated=[str]), path)
     extra = {k: vs.decode(v, None, f'{path}.{k}') for k,v in tensors.items() if not isinstance(v, Tensor)}
     tensors.update(extra)         # in place, as this `OrderedDict` holds the versions of its modules
-    m.load_state_dict(tensors)
+    _load(m, tensors, now, path)
     _settle_all(vs, m, tensors, others)
     for k,p in m.named_parameters():
         if p.requires_grad == (k in frozen): p.requires_grad_(k not in frozen)
     for k,o in m.named_modules(): o.training = k not in evaluated
     put_module_attrs(vs, m, attrs, path)
+
+# Some modules write more than they read, as those with weights in 4 bits do: then the model must have the same `now`
+def _load(m, tensors, now, path):
+    found = m.load_state_dict(tensors, strict=False)
+    unread = [k for k in found.unexpected_keys if k in now]
+    if found.missing_keys or len(unread) < len(found.unexpected_keys): m.load_state_dict(tensors)         # PyTorch's own error
+    changed = [k for k in unread if not _same(now[k], tensors[k])]
+    if changed: raise ValueError(f"{path}: the model does not read {changed[0]!r} from a saved state, and has something else there. "
+                                 "Make the model as it was when this was saved.")
+
+def _same(a, b): return a.equal(b.to(a.device)) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
 
 # Buffers that are in no `state_dict`, too
 def _settle_all(vs, m, tensors, others):
