@@ -53,7 +53,8 @@ bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness, host syncs, gr
 	$(TEST_ENV) $(PYTHON) -m bench.batch_size
 	$(TEST_ENV) $(PYTHON) -m bench.small_batches
 	$(TEST_ENV) $(PYTHON) -m bench.growth
-	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb nbs/coming_from.ipynb nbs/tutorials/how_exact.ipynb nbs/tutorials/find_batch_size.ipynb nbs/tutorials/when_not_to.ipynb
+	$(TEST_ENV) $(PYTHON) -m bench.prices
+	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/benchmarks.ipynb nbs/coming_from.ipynb nbs/tutorials/how_exact.ipynb nbs/tutorials/find_batch_size.ipynb nbs/tutorials/when_not_to.ipynb nbs/tutorials/any_gpu.ipynb
 	$(PYTHON) tools/export.py
 endif
 

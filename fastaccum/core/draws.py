@@ -403,8 +403,9 @@ def _outer(x, y, d, each, m):
     if not is_sure: raise ValueError(no_order)
     return found[0][1]
 
-no_order = ("exact=True: the model draws random numbers for several rows of each item, or for items in another order, and it is not clear "
-            "which rows are whose. Draw with the items in the first dimension, or leave out exact.")
+no_order = ("exact=True: the model draws random numbers for several rows of each item, for items in another order, or for some of them (as "
+            "fastai's text classifiers do for texts that go on), and it is not clear which rows are whose. Draw with the items in the "
+            "first dimension, or leave out exact.")
 
 # %% ../../nbs/api/core/22_draws.ipynb #947f1d01
 # A draw of a call

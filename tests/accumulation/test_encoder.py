@@ -106,3 +106,26 @@ def test_weights_go_both_ways(tmp_path):
     assert exact_sentence_encoder(ours) is ours and exact_sentence_encoder(theirs) is theirs
     again = pickle.loads(pickle.dumps(ours.model))
     assert type(again[0]) is type(theirs.model[0]) is not SentenceEncoder and weights(again).equal(weights(ours.model))
+
+# -- exact=True, with fastai's own dropout and head
+def with_dropout(which, *cbs):
+    "A classifier as fastai makes it"
+    def made():
+        torch.manual_seed(0)
+        config = {**awd_lstm_clas_config, 'emb_sz': 8, 'n_hid': 12, 'n_layers': 2}
+        return get_text_classifier(AWD_LSTM, 40, 4, seq_len=bptt, config=config, drop_mult=.5)
+    learn = make(*cbs, model=made(), which=which)
+    set_seed(1)
+    learn.fit(2, .1)
+    return weights(learn.model)
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:fastai's SentenceEncoder leaves out")
+def test_the_same_run():
+    "Of texts that fit one chunk it is plain fastai's; for longer ones how much is drawn depends on them, and an error says so"
+    pytest.importorskip('greenlet')
+    short = [t for t in texts if len(t) <= bptt]*4
+    split = GradientAccumulation(micro_batch_size=5, exact=True)
+    assert rel_err(with_dropout(short, split), with_dropout(short)) < 1e-5
+    with pytest.raises(ValueError, match="as fastai's text classifiers do for texts that go on|whose number depends on the items"):
+        with_dropout(texts, GradientAccumulation(micro_batch_size=5, exact=True))

@@ -72,6 +72,25 @@ def test_signatures_of_accelerate():
         known = takes(cls).union(*[_arguments.get(c.__name__, ()) for c in cls.__mro__])
         assert {*inspect.signature(other).parameters} - {*without} <= known, other
 
+# What others call it, by the class that has it: these names are there, and are errors here
+others = {
+    'transformers.TrainingArguments': {
+        GradientAccumulation: ['gradient_accumulation_steps', 'per_device_train_batch_size'], StepLogger: ['logging_steps'],
+        TrainingCheckpoint: ['save_steps', 'save_total_limit', 'output_dir', 'resume_from_checkpoint'],
+        ActivationCheckpointing: ['gradient_checkpointing', 'gradient_checkpointing_kwargs']},
+    'lightning.pytorch.Trainer': {
+        GradientAccumulation: ['accumulate_grad_batches'], StepLogger: ['log_every_n_steps'], MixedPrecision: ['precision']},
+    'lightning.pytorch.callbacks.ModelCheckpoint': {
+        TrainingCheckpoint: ['every_n_train_steps', 'train_time_interval', 'dirpath', 'filename', 'monitor', 'mode', 'save_top_k',
+                             'save_last']},
+    'accelerate.Accelerator': {GradientAccumulation: ['gradient_accumulation_steps'], MixedPrecision: ['mixed_precision']}}
+@pytest.mark.parametrize('other', others)
+def test_signatures_of_trainers(other):
+    pytest.importorskip(other.split('.')[0])
+    there = {*inspect.signature(locate(other)).parameters}
+    for cls,found in others[other].items():
+        assert {*found} <= there and {*found} <= {*_arguments[cls.__name__]}, cls
+
 def test_it_is_still_the_class():
     "Its signature, texts, name, and what fastai makes of it"
     acc = GradientAccumulation(64)

@@ -10,7 +10,7 @@ from fastai.basics import Callback
 from fastai.test_utils import synth_learner
 from torch import nn
 from bench import (
-    against, batchnorm, chunks, clients, contrastive, coupled, exact, gpu, growth, memory, peers, report, shares,
+    against, batchnorm, chunks, clients, contrastive, coupled, exact, gpu, growth, memory, peers, prices, report, shares,
     small_batches, speed, syncs, tokens, toolbox)
 from bench.clients import data
 from bench.__main__ import BY_HAND, PACKAGES, main
@@ -201,6 +201,21 @@ def test_ranks_of_different_speeds():
     for r,gain in zip(rows, shares.table(rows)['the speeds allow']):
         assert r['even']/r['auto'] > .9*float(gain), r
         assert sum(r['row'])==shares.BS and abs(r['row'][0]/r['row'][1] - r['ms'][1]/r['ms'][0]) < .15*r['ms'][1]/r['ms'][0], r
+
+def test_what_the_same_run_costs():
+    "As the pages say: what needs nothing pays nothing, masks take little, and only BatchNorm keeps the activations of all items"
+    rows = {r['model']: r for r in prices.results()['rows']}
+    assert [*rows] == [*prices.MODELS]
+    times = {k: r['times']['micro-batches'][1] for k,r in rows.items()}
+    assert times['transformer, without dropout'] < 1.1 and max(times.values()) < 1.65
+    for k in ('MLP', 'transformer', 'LSTM'): assert times[k] < 1.35
+    for k,r in rows.items():
+        waits = 'BatchNorm' in prices.MODELS[k].takes
+        assert (r['peaks']['exact=True'] > 1.2*r['peaks']['micro-batches']) == waits, k
+
+def test_prices_are_measured():
+    found = prices.row('MLP', bs=16, size=4, n_steps=2, rounds=2)
+    assert all(low > 0 for low,_,_ in found['times'].values()) and [*found['peaks']] and min(found['peaks'].values()) > 0
 
 def test_toolbox():
     "The file has all tools; they are measured, and what saves memory does"
