@@ -130,7 +130,7 @@ def in_words(res): # What the page begins with
 def summary(res): # A row for each package
     def row(package, o):
         n = Counter(r['result'] for r in o['rows'])
-        return dict(package=f"{package} {o['version'] or ''}", **{shown[k]: n.get(k, 0) for k in KINDS})
+        return dict(package=f"{package} {o['version'] or ''}".strip(), **{shown[k]: n.get(k, 0) for k in KINDS})
     return pd.DataFrame([row(k, o) for k,o in res.items()])
 
 def first_words(said): # Of a message, without the name of the loss

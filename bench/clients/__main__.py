@@ -11,7 +11,8 @@ from . import OUT, claims, results, run
 CLIENTS = {'tsai': 'tsai', 'fasterai': 'fasterai', 'fastMONAI': 'fastmonai', 'self-supervised': 'self_supervised', 'timm': 'timm',
            'pytorch-metric-learning': 'metric_learning', 'segmentation-models-pytorch': 'segmentation',
            'monai': 'monai', 'kornia': 'kornia',
-           'pytorch-optimizer': 'pytorch_optimizer'}
+           'pytorch-optimizer': 'pytorch_optimizer', 'opacus': 'opacus', 'peft': 'peft',
+           'SAM': 'sam', 'preference losses': 'preference', 'blurr': 'blurr'}         # ways of training, in cases of our own
 # Libraries whose tests and examples were read; `of_` them has their claims. They need not be installed
 READ = 'accelerate','lightning','transformers'
 

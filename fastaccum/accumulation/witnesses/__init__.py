@@ -26,6 +26,8 @@ from .unsplit import UnsplitBatches
 from .values import ValueReaders
 from .weights import ChangedWeights
 from .embeddings import ScaledEmbeddings
+from .beside import GradientsBeside
+from .second_gradient import SecondGradient
 from .first_call import FirstCall
 from .remembered import RememberedCalls
 from .module_hooks import ChangingModuleHooks
@@ -34,7 +36,7 @@ from .witness import Witness, Witnesses
 # %% ../../../nbs/api/accumulation/witnesses/index.ipynb #0d55cc61
 kinds = [ChangedRates, ChangedGradients, ChangingHooks, SecondPass, GuessedLists, InexactLoss, ChangedBuffers, AddedLoss, ModelsTerms,
          ValueReaders, SmallNorms, UndeclaredSum, LeftOutTexts, ItemCounts, UnsplitBatches, ChangedWeights,
-         ScaledEmbeddings, FirstCall, RememberedCalls, ChangingModuleHooks, EpochSteps]
+         ScaledEmbeddings, FirstCall, RememberedCalls, ChangingModuleHooks, GradientsBeside, SecondGradient, EpochSteps]
 
 # The witnesses of a new fit
 def witnesses_of(cb): return Witnesses(cb, kinds)
