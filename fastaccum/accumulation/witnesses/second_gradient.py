@@ -16,18 +16,21 @@ from .witness import Witness
 class SecondGradient(Witness):
     page = 'tutorials/callbacks.html#what-fastaccum-warns-about'
     about = 'second gradient'
+    looks_at_whole = True
     n_steps = 0
     handle = None
 
-    def opens(self, batch): self.drop()
+    due = property(lambda self: self.handle is not None)
+
+    # The next loader batch comes, also where the step was cancelled, or the epoch ends
+    def before_batch(self, batch): self.drop()
     def after_epoch(self): self.drop()
 
-    # The next accumulated batch begins, or the epoch ends
     def drop(self):
         if self.handle is None: return
         self.handle.remove()
         self.handle = None
-        if self.has_last and self.n_seen < self.cb.items: self.tell(message.format(n=self.n_last, n_all=self.cb.items))
+        if self.has_last and self.n_seen < self.n_all: self.tell(message.format(n=self.n_last, n_all=self.n_all))
 
     def before_step(self):
         batch = self.cb.batch
@@ -35,7 +38,8 @@ class SecondGradient(Witness):
         if batch is None or batch.opens or self.told or self.n_steps == 3: return
         if not any(hears(cb, ['before_step']) for cb,*_ in self.loop.events.table['before_step']): return
         self.n_steps += 1
-        self.n_last,self.n_seen,self.has_last = batch.n,0,False
+        self.n_last,self.n_all = batch.n,self.cb.items
+        self.n_seen,self.has_last = 0,False
         self.handle = self.learn.model.register_forward_pre_hook(self._called)
 
     # The model is called after all micro-batches: for a gradient of items of the step?
