@@ -17,18 +17,20 @@ class GradientsBeside(Witness):
     page = 'tutorials/callbacks.html#what-fastaccum-warns-about'
     due = True
 
-    def before_backward(self, micro): self.before = {key for key,_ in self._kept()}
+    def before_backward(self, micro): self.before = self._kept()
 
     def after_backward(self, micro):
         self.due = False
-        new = [(p, k) for (i,k,_),p in self._kept() if (i, k, _) not in self.before]
+        new = [found for key,found in self._kept().items() if key not in self.before]
         self.before = None
-        # a loss that is a sum is not weighed
-        if new and self.cb.acc.normalize: self.tell(message.format(new[0][1], name_of(self.learn.model, new[0][0])))
+        if not new or not self.cb.acc.normalize: return              # a loss that is a sum is not weighed
+        p,k = new[0]
+        self.tell(message.format(k, name_of(self.learn.model, p)))
 
-    # Tensors that parameters have as attributes
+    # Tensors that parameters have as attributes: which parameter, and what the attribute is called
     def _kept(self):
-        return [((id(p), k, id(t)), p) for p in self.cb.acc.params if p.requires_grad for k,v in vars(p).items() for t in _tensors_of(v)]
+        params = [p for p in self.cb.acc.params if p.requires_grad]
+        return {(id(p), k, id(t)): (p, k) for p in params for k,v in vars(p).items() for t in _tensors_of(v)}
 
 message = ("The backward pass leaves `{}` on parameters ({}), of a loss that is weighed for the mean over all items of the step, and only "
            "`.grad` adds up to that. An optimizer that steps by the other, as one that clips the gradients of single items, makes another "
