@@ -49,7 +49,7 @@ class FittingSize:
             except Exception as e:
                 if not is_out_of_memory(e): raise
                 why = str(e)
-                most = max(micro.n for micro in batch.micros)
+                most = batch.way.most_items(batch.micros)
             # outside `except`, because the traceback keeps the activations alive
             learn.pred = learn.loss_grad = learn.loss = None
             batch = batch.again()

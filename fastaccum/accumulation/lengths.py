@@ -25,6 +25,7 @@ class Spans(NamedTuple):
     ends:list
     width:int
     of_targets:bool=False
+    is_packed = False
 
     # The rows in micro-batches of at most `most` tokens as padded; None if one is enough. wide: a `Wide`, what of the
     # batch is of tokens

@@ -13,6 +13,7 @@ from ..core.microbatch import tensors_in
 from ..core.checks import with_article
 from ..core.losses import LossInfo, mixer_of, _valid
 from .lengths import Spans
+from .packed import Packed, Places, find_packed
 
 # %% auto #0
 __all__ = []
@@ -22,7 +23,7 @@ __all__ = []
 class Counted(NamedTuple):
     of_items:list     # for each item of this rank
     total:int         # of all ranks
-    spans:Spans|None=None # where the rows begin and end, for `micro_batch_tokens`
+    spans:Spans|Packed|None=None # where the rows begin and end, or the texts in them, for `micro_batch_tokens`
 
     # For micro-batches with so many items, which are in the order `order`
     def in_parts(self, sizes, order=None):
@@ -38,11 +39,12 @@ class BatchCounter:
         self.pad_idx,self.lengths = pad_idx,lengths
         self._found = {}
         self._place = None
+        self._places = Places()
 
     # Of the Learner's loader batch, of which this rank has `n` items
     def __call__(self, learn, n, ranks):
         of_items,spans = ([0], None) if ranks.total is not None and not ranks.n_own else self._read(learn, n)
-        if self.unit == 'items': total = ifnone(ranks.total, n)
+        if self.unit == 'items' and not is_packed(spans): total = ifnone(ranks.total, n)
         else: total = ranks.sum_of_batch(sum(of_items))
         if not total: of_items,total = [int(not ranks.rank), *of_items[1:]],1
         return Counted(of_items, total, spans)
@@ -50,12 +52,16 @@ class BatchCounter:
     # The same, after a callback has put another loader batch in the place of `tensors`, with `n` items now. fastai's
     # `CastToTensor` puts the same values there, which the device need not be asked for again
     def again(self, learn, n, counted, tensors):
+        spans = counted.spans
+        if self.lengths and not same_values((learn.xb, learn.yb), tensors): spans = self.spans(learn, n)
+        if is_packed(spans): n = len(spans.texts)
         of_items = counted.of_items if len(counted.of_items) == n else evenly(sum(counted.of_items), n)
-        if not self.lengths or same_values((learn.xb, learn.yb), tensors): return Counted(of_items, counted.total, counted.spans)
-        return Counted(of_items, counted.total, self.spans(learn, n))
+        return Counted(of_items, counted.total, spans)
 
     # What its items count, and where its rows begin and end. Reads the device once
     def _read(self, learn, n):
+        packed = find_packed(learn.xb, self._places) if self.lengths else None
+        if packed is not None: return self._of_packed(learn, n, packed),packed
         ends = self._ends(learn, n) if self.lengths else None
         if self.count is not None: v = numbers_of(self.count(learn))
         elif self.unit == 'tokens': v = self.tokens(learn, n).flatten(1).sum(1)
@@ -65,6 +71,19 @@ class BatchCounter:
         read = torch.cat([ends.flatten(), v.to(ends.device)]).tolist()
         starts,ends = [int(o) for o in read[:n]],[int(o) for o in read[n:2*n]]
         return of_each(read[2*n:], n),Spans(starts, ends, width, of_targets)
+
+    # What each of the packed texts counts
+    def _of_packed(self, learn, n, packed):
+        k,y = len(packed.texts),first(learn.yb)
+        if self.count is not None:
+            v = numbers_of(self.count(learn)).tolist()
+            return of_each([sum(v)] if len(v) == n else v, k)
+        if self.unit != 'tokens': return [1]*k
+        info = class_loss(learn.loss_func)
+        has_classes = info is not None and isinstance(y, Tensor) and y.numel() == packed.n_rows*packed.width
+        if not has_classes: return [z-a for _,a,z in packed.texts]
+        valid = _valid(y, info.ignore_index).view(packed.n_rows, -1).tolist()
+        return [sum(valid[row][a:z]) for row,a,z in packed.texts]
 
     # Which places of targets or inputs have a token that counts
     def tokens(self, learn, n):
@@ -98,6 +117,8 @@ class BatchCounter:
         return self._found[key]
 
     def spans(self, learn, n):
+        packed = find_packed(learn.xb, self._places)
+        if packed is not None: return packed
         (starts,ends),width,of_targets = self._ends(learn, n)
         starts,ends = torch.stack([starts, ends]).tolist()
         return Spans(starts, ends, width, of_targets)
@@ -132,6 +153,8 @@ def numbers_of(v):
         what = 'None' if v is None else with_article(type(v).__name__)
         raise ValueError(f"count= returns {what}: return a whole number for the loader batch, or one for each item, as an int, a list or "
                          f"a tensor. ({e})") from e
+
+def is_packed(spans): return spans is not None and spans.is_packed
 
 def in_rows(used): return used.flatten(2).any(2) if used.dim() > 2 else used
 

@@ -24,6 +24,7 @@ from ..core.watch import Traces, batchnorms, hooks_of_others
 from .arguments import places
 from .checks import check_coupled, check_encoder, check_head, check_lockstep, check_with_tokens
 from .lengths import padding_message
+from .packed import check_packed, reads_on
 
 # %% auto #0
 __all__ = []
@@ -55,6 +56,8 @@ def is_plain_mean(cb):
 def is_of_others(cb): return not type(cb).__module__.startswith('fastaccum.')
 
 # %% ../../nbs/api/accumulation/10_ways.ipynb #0557a6c6
+items_of = attrgetter('n')                         # in C, as it is asked of each micro-batch
+
 class MicroBatch(NamedTuple):
     i:int           # its number in the loader batch
     n:int           # items
@@ -74,6 +77,7 @@ class Whole:
     choice = 'the losses of micro-batches are averaged, as it is known what the loss averages over'     # why exact=True takes it
     is_joined = False           # is the loss of this loader batch over the outputs of several calls?
     holds_activations = False   # do they wait somewhere for the backward pass?
+    cuts_texts = False          # are packed texts cut apart?
     draws = None                # a `Draws`, if parts draw at random what the whole loader batch draws
 
     def __init__(self, cb):
@@ -111,8 +115,11 @@ class Whole:
     @property
     def layer_sees(self): return self.size
 
-    # Targets of the loader batch in the order of the micro-batches
-    def in_order(self, yb): return yb
+    # Targets of the loader batch in the order of the micro-batches, and how many rows each has of them
+    def weighed(self, yb, micros): return yb,[*map(items_of, micros)]
+
+    # Most items of a micro-batch that can be cut once more
+    def most_items(self, micros): return max((micro.n for micro in micros), default=self.size)
 
     def predict(self, call, model, *xb): return call(model, *xb)
 
@@ -219,7 +226,10 @@ class Tokens(Whole):
         check_encoder(self.cb.learn)
 
     def cut(self, batch, shown):
-        self.parts = self._cut(batch.counted.spans, self.cb.micro_bs)
+        self.spans = batch.counted.spans
+        self.parts = self._cut(self.spans, self.cb.micro_bs)
+        self.cuts_texts = self.parts is not None and self.spans.is_packed
+        if self.cuts_texts: return self._cut_texts(batch, shown)
         # metrics count what is said of padding, too
         if self.parts is not None and self.parts.of_targets and has_train_metrics(self.cb.learn): self.parts = self.parts.untrimmed()
         self.sizes = [batch.n] if self.parts is None else self.parts.sizes
@@ -228,9 +238,19 @@ class Tokens(Whole):
         self.parts.check_mixed(shown.named('yb1'))
         return micro_batches(batch, self.sizes, self.parts.split(shown.xb, shown.yb, shown.beside), self.parts)
 
+    def _cut_texts(self, batch, shown):
+        check_packed(self.cb)
+        parts = self.parts
+        self.sizes = parts.sizes
+        self.size = max(self.sizes)
+        counts = batch.counted.in_parts(parts.texts)
+        of_parts = zip(self.sizes, counts, parts.split(shown.xb, shown.yb, shown.beside))
+        return [MicroBatch(i, n, count, *part) for i,(n,count,part) in enumerate(of_parts)]
+
     # None if one micro-batch is enough
     def _cut(self, spans, most):
         learn,facts = self.cb.learn,self.cb.facts
+        if spans.is_packed: return self._cut_packed(spans.cut(most))
         text = self.cb.counter.text(learn.xb, len(spans.starts))
         unsure = facts.wide.look(learn.xb, spans.width, text, spans.of_targets)
         parts = spans.cut(most, facts.wide)
@@ -239,7 +259,20 @@ class Tokens(Whole):
         if message: self.cb.warn_once(message, 'tutorials/token_losses.html#texts-of-different-lengths', about='padding')
         return parts
 
-    def in_order(self, yb): return yb if self.parts is None else self.parts.ordered(yb)
+    def _cut_packed(self, parts):
+        cb = self.cb
+        if parts is None or not cb.facts.wide.tries(parts): return parts
+        message = reads_on(cb.learn.one_batch.precision.predict, cb.learn.model, cb.learn.xb, parts, 5*cb.facts.rounding)
+        if message: cb.warn_once(message, 'tutorials/pairs.html#packed-texts', about='padding')
+        return parts
+
+    def weighed(self, yb, micros):
+        if self.parts is None: return super().weighed(yb, micros)
+        return self.parts.ordered(yb),(self.parts.tokens if self.cuts_texts else self.sizes)
+
+    def most_items(self, micros):
+        if self.cuts_texts: return max(self.parts.texts)
+        return len(self.spans.texts) if self.spans.is_packed else super().most_items(micros)
 
     # Even a single one is trimmed
     def join(self, learn, preds):
@@ -248,6 +281,7 @@ class Tokens(Whole):
     def explain(self, e, micro):
         if self.parts is None: return
         part = self.parts.parts[micro.i]
+        if self.cuts_texts: return explain(e, micro._replace(n=part.n), self.parts.texts, ", as micro_batch_tokens cuts packed texts.)")
         explain(e, micro, self.sizes, f", in {part.end-part.start} of {self.parts.width} places, as micro_batch_tokens trims texts.)")
 
     def validate(self, call, xb):

@@ -10,6 +10,7 @@ from fastai.basics import *
 from ..core.accumulator import as_weight, check_scalar
 from ..core.losses import at_least, ignore_empty
 from ..core.values import weigh_by
+from .packed import not_known
 from .measuring import MeasuredWeights, Weight
 from .replaced import ReplacedLoss, term_reaches_outputs
 
@@ -17,8 +18,6 @@ from .replaced import ReplacedLoss, term_reaches_outputs
 __all__ = []
 
 # %% ../../nbs/api/accumulation/11_weigh.ipynb #d7da8aad
-items_of = attrgetter('n')                         # in C, as it is asked of each micro-batch
-
 # The weights of the micro-batches of a fit
 class Weights:
     def __init__(self, cb):
@@ -51,9 +50,9 @@ class Weights:
     # By the rule, all micro-batches at once
     def _weigh_all(self):
         batch = self.batch
-        sizes = [*map(items_of, batch.micros)]
+        yb,sizes = batch.way.weighed(self.learn.yb, batch.micros)
         counts = batch.n if batch.counted is None else sum(micro.counts for micro in batch.micros)
-        weights,nominal = self.rule.weights(batch.way.in_order(self.learn.yb), sizes, self.acc.dtype)
+        weights,nominal = self.rule.weights(yb, sizes, self.acc.dtype)
         complete = batch.opens and batch.closes and not self.cb.ranks.one_target
         shares = self.acc.shares(weights, counts, nominal, complete)
         if isinstance(weights, Tensor):
@@ -197,6 +196,7 @@ def _is_looked_for(self:Weights, micro):
 # A callback has put another loss in the place of loss_func's: that is measured from here on
 @patch
 def _replace(self:Weights):
+    if self.batch.way.cuts_texts: raise not_known('another loss, which a callback puts in its place')
     self.facts.found_replaced(ReplacedLoss(self.batch.loop))
     self.rule.look_up(self.facts.replaced)
     self.cb.witnesses.call('new_rule')
