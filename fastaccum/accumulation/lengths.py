@@ -25,7 +25,9 @@ class Spans(NamedTuple):
     ends:list
     width:int
     of_targets:bool=False
-    is_packed = False
+
+    @property
+    def is_packed(self): return False
 
     # The rows in micro-batches of at most `most` tokens as padded; None if one is enough. wide: a `Wide`, what of the
     # batch is of tokens

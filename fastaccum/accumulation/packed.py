@@ -22,7 +22,9 @@ class Packed(NamedTuple):
     n_rows:int
     width:int
     is_flat:bool
-    is_packed = True
+
+    @property
+    def is_packed(self): return True
 
     # Micro-batches of at most `most` tokens; None if one is enough
     def cut(self, most):
@@ -44,22 +46,21 @@ class Stretch(NamedTuple):
 
 # %% ../../nbs/api/accumulation/18_packed.ipynb #a76763bf
 # What is known of the inputs, by their places in the order of `tensors_in`: which one tells where texts begin, and which do not
-class Places:
+class Borders:
     def __init__(self):
-        self.borders = None
+        self.place = None
         self.others = set()
 
-# The `Packed` texts of the inputs; None if they are not packed. Reads the device if there are numbers that may tell
-def find_packed(xb, places):
-    ts = tensors_in(xb)
-    asked = [i for i,t in enumerate(ts) if i not in places.others and is_of_integers(t)] if places.borders is None else [places.borders]
-    for i in asked:
-        if i >= len(ts): continue
-        starts = starts_of(ts[i], ts)
-        if starts is None: places.others.add(i)
-        elif places.borders == i or max(map(len, starts)) > 1:
-            places.borders = i
-            return packed_at(starts, ts[i], ts)
+    # The `Packed` texts of the inputs; None if they are not packed. Reads the device if there are numbers that may tell
+    def find(self, xb):
+        ts = tensors_in(xb)
+        asked = [i for i,t in enumerate(ts) if self.place in (None, i) and i not in self.others and is_of_integers(t)]
+        for i in asked:
+            starts = starts_of(ts[i], ts)
+            if starts is None: self.others.add(i)
+            elif self.place == i or max(map(len, starts)) > 1:
+                self.place = i
+                return packed_at(starts, ts[i], ts)
 
 def is_of_integers(t): return t.dim() in (1, 2) and t.numel() > 1 and t.dtype in (torch.int32, torch.int64)
 
@@ -152,9 +153,9 @@ def apart_at_end(a, b, dim):
     a = a.narrow(dim, a.shape[dim]-b.shape[dim], b.shape[dim])
     return float((a.float()-b.float()).norm()/b.float().norm().clamp(min=1e-30))
 
-_message = ("The model reads packed texts together, which micro_batch_tokens cuts apart: its predictions for a text of {n} tokens change by "
-            "{off:.1%} with the {before} tokens of the text before it. Use a model and an attention that read each text by itself, or leave "
-            "micro_batch_tokens out.")
+_message = ("The model reads packed texts together, which micro_batch_tokens cuts apart: its predictions for a text of {n} tokens "
+            "change by {off:.1%} with the {before} tokens of the text before it. Use a model and an attention that read each text by "
+            "itself, or leave micro_batch_tokens out.")
 
 # Errors for settings with which packed texts cannot be cut
 def check_packed(cb):
@@ -162,9 +163,9 @@ def check_packed(cb):
     info = cb.rule.info
     if cb.weight is None and cb.normalize and (cb.rule.probed or info.over == 'items' and info.reduction != 'sum'): raise not_known(cb.rule)
 
-on_one_rank = ("micro_batch_tokens cuts packed texts in one process: on several devices leave it out, and pack fewer texts in a row.")
+on_one_rank = "micro_batch_tokens cuts packed texts in one process: on several devices leave it out, and pack fewer texts in a row."
 def not_known(rule): return ValueError(_known_loss.format(rule))
 
-_known_loss = ("micro_batch_tokens cuts packed texts, and what the loss averages over has to be known for it: a loss of PyTorch or fastai with a "
-              "target for each token, such as CrossEntropyLossFlat(). Here it is {}. Pass weight=, what a micro-batch's loss averages over, or "
-              "leave micro_batch_tokens out, and pack fewer texts.")
+_known_loss = ("micro_batch_tokens cuts packed texts, and what the loss averages over has to be known for it: a loss of PyTorch or "
+               "fastai with a target for each token, such as CrossEntropyLossFlat(). Here it is {}. Pass weight=, what a micro-batch's "
+               "loss averages over, or leave micro_batch_tokens out, and pack fewer texts.")

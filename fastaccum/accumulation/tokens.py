@@ -13,7 +13,7 @@ from ..core.microbatch import tensors_in
 from ..core.checks import with_article
 from ..core.losses import LossInfo, mixer_of, _valid
 from .lengths import Spans
-from .packed import Packed, Places, find_packed
+from .packed import Borders, Packed
 
 # %% auto #0
 __all__ = []
@@ -39,7 +39,7 @@ class BatchCounter:
         self.pad_idx,self.lengths = pad_idx,lengths
         self._found = {}
         self._place = None
-        self._places = Places()
+        self._borders = Borders()
 
     # Of the Learner's loader batch, of which this rank has `n` items
     def __call__(self, learn, n, ranks):
@@ -60,7 +60,7 @@ class BatchCounter:
 
     # What its items count, and where its rows begin and end. Reads the device once
     def _read(self, learn, n):
-        packed = find_packed(learn.xb, self._places) if self.lengths else None
+        packed = self._borders.find(learn.xb) if self.lengths else None
         if packed is not None: return self._of_packed(learn, n, packed),packed
         ends = self._ends(learn, n) if self.lengths else None
         if self.count is not None: v = numbers_of(self.count(learn))
@@ -71,19 +71,6 @@ class BatchCounter:
         read = torch.cat([ends.flatten(), v.to(ends.device)]).tolist()
         starts,ends = [int(o) for o in read[:n]],[int(o) for o in read[n:2*n]]
         return of_each(read[2*n:], n),Spans(starts, ends, width, of_targets)
-
-    # What each of the packed texts counts
-    def _of_packed(self, learn, n, packed):
-        k,y = len(packed.texts),first(learn.yb)
-        if self.count is not None:
-            v = numbers_of(self.count(learn)).tolist()
-            return of_each([sum(v)] if len(v) == n else v, k)
-        if self.unit != 'tokens': return [1]*k
-        info = class_loss(learn.loss_func)
-        has_classes = info is not None and isinstance(y, Tensor) and y.numel() == packed.n_rows*packed.width
-        if not has_classes: return [z-a for _,a,z in packed.texts]
-        valid = _valid(y, info.ignore_index).view(packed.n_rows, -1).tolist()
-        return [sum(valid[row][a:z]) for row,a,z in packed.texts]
 
     # Which places of targets or inputs have a token that counts
     def tokens(self, learn, n):
@@ -117,7 +104,7 @@ class BatchCounter:
         return self._found[key]
 
     def spans(self, learn, n):
-        packed = find_packed(learn.xb, self._places)
+        packed = self._borders.find(learn.xb)
         if packed is not None: return packed
         (starts,ends),width,of_targets = self._ends(learn, n)
         starts,ends = torch.stack([starts, ends]).tolist()
@@ -133,6 +120,21 @@ class BatchCounter:
             used = used | (in_rows(_valid(y, info.ignore_index)) if info else True)
         places = torch.arange(width, device=used.device)
         return torch.stack([torch.where(used, places, width).amin(1), torch.where(used, places+1, 0).amax(1)]),width,of_targets
+
+# %% ../../nbs/api/accumulation/08_tokens.ipynb #fd4aa379
+# What each of the packed texts counts
+@patch
+def _of_packed(self:BatchCounter, learn, n, packed):
+    k,y = len(packed.texts),first(learn.yb)
+    if self.count is not None:
+        v = numbers_of(self.count(learn)).tolist()
+        return of_each([sum(v)] if len(v) == n else v, k)
+    if self.unit != 'tokens': return [1]*k
+    info = class_loss(learn.loss_func)
+    has_classes = info is not None and isinstance(y, Tensor) and y.numel() == packed.n_rows*packed.width
+    if not has_classes: return [z-a for _,a,z in packed.texts]
+    valid = _valid(y, info.ignore_index).view(packed.n_rows, -1).tolist()
+    return [sum(valid[row][a:z]) for row,a,z in packed.texts]
 
 # %% ../../nbs/api/accumulation/08_tokens.ipynb #70c3a012
 # Numbers `v` of the user's as one for each of `n` items

@@ -3,8 +3,7 @@ import pytest, torch
 from fastcore.test import test_close as close, test_eq as eq
 from torch.utils.data import DataLoader as TorchLoader
 from reference import *
-from fastaccum.accumulation.lengths import FittingTokens
-from fastaccum.accumulation.packed import Places, find_packed
+from fastaccum.accumulation.packed import Borders
 from fastaccum.logs.steps import StepLogger
 
 g = torch.Generator().manual_seed(3)
@@ -82,7 +81,8 @@ def test_the_step_of_the_whole_row(way, weight):
     "Weights, losses and the loss of the validation are those of uncut rows, and no micro-batch has more tokens than asked for"
     loss_func = CrossEntropyLossFlat(weight=torch.linspace(.1, 3, 30)) if weight else None
     calls = Calls()
-    whole,cut = packed_learner(way, loss_func=loss_func),packed_learner(way, GradientAccumulation(micro_batch_tokens=30), calls, loss_func=loss_func)
+    whole = packed_learner(way, loss_func=loss_func)
+    cut = packed_learner(way, GradientAccumulation(micro_batch_tokens=30), calls, loss_func=loss_func)
     start = weights(whole)
     for learn in (whole, cut): learn.fit(2, .5)
     assert off(cut, whole, start) < 3e-6
@@ -187,4 +187,24 @@ def test_error_in_a_micro_batch():
     (torch.randint(3, 9, (4, 8)), tensor([0, 1, 0, 0, 1, 0, 0, 0]).expand(4, 8)),        # which tokens are to be guessed
     (torch.randint(3, 9, (4, 8)), tensor([0, 3, 5, 7])),                                 # a number for each text
     (torch.rand(4, 8),)])
-def test_what_is_not_packed(xb): assert find_packed(xb, Places()) is None
+def test_what_is_not_packed(xb): assert Borders().find(xb) is None
+
+def test_a_hugging_face_model():
+    "With sdpa, which reads each text by itself by its position_ids; labels are shifted by the model"
+    transformers = pytest.importorskip('transformers')
+    from fastaccum.hugging_face import hf_learner
+    def collate(ts):
+        labels = joined(torch.cat([tensor([-100]), t[1:]]) for t in ts)
+        return dict(input_ids=joined(ts)[None], position_ids=positions(ts)[None], labels=labels[None])
+    def fitted(n, *cbs):
+        set_seed(0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=30, n_positions=12, n_embd=16, n_layer=1, n_head=2,
+            bos_token_id=0, eos_token_id=0, resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.))
+        learn = hf_learner(DataLoaders(*[TorchLoader(texts, n, collate_fn=collate) for _ in range(2)]), model, opt_func=SGD, cbs=[*cbs])
+        start = weights(learn)
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, .1)
+        return learn,start
+    whole,start = fitted(12)
+    for n,kwargs in ((12, {}), (4, dict(accum_bs=12))):
+        cut,_ = fitted(n, GradientAccumulation(micro_batch_tokens=25, **kwargs))
+        assert off(cut, whole, start) < 5e-6
