@@ -557,7 +557,7 @@ def end_with_step(self:GradientAccumulation): self.remainder = 'step'
 # %% ../../nbs/api/accumulation/01_callback.ipynb #acba428b
 @patch
 def state_dict(self:GradientAccumulation) -> dict: # Plain values
-    "Micro-batch sizes that 'auto' has found, whether the epoch goes by plan, what the fit has found out and told, for checkpoints"
+    "Micro-batch sizes that 'auto' has found, whether the epoch goes by plan, what the fit has found out and warned of, for checkpoints"
     return dict(self.fitting.state_dict(), micro_bs=self.micro_bs, by_plan=self.learn is not None and self.loop.plan is not None,
                 facts=self.facts.state_dict() if self.running else '', told=json.dumps(sorted(self._warned)))
 
