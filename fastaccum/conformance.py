@@ -348,7 +348,7 @@ CASES = {
 class Result(NamedTuple):
     "The result of a trainer in one case"
     case:str
-    off:float|None    # Distance to the big batch's weights, relative to how far these moved; `None` if the trainer did not finish
+    off:float|None    # Distance to the weights of the big batch, relative to how far these moved; `None` if the trainer did not finish
     steps:int=0       # Steps of the optimizer
     expected:int=0    # Steps of training in big batches
     note:str=''       # Why the trainer did not finish
@@ -427,7 +427,7 @@ def check(
 class CallbackResult(NamedTuple):
     "What a callback makes of accumulation, compared with the same callback and big batches"
     way:str         # 'loader batches' that are accumulated, or 'micro-batches' of loader batches that are split
-    off:float       # Distance to the big batch's weights, relative to how far these moved
+    off:float       # Distance to the weights of the big batch, relative to how far these moved
     event:str=''    # The first event at which it does something else than with big batches
     what:str=''     # What it changes there: 'weights', 'gradients', 'rates', or an attribute of its own
     step:int=0      # In which step, from 1

@@ -68,7 +68,7 @@ class GradientAccumulation(LoopCallback):
         unit:Unit='items',           # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
         count:CountFunction=None,    # `count(learn)`: how much a loader batch counts, or how much each of its items does
         pad_idx:Token=None,          # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
-        micro_batch_tokens:SizeInTokens=None, # Split loader batches into micro-batches of so many tokens, padding included: by length, or where a packed text begins
+        micro_batch_tokens:SizeInTokens=None, # Split loader batches into micro-batches of so many tokens, padding included: by length, or between packed texts
     ):
         check_args(GradientAccumulation, locals())
         store_attr(but='accum_bs,n_items')               # which are properties
@@ -557,7 +557,7 @@ def end_with_step(self:GradientAccumulation): self.remainder = 'step'
 # %% ../../nbs/api/accumulation/01_callback.ipynb #acba428b
 @patch
 def state_dict(self:GradientAccumulation) -> dict: # Plain values
-    "Micro-batch sizes that 'auto' has found, whether the epoch goes by plan, what the fit has found out and told, for checkpoints"
+    "Micro-batch sizes that 'auto' has found, whether the epoch goes by plan, what the fit has found out and warned of, for checkpoints"
     return dict(self.fitting.state_dict(), micro_bs=self.micro_bs, by_plan=self.learn is not None and self.loop.plan is not None,
                 facts=self.facts.state_dict() if self.running else '', told=json.dumps(sorted(self._warned)))
 

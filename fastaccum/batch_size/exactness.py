@@ -115,10 +115,10 @@ left_out = "This is without what is drawn at random, as that is not known for th
 def conclusion(exact):
     to = f'{max(exact.total, exact.rounding):.0e}'
     if exact.is_pair: return f'Their steps are {percent(exact.total)} apart.' if exact.is_far else f'Their steps are the same to {to}.'
-    if not exact.is_known: return "How far your step is off the big batch's is not known, as items see each other."
-    if exact.is_far: return f"Your step is {percent(exact.total)} off the big batch's."
+    if not exact.is_known: return "How far your step is off that of the big batch is not known, as items see each other."
+    if exact.is_far: return f"Your step is {percent(exact.total)} off that of the big batch."
     end = '' if exact.is_exact else ', but for the one at the end of an epoch'
-    return f"Your step is the big batch's to {to}{end}."
+    return f"Your step is that of the big batch to {to}{end}."
 
 # %% ../../nbs/api/batch_size/04_exactness.ipynb #58abf26d
 class Gradient:

@@ -21,7 +21,7 @@ __all__ = ['GradientAccumulator']
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #ec47d92a
 class GradientAccumulator(TellsNames):
-    """Weights the losses of micro-batches so that their gradients add up to the gradient of the big batch's mean loss.
+    """Weights the losses of micro-batches so that their gradients add up to the gradient of the mean loss of the whole batch.
 
     Call `add` before each `backward`, and `finish` before the step. A loop that knows the micro-batches of a loader batch at once calls
     `shares` for all of them, back-propagates each loss with its share, calls `count`, and also ends with `finish`."""
@@ -145,7 +145,7 @@ class GradientAccumulator(TellsNames):
     def divisor(self,
         total:float|Tensor # Sum of the weights
     ) -> float|Tensor:
-        "What the big batch's loss divides by. Losses that divided by more than their weight show the least divisor"
+        "What the loss of the whole batch divides by. Losses that divided by more than their weight show the least divisor"
         return larger(total + self._once, largest(self._divided)) if self._divided else total
 
     @property

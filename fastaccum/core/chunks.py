@@ -122,7 +122,7 @@ class ChunkedLoss:
         self.rules = [rule for rule,by in off.items() if not by > 10*measure.tol and rule not in self.refused]
         self.refused.update(off.keys() - self.rules)
         if not self.rules:
-            raise ValueError(f"What {name} divides by is not told by its targets, so the losses of chunks do not add up. Compute it "
+            raise ValueError(f"What {name} divides by does not follow from its targets, so the losses of chunks do not add up. Compute it "
                              "without chunks. Class weights may be an option: functools.partial(F.cross_entropy, weight=...).")
         if self.rule.by not in (None, self.rules[0]) and not self.rule.always:
             warn(f"{name} no longer averages over {self.rule.info} ({measure.where}), and batches since the last look may be off: to be "

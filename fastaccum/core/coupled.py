@@ -32,7 +32,7 @@ class CoupledBatch:
         module=None,# Module whose buffers the call reads and changes, default `model`
         gather=None,# `gather(outputs)`: outputs of all ranks, place of this rank's first item, and factor for their gradients
         views=None, # `OutputViews`, which finds the order of rows in outputs; default: one row or several for each item
-        looks=(),   # Who is told of both passes of each part: `first_pass(i, last, out)`, `second_pass(i, out)`
+        looks=(),   # Called at both passes of each part: `first_pass(i, last, out)`, `second_pass(i, out)`
         lists=None, # What knows if a list in the inputs holds columns, or an object for each item; default: its lengths
         draws=None  # `Draws`: what each part draws at random; default: what a batch of its own would
     ):

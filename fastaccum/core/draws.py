@@ -181,7 +181,7 @@ def enter(self:Draws, i):
 def leave(self:Draws, i):
     if not self.is_quiet: self.stands[i] = self.stand()
 
-has_begun = ("exact=True: the model has begun to draw random numbers, and nothing in its modules tells why (a switch or a probability "
+has_begun = ("exact=True: the model has begun to draw random numbers, and nothing in its modules shows why (a switch or a probability "
              "there would): keep it in an attribute of a module, or leave out exact.")
 
 # %% ../../nbs/api/core/22_draws.ipynb #360abcf5

@@ -78,7 +78,7 @@ class LossRule:
     ) -> tuple: # Numbers, or one tensor on the device; and, if they depend on values of targets, what they would add up to if all counted
         """What the losses of all micro-batches average over, by as many operations as for one.
 
-        The host reads what is in its own memory, instead of computing with it. (`numpy` cannot wait for a device: it refuses)"""
+        The host reads what is in its own memory, instead of computing with it. (`numpy` cannot wait for a device: it raises an error)"""
         info = self.info
         w = item_weights(info, yb, dtype)
         if not isinstance(w, Tensor):

@@ -123,7 +123,7 @@ class Lists:
         n,form = self.wrong or next((g for p,g in self.guessed.items() if p in self.split), (0, None))
         if not form: return
         taken = 'one object for each item' if form == 'objects' else 'columns with all items each'
-        how = ", and later batches show that this was wrong" if self.wrong else ", and no batch tells if this is right"
+        how = ", and later batches show that this was wrong" if self.wrong else ", and no batch shows if this is right"
         return (f"A batch of {n} items has a list of {n} tensors with {n} rows each, which was taken for {taken}{how}. "
                 f"Return columns in a dict or as inputs of their own; if the list has one object for each item, load "
                 f"other than {n} at a time.")

@@ -171,7 +171,7 @@ class OutputViews:
         self.found = {k: max(o.get(k, 1) for o in found) for k in {k for o in found for k in o}}
         self.is_known = True
 
-targets_unknown = ("Targets have several rows for each item, and neither an output with as many rows nor the loss tells their order, so "
+targets_unknown = ("Targets have several rows for each item, and neither an output with as many rows nor the loss shows their order, so "
                    "they are taken for those of one item after the other. Return targets with a row for each item, such as (n, views), "
                    "and make the others in the loss.")
 records_out = ("coupled: the model returns a list of {n} {name}s for {n} items, and those of micro-batches cannot be joined: return a dict "

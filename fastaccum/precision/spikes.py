@@ -28,7 +28,7 @@ class SkipSpikes(LoopCallback):
         sigma:float=6.,  # Standard deviations of the norm's logarithm above its mean that are allowed
         warmup:int=20,   # Steps of a fit before one can be skipped, at least 2
         beta:float=.97,  # Of the running mean and variance, from 0 to 1
-        patience:int=5   # So many spikes in a row are skipped; then the estimate begins anew
+        patience:int=5   # So many spikes in a row are skipped; then the estimate begins again
     ):
         if not is_positive(sigma): raise ValueError(f"sigma={sigma!r}: pass a number of standard deviations above 0, such as 6.")
         if not is_count(warmup, 2): raise ValueError(f"warmup={warmup!r}: pass a number of steps (an int, at least 2).")

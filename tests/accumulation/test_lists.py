@@ -53,7 +53,7 @@ def silent_off(data, bs, collate, k, **kwargs):
 def test_images_and_boxes(bs, n_boxes, collate):
     "As many boxes as images, as many images as channels. If all three are the same in every batch, it is told"
     if bs == 3 == n_boxes(0) == n_boxes(1) and collate is not as_dicts:
-        with pytest.warns(UserWarning, match='no batch tells'): trained(Detection(12, n_boxes), bs, collate, 1)
+        with pytest.warns(UserWarning, match='no batch shows'): trained(Detection(12, n_boxes), bs, collate, 1)
         return
     assert silent_off(Detection(12, n_boxes), bs, collate, 1) < 2e-6
 
@@ -66,7 +66,7 @@ def test_what_no_batch_tells_is_told():
     "Three images at a time, to the end. They are taken for images"
     data,collate = Detection(12, stacked=True),as_lists(list, True)
     whole = trained(data, 3, collate, loss=value_loss)
-    with pytest.warns(UserWarning, match='list of 3 tensors with 3 rows each.*one object for each item.*no batch tells') as seen:
+    with pytest.warns(UserWarning, match='list of 3 tensors with 3 rows each.*one object for each item.*no batch shows') as seen:
         split = trained(data, 3, collate, 1, loss=value_loss)
     assert moved(split, whole, whole.start) < 2e-6 and sum('rows each' in str(w.message) for w in seen) == 1
 

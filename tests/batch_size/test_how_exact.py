@@ -78,7 +78,7 @@ def test_all_at_once(): assert causes(make(MeanOfMeans, *[c for c in planted if 
 def test_nothing_to_tell(acc):
     exact = make(acc).how_exact()
     assert exact.is_exact and exact.total < 5e-7
-    assert f"Your step is the big batch's to {max(exact.total, exact.rounding):.0e}." in str(exact)
+    assert f"Your step is that of the big batch to {max(exact.total, exact.rounding):.0e}." in str(exact)
 
 def test_plain():
     "A step is a loader batch, and the big batch it is, whatever the model has"

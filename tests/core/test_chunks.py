@@ -305,7 +305,7 @@ def test_no_rule_fits_all_groups():
     x,y = texts(holes['alike in groups'])
     for f,*batch in ((root, nn.Linear(8, n_big), x, y), (weighted, linear(), flat_x, flat_y)):
         head,*batch = batch
-        with pytest.raises(ValueError, match=f'What {f.__name__} divides by is not told by its targets'): ChunkedLoss(f, head, 4)(*batch)
+        with pytest.raises(ValueError, match=f'What {f.__name__} divides by does not follow from'): ChunkedLoss(f, head, 4)(*batch)
 
 @pytest.mark.parametrize('n', [2, 4, 8, 16])
 @pytest.mark.parametrize('f', [unpadded, mean_of_texts])

@@ -115,7 +115,7 @@ def test_lists_not_clear(make, n, form):
     lists,b = Lists(),make(tensors(n, n))
     start = f'A batch of {n} items has a list of {n} tensors with {n} rows each, which was taken for {form}, and '
     lists.look((b,), ()); assert lists.message is None                                          # nothing is split yet
-    assert lists.holds_objects(b) is (make is list) and lists.message==start + 'no batch tells if this is right' + clear.format(n=n)
+    assert lists.holds_objects(b) is (make is list) and lists.message==start + 'no batch shows if this is right' + clear.format(n=n)
     lists.look((tensors(n, n+1),), (torch.ones(n if make is list else n+1),)); assert lists.message is None       # it was right
     lists = Lists()
     lists.look((b,), ()), lists.holds_objects(b), lists.look((tensors(n, n+1),), (torch.ones(n+1 if make is list else n),))

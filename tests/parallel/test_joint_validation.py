@@ -242,7 +242,7 @@ def unknown():
             learn.validate()
             try: learn.fit(2)
             except ValueError as e: return str(e)
-        return [m for w in found for m in ('order could not be found','tells their order') if m in str(w.message)]
+        return [m for w in found for m in ('order could not be found','shows their order') if m in str(w.message)]
     return dict(rows=told(ranks=[0, 1, 2], micro_batch_size=3, bs=12),
                 targets=told(how=tuple, loss=by_place, double=twice), flat=told(**in_turn),
                 # of two items, which change places in either order
@@ -354,9 +354,9 @@ def test_a_module_hook_that_treats_items_together_is_told(results, n): assert [r
 def test_an_order_that_nothing_tells_is_warned_of_once(results, n):
     one = results[1][0]['unknown']
     for r in results[n]:
-        assert r['unknown']['rows'] == ['order could not be found'] and r['unknown']['targets'] == ['tells their order']
+        assert r['unknown']['rows'] == ['order could not be found'] and r['unknown']['targets'] == ['shows their order']
         assert r['unknown']['flat'] == []
-    assert results[n][0]['unknown']['pairs'] == ['tells their order']          # another rank may have no items
+    assert results[n][0]['unknown']['pairs'] == ['shows their order']          # another rank may have no items
     assert one['rows'] == ['order could not be found'] and one['targets'] == []
 
 def test_outputs_that_cannot_be_joined_are_an_error_on_all_ranks(results):
