@@ -68,7 +68,7 @@ class GradientAccumulation(LoopCallback):
         unit:Unit='items',           # What `accum_bs` counts: 'items', 'tokens' that are no padding, or a name for what `count` counts
         count:CountFunction=None,    # `count(learn)`: how much a loader batch counts, or how much each of its items does
         pad_idx:Token=None,          # Token of the padding, if neither the model's embedding nor fastai's vocabulary knows it
-        micro_batch_tokens:SizeInTokens=None, # Split loader batches into micro-batches of so many tokens with padding: by length, or between packed texts
+        micro_batch_tokens:SizeInTokens=None, # Split loader batches by length, or between packed texts, into so many tokens with padding
     ):
         check_args(GradientAccumulation, locals())
         store_attr(but='accum_bs,n_items')               # which are properties
