@@ -53,13 +53,15 @@ def on_gpu(device):
     print(f'Wrote {os.path.relpath(file)}, which the page Benchmarks shows.')
 
 def add_cases(*cases):
-    "Cases of exactness that are new, or that a peer was not there for: with the versions of the others"
+    "Cases of exactness that are new, or that a peer was not there for. Their rows have the date, and versions that have changed"
     from . import exact
     res,now = report.results(),versions()
-    others = [k for k in (*PACKAGES, *BY_HAND) if res['versions'].get(k) != now.get(k)]
-    if others: sys.exit(f"results.json was measured with other versions of {', '.join(others)}: measure all of it.")
+    lacking = [k for k in (*PACKAGES, *BY_HAND) if k in res['versions'] and k not in now]
+    if lacking: sys.exit(f"Install {', '.join(lacking)} first.")
+    others = {k: now[k] for k in (*PACKAGES, *BY_HAND) if k in now and now[k] != res['versions'].get(k)}
     torch.set_num_threads(1)
     rows = exact.run(cases)
+    if others: rows = [r | dict(measured=dict(date=date.today().isoformat(), versions=others)) for r in rows]
     print(report.exact(rows).to_string())
     write(res | dict(exact=exact.merged(res['exact'], rows)))
 

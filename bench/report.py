@@ -16,7 +16,14 @@ def on_gpus():
 def about(res):
     "When, where and with which versions of other libraries: of fastaccum's own, the date says which"
     machine = ', '.join(f'{v} {k}' if k == 'cores' else v for k,v in res['machine'].items())
-    return f"{res['date']}, {machine}. " + ', '.join(f'{k} {v}' for k,v in res['versions'].items() if k != 'fastaccum') + '.'
+    return f"{res['date']}, {machine}. {_named(res['versions'])}.{_added(res.get('exact', ()))}"
+
+def _named(versions): return ', '.join(f'{k} {v}' for k,v in versions.items() if k != 'fastaccum')
+
+def _added(rows):
+    "The cases that were measured later with other versions"
+    added = {r['case']: r['measured'] for r in rows if 'measured' in r}
+    return ''.join(f" {case[0].upper()}{case[1:]}: {o['date']}, {_named(o['versions'])}." for case,o in added.items())
 
 def _table(rows, column, cell):
     "Peers in rows, what `column` says in columns"
@@ -58,12 +65,12 @@ def exact(rows, cases=None):
     the third or the others: a page has no room for more"""
     from fastaccum.conformance import CASES   # here, as `--against` starts processes that import this file first
     names = list(CASES)
-    wanted = dict(first=names[:5], second=names[5:10], third=names[10:15], fourth=names[15:]).get(cases, names)
+    wanted = dict(first=names[:5], second=names[5:10], third=names[10:16], fourth=names[16:]).get(cases, names)
     return _table([r for r in rows if r['case'] in wanted], lambda r: r['case'], lambda r: str(result(r)))
 
 def result(row):
     from fastaccum.conformance import Result
-    return Result(**{k: v for k,v in row.items() if k != 'peer'})
+    return Result(**{k: v for k,v in row.items() if k not in ('peer', 'measured')})
 
 def comm(rows):
     """What two ranks send for a step, in multiples of the gradients' size, and what each keeps between steps and takes

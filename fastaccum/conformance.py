@@ -1,4 +1,4 @@
-"""How exact is your trainer? Twenty-one training runs, each compared with the same run in large batches
+"""How exact is your trainer? Twenty-two training runs, each compared with the same run in large batches
 
 Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 
@@ -214,6 +214,16 @@ def detection_loss(pred, y, reduction='mean'):
     total = F.binary_cross_entropy_with_logits(pred, y, reduction='sum')
     return total if reduction == 'sum' else total/y.sum().clamp(min=1)
 
+def pair_loss(pred, y, reduction='mean'):
+    "How much better the first answer of a pair is than the second, as in DPO. Ties, whose `y` is 0, do not count"
+    better = pred[:,0].sum(-1) - pred[:,1].sum(-1)
+    total = -(F.logsigmoid(better)*y).sum()
+    return total if reduction == 'sum' else total/y.sum().clamp(min=1)
+
+def pairs():
+    "An item is a pair of answers; one micro-batch has ties alone"
+    return [(torch.randn(8, 2, 16), (torch.rand(8) < share).float()) for share in (1, .3, 0, .7)]
+
 def boxes():
     "Each item has 10 boxes; one micro-batch has no object"
     res = [(x, torch.zeros(8, 10)) for x,_ in micro_batches(8, 8, 8, 8)]
@@ -280,6 +290,7 @@ def to_device(job, device):
     batches,valid = (o and mapped(o, lambda x, y: (x.to(device), y.to(device))) for o in (job.batches, job.valid))
     return replace(job, model=job.model.to(device), batches=batches, valid=valid, loss_func=loss_func, device=device)
 
+# %% ../nbs/api/91_conformance.ipynb #f1cf0220
 CASES = {
     'ragged end': Case('Does the last micro-batch, of 2 items after three of 8, count as 2 items?',
         lambda: Job(net(), micro_batches(8, 8, 8, 2)),
@@ -325,6 +336,8 @@ CASES = {
         lambda: Job(net(), boxes(), detection_loss),
         'Weigh each micro-batch by its divisor, and a micro-batch without objects by 1; divide by the objects of the '
         'step.'),
+    'pairs': Case('Is a loss of pairs averaged over the pairs of the step that are no ties?', lambda: Job(net(), pairs(), pair_loss),
+        'Never cut a pair; weigh each micro-batch by its pairs that count, and one of ties alone by 0.'),
     'validation': Case('Does a validation in the middle of an accumulated batch change nothing?',
         lambda: Job(net(Noisier()), micro_batches(*[8]*8), valid=micro_batches(8, 8), valid_every=3),
         'Return to training mode after it, and go on with the gradients and counters from before.'),

@@ -235,6 +235,12 @@ def test_tables():
     table = report.speed(results['speed'], 'MLP 32-64-10')
     assert table.shape==(7, 4) and (table.iloc[3:, 2:]=='').all(axis=None)   # these do not take part in the second case
 
+def test_about():
+    "Cases that were measured later with other versions have these, and their date"
+    res = dict(date='2026-01-01', machine=dict(cpu='x', cores=2), versions=dict(torch='1', fastai='2', fastaccum='0'),
+               exact=[dict(case='tokens'), dict(case='pairs', measured=dict(date='2026-02-02', versions=dict(torch='3')))])
+    assert report.about(res)=='2026-01-01, x, 2 cores. torch 1, fastai 2. Pairs: 2026-02-02, torch 3.'
+
 def test_merged():
     "New cases come to their places, and what was measured again takes the place of what was there"
     def row(peer, case, off=0.): return dict(peer=peer, case=case, off=off)

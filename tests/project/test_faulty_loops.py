@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from bench import peers
-from fastaccum.conformance import ProtocolError, accumulated, check, detection_loss, evaluate, masked_loss, own_loss
+from fastaccum.conformance import ProtocolError, accumulated, check, detection_loss, evaluate, masked_loss, own_loss, pair_loss
 from fastaccum.core.accumulator import GradientAccumulator
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore:Detected call of .lr_scheduler:UserWarning')]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore:Detected call
 # -- A loop, line by line as users write it
 def counted(loss_func, y):
     "What the loss averages over"
-    if loss_func is detection_loss: return y.sum()
+    if loss_func in (detection_loss, pair_loss): return y.sum()
     if loss_func is own_loss: return (y >= 0).sum()
     if loss_func is masked_loss: return y[..., 1].sum()
     weight = getattr(loss_func, 'keywords', {}).get('weight')
@@ -234,7 +234,7 @@ def accumulator(job, params, micro_batches, scale):
     acc = GradientAccumulator(params, job.accum_bs)
     for x,y in micro_batches:
         loss,n = loss_sum(job, x, y)
-        scale(acc.add(loss/n, len(x), n)).backward()
+        scale(acc.add(loss/max(n, 1), len(x), n)).backward()
     acc.finish()
 
 def accelerate(job):

@@ -165,7 +165,8 @@ def versions(outputs):
 def test_one_version():
     "All pages were made with the same versions, but for what has its date and its own versions beside it"
     texts = [json.dumps(c.outputs) for f in api.parent.rglob('*.ipynb') for c in read_nb(f).cells if c.cell_type == 'code']
-    found = versions(re.sub(r'run on [\d-]+ with fastai [\d.]+ and PyTorch [\d.]+', '', '\n'.join(texts)))
+    dated = r'run on [\d-]+ with fastai [\d.]+ and PyTorch [\d.]+|\w+: \d{4}-\d\d-\d\d, (\w+ [\d.]+(, )?)+'
+    found = versions(re.sub(dated, '', '\n'.join(texts)))
     assert {'torch', 'fastai', 'lightning'} <= found.keys()
     assert {name: vs for name,vs in found.items() if len(vs) > 1} == {}
     assert versions('torch 2.9.0, PyTorch 2.9.1 or newer; tft-torch 1.0.0') == {'torch': {'2.9.0', '2.9.1'}}
