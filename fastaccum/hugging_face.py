@@ -156,11 +156,11 @@ no_loss = ("hf_learner: the loss that {} computes of the first items is {:.6g}, 
 class ByName(nn.Module):
     def __init__(self, model, names):
         super().__init__()
-        self.model,self.names = model,names
+        self.model,self.input_names = model,names
         self.more = dict(use_cache=False) if 'use_cache' in arguments(model) else {}
 
     # In fp32, as models compute their losses. (With `ChunkedHead` there are no logits yet)
     def forward(self, *xb):
-        logits = self.model(**dict(zip(self.names, xb)), **self.more).logits
+        logits = self.model(**dict(zip(self.input_names, xb)), **self.more).logits
         is_half = isinstance(logits, Tensor) and logits.dtype in (torch.float16, torch.bfloat16)
         return logits.float() if is_half else logits

@@ -36,7 +36,8 @@ class BatchPass:
         self.n = n                       # this rank's items
         self.last = last                 # is it the last loader batch of the epoch?
         self.counted = counted           # what its items count, if `accum_bs` does not count items
-        self.n_items = n if total is None else total                           # on all ranks
+        self.n_items = n if total is None else total                           # on all ranks; texts, if they are packed
+        if counted is not None and total is None: self.n_items = ifnone(counted.n_texts, n)
         self.n_more = self.n_items if counted is None else counted.total       # counted in it
         self.before = cb.acc.n_items                                           # and before it
         self.opens = self.before == 0

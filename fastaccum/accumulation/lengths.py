@@ -200,15 +200,13 @@ class Wide:
         self.widths = {}
         self.of_targets = True
         self.of_outputs = False                  # in a validation
-        self.tried = False                       # in this epoch: is padding masked?
+        self.tried = set()                       # in this epoch, ways to cut: is padding masked, are packed texts read apart?
 
-    def begin_epoch(self): self.tried = False
+    def begin_epoch(self): self.tried.clear()
 
-    # Is padding to be tried with this `Cut`? It is with the first one of an epoch that trims anything
-    def tries(self, cut):
-        if self.tried: return False
-        self.tried = cut.trims
-        return self.tried
+    # Is the model to be tried with this `Cut`? It is with the first one of an epoch that trims anything
+    def tries(self, cut): return cut.trims and type(cut) not in self.tried
+    def has_tried(self, cut): self.tried.add(type(cut))
 
     # A batch whose tokens, `text`, are `width` wide; of_targets: are its targets? Returns the places of inputs that may
     # still be either

@@ -6,6 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/packed.html.md"""
 
 # %% ../../nbs/api/accumulation/18_packed.ipynb #2ef51cdf
 from __future__ import annotations
+import inspect
 from typing import NamedTuple
 from fastai.basics import *
 from ..core.microbatch import map_tensors, tensors_in
@@ -17,11 +18,13 @@ __all__ = []
 
 # %% ../../nbs/api/accumulation/18_packed.ipynb #241f0472
 # The texts of a loader batch that are packed: (row, start, end) of each. width: of a row; is_flat: have its tensors no dimension of rows?
+# sums: where in memory the tensors lie that say how many tokens come before each text
 class Packed(NamedTuple):
     texts:list
     n_rows:int
     width:int
     is_flat:bool
+    sums:tuple=()
 
     @property
     def is_packed(self): return True
@@ -34,9 +37,9 @@ class Packed(NamedTuple):
             last = parts[-1] if parts else None
             if last is None or last.row != row or end-last.start > most: parts.append(Stretch(row, start, end, i, 1))
             else: parts[-1] = last._replace(end=end, n=last.n+1)
-        return PackedCut(parts, self) if len(parts) > 1 else None
+        return PackedCut(parts, self, most) if len(parts) > 1 else None
 
-# A micro-batch: texts `first` to `first+n` of the loader batch, which lie next to each other in a row
+# A micro-batch: `n` texts of the loader batch from the `first` one on, which lie next to each other in a row
 class Stretch(NamedTuple):
     row:int
     start:int
@@ -45,56 +48,52 @@ class Stretch(NamedTuple):
     n:int
 
 # %% ../../nbs/api/accumulation/18_packed.ipynb #a76763bf
-# What is known of the inputs, by their places in the order of `tensors_in`: which one tells where texts begin, and which do not
-class Borders:
-    def __init__(self):
-        self.place = None
-        self.others = set()
+# The inputs of `model` by the names that a dict or its `forward` has for them
+def named_inputs(model, xb):
+    names = getattr(model, 'input_names', None) or [*inspect.signature(model.forward).parameters]
+    named = {}
+    for i,o in enumerate(xb):
+        if isinstance(o, dict): named.update(o)
+        else: named[names[i] if i < len(names) else i] = o
+    return {k: t for k,t in named.items() if isinstance(t, Tensor)}
 
-    # The `Packed` texts of the inputs; None if they are not packed. Reads the device if there are numbers that may tell
-    def find(self, xb):
-        ts = tensors_in(xb)
-        asked = [i for i,t in enumerate(ts) if self.place in (None, i) and i not in self.others and is_of_integers(t)]
-        for i in asked:
-            starts = starts_of(ts[i], ts)
-            if starts is None: self.others.add(i)
-            elif self.place == i or max(map(len, starts)) > 1:
-                self.place = i
-                return packed_at(starts, ts[i], ts)
+# The `Packed` texts of the inputs; None if they are not packed. Reads the device if an input has one of the names
+def find_packed(named):
+    sums = [t for k,t in named.items() if str(k).startswith(('cu_seqlens','cu_seq_lens')) and t.dim() == 1 and len(t) > 1]
+    if sums: return packed_by_sums(sums, named)
+    t = named.get('position_ids')
+    if t is None or t.dim() not in (1, 2) or not t.numel() or t.is_floating_point(): return None
+    rows = [texts_of(row, t.dim() == 1 or len(t) == 1) for row in t.view(-1, t.shape[-1]).tolist()]
+    if len(rows) > 1 and max(map(len, rows)) < 2: return None
+    return Packed([(i, *text) for i,row in enumerate(rows) for text in row], len(rows), t.shape[-1], t.dim() == 1)
 
-def is_of_integers(t): return t.dim() in (1, 2) and t.numel() > 1 and t.dtype in (torch.int32, torch.int64)
+def packed_by_sums(sums, named):
+    before = sums[0].tolist()
+    if before[0] != 0 or not all(a < b for a,b in zip(before, before[1:])): return None
+    width = before[-1]
+    is_flat = not any(t.dim() > 1 and t.shape[:2] == (1, width) for t in named.values())
+    return Packed([(0, a, b) for a,b in zip(before, before[1:])], 1, width, is_flat, tuple(t.data_ptr() for t in sums))
 
-# Where texts begin in each row; None if `t` has other numbers
-def starts_of(t, ts):
-    rows = t.tolist()
-    if t.dim() == 2: return begin_again(rows)
-    n = tokens_of(ts)
-    is_sum = rows[0] == 0 and rows[-1] == n and all(a < b for a,b in zip(rows, rows[1:]))
-    return [rows[:-1]] if is_sum else begin_again([rows])
-
-# Rows that count from 0 and begin again. Those that hardly count are a mask, or all 0
-def begin_again(rows):
-    if not all(r[0] == 0 and all(b in (0, a+1) for a,b in zip(r, r[1:])) for r in rows): return None
-    starts = [[i for i,v in enumerate(r) if v == 0] for r in rows]
-    return starts if 2*sum(map(len, starts)) < sum(map(len, rows)) else None
-
-# In one row, or without a dimension of rows
-def tokens_of(ts): return max((t.shape[1] if t.dim() > 1 and len(t) == 1 else len(t) for t in ts if t.dim()), default=0)
-
-def packed_at(starts, t, ts):
-    width = t.shape[1] if t.dim() == 2 else tokens_of(ts)
-    is_flat = t.dim() == 1 and not any(o.dim() > 1 and o.shape[:2] == (1, width) for o in ts)
-    texts = [(row,a,z) for row,s in enumerate(starts) for a,z in zip(s, [*s[1:], width])]
-    return Packed(texts, len(starts), width, is_flat)
+# (start, end) of the texts of a row, in which positions count on. Places at its ends that do not are padding, and stay with the text
+# beside them. alone: is it the only row? Then a single one of them is a text
+def texts_of(positions, alone):
+    starts = [i for i,p in enumerate(positions) if i == 0 or p != positions[i-1]+1]
+    is_one = [b-a == 1 for a,b in zip(starts, [*starts[1:], len(positions)])]
+    if all(is_one): return [(i, i+1) for i in starts] if alone else [(0, len(positions))]
+    before,after = is_one.index(False),is_one[::-1].index(False)
+    if before > int(alone): starts = [0, *starts[before+1:]]
+    if after > int(alone): starts = starts[:-after]
+    return [*zip(starts, [*starts[1:], len(positions)])]
 
 # %% ../../nbs/api/accumulation/18_packed.ipynb #1d9259b6
 # Cuts the tensors of a loader batch, and puts predictions together again
 class PackedCut:
-    trims = True                          # has a micro-batch to be compared with what the model says of it in its row?
+    trims = True                          # has a micro-batch less than its row?
 
-    def __init__(self, parts, packed):
+    def __init__(self, parts, packed, most):
         self.parts = parts
         self.packed = packed
+        self.most = most
 
     # Rows of the tensors of each micro-batch, texts, and tokens, which are what a loss counts
     sizes = property(lambda self: [p.end-p.start if self.packed.is_flat else 1 for p in self.parts])
@@ -105,18 +104,26 @@ class PackedCut:
     def split(self, xb, yb, beside=()):
         for p in self.parts: yield tuple(map_tensors(partial(self.pick, p=p), b) for b in (xb, yb, list(beside)))
 
+    # Each dimension of tokens is cut, as a mask may have two
     def pick(self, t, p):
-        packed = self.packed
+        packed,rows = self.packed,int(self.packed.n_rows > 1)
         if not t.dim(): return t
-        if not packed.is_flat and t.dim() > 1 and t.shape[:2] == (packed.n_rows, packed.width): return t[p.row:p.row+1,p.start:p.end]
-        if packed.is_flat and len(t) == packed.width: return t[p.start:p.end]
-        if t.dim() == 1 and packed.n_rows == 1 and len(t) == len(packed.texts)+1: return t[p.first:p.first+p.n+1] - p.start
-        shape = (packed.width,) if packed.is_flat else (packed.n_rows, packed.width)
-        raise TypeError(f"micro_batch_tokens cuts packed texts of shape {shape}, and a tensor of the loader batch has the shape "
-                        f"{tuple(t.shape)}, which has no place for each token: leave micro_batch_tokens out, and pack fewer texts.")
+        if t.data_ptr() in packed.sums: return (t[p.first:p.first+p.n+1] - p.start).clamp(0, p.end-p.start)
+        dims = [d for d in range(rows, t.dim()) if t.shape[d] == packed.width]
+        if not dims or rows and len(t) != packed.n_rows: raise self.no_places(t)
+        if rows: t = t[p.row:p.row+1]
+        for d in dims: t = t.narrow(d, p.start, p.end-p.start)
+        return t
+
+    def no_places(self, t):
+        shape = (self.packed.width,) if self.packed.is_flat else (self.packed.n_rows, self.packed.width)
+        return TypeError(f"micro_batch_tokens cuts packed texts of shape {shape}, and a tensor of the loader batch has the shape "
+                         f"{tuple(t.shape)}, which has no place for each token: leave micro_batch_tokens out, and pack fewer texts.")
 
     # Targets with a row for each token
-    def ordered(self, yb): return yb if self.packed.is_flat else map_tensors(lambda t: t.flatten(0, 1) if t.dim() > 1 else t, yb)
+    def ordered(self, yb):
+        shape = self.packed.n_rows,self.packed.width
+        return map_tensors(lambda t: t.flatten(0, 1) if t.shape[:2] == shape else t, yb)
 
     # What `call` predicts for the parts; in one piece, if an output has no place for each token
     def predict(self, call, xb):
@@ -126,36 +133,56 @@ class PackedCut:
 
     # The outputs of the micro-batches as those of the loader batch
     def join(self, outs):
-        dim = 0 if self.packed.is_flat else 1
-        if not all(t.dim() > dim and t.shape[dim] == n for out,n in zip(outs, self.tokens) for t in tensors_in(out)): return None
-        whole = map_tensors(lambda *ts: torch.cat(ts, dim), *outs)
-        return whole if self.packed.is_flat else map_tensors(lambda t: t.unflatten(1, (self.packed.n_rows, -1))[0], whole)
+        dims = [self.dim_of(ts) for ts in zip(*map(tensors_in, outs))]
+        if None in dims: return None
+        dims = iter(dims)
+        return map_tensors(lambda *ts: self._join(ts, next(dims)), *outs)
+
+    # Where the outputs `ts` of the micro-batches have tokens; None if nowhere
+    def dim_of(self, ts):
+        order = (0, 1) if self.packed.is_flat else (1, 0)
+        return next((d for d in order if all(t.dim() > d and t.shape[d] == n for t,n in zip(ts, self.tokens))), None)
+
+    def _join(self, ts, dim):
+        whole = torch.cat(ts, dim)
+        return whole.unflatten(1, (self.packed.n_rows, -1))[0] if dim else whole
 
 # %% ../../nbs/api/accumulation/18_packed.ipynb #fa2002ea
 # A warning if the model sees more than one of the packed texts at a time, or None. `call(model, *xb)` predicts; tol: what is rounding
 def reads_on(call, model, xb, cut, tol):
-    packed = cut.packed
-    pairs = [(a, b, i) for i,(a,b) in enumerate(zip(packed.texts, packed.texts[1:])) if a[0] == b[0]]
-    if not pairs: return None
-    (row,start,_),(_,middle,end),i = min(pairs, key=lambda p: p[1][2]-p[0][1])
-    both,second = Stretch(row, start, end, i, 2),Stretch(row, middle, end, i+1, 1)
+    window = window_at_cut(cut)
+    if window is None: return None
+    def outputs(part): return tensors_in(call(model, *map_tensors(partial(cut.pick, p=part), xb)))
     with no_trace(model) as trace:
         for m in model.modules(): m.training = False
-        together,alone = [tensors_in(call(model, *map_tensors(partial(cut.pick, p=p), xb))) for p in (both, second)]
-        apart = max((apart_at_end(a, b, int(not packed.is_flat)) for a,b in zip(together, alone)), default=0.)
-    message = _message.format(off=apart, n=end-middle, before=middle-start) if not apart <= tol else None
+        together,*alone = [*map(outputs, window)]
+        sides = [max((apart(a, b, p, window[0]) for a,b in zip(together, outs)), default=0.) for outs,p in zip(alone, window[1:])]
+    off,p = max(zip(sides, window[1:]), key=itemgetter(0))
+    more = window[0].end-window[0].start - (p.end-p.start)
+    message = _message.format(off=off, n=p.end-p.start, more=more) if not off <= tol else None
     moved = model_moved.format(what='whether it reads packed texts apart', why=Moved(trace.moved)) if trace.moved else None
     return ' '.join(filter(None, (message, moved))) or None
 
-# The relative difference of the outputs `b` from the last ones of `a`
-def apart_at_end(a, b, dim):
-    if not b.is_floating_point() or b.dim() <= dim: return 0.
-    a = a.narrow(dim, a.shape[dim]-b.shape[dim], b.shape[dim])
+# Two texts where a row is cut, and each of them: of at most as many tokens as a micro-batch, half of them on each side
+def window_at_cut(cut):
+    texts,half = cut.packed.texts,max(cut.most//2, 1)
+    cuts = [q.first for p,q in zip(cut.parts, cut.parts[1:]) if p.row == q.row]
+    if not cuts: return None
+    i = max(cuts, key=lambda i: min(texts[i-1][2]-texts[i-1][1], texts[i][2]-texts[i][1], half))
+    (row,start,middle),(_,_,end) = texts[i-1],texts[i]
+    start,end = max(start, middle-half),min(end, middle+half)
+    return Stretch(row, start, end, i-1, 2),Stretch(row, start, middle, i-1, 1),Stretch(row, middle, end, i, 1)
+
+# The relative difference of the outputs `b` for the stretch `p` from those in `whole`, `a`
+def apart(a, b, p, whole):
+    for d in range(b.dim()):
+        if a.shape[d] != b.shape[d] == p.end-p.start: a = a.narrow(d, p.start-whole.start, p.end-p.start)
+    if not b.is_floating_point() or a.shape != b.shape: return 0.
     return float((a.float()-b.float()).norm()/b.float().norm().clamp(min=1e-30))
 
-_message = ("The model reads packed texts together, which micro_batch_tokens cuts apart: its predictions for a text of {n} tokens "
-            "change by {off:.1%} with the {before} tokens of the text before it. Use a model and an attention that read each text by "
-            "itself, or leave micro_batch_tokens out.")
+_message = ("The model reads packed texts together, which micro_batch_tokens cuts apart: its predictions for {n} tokens of a text "
+            "change by {off:.1%} with {more} tokens of the text beside it. Use a model and an attention that read each text by "
+            "itself, without an attention_mask if they go by position_ids, or leave micro_batch_tokens out.")
 
 # Errors for settings with which packed texts cannot be cut
 def check_packed(cb):

@@ -13,7 +13,7 @@ from ..core.microbatch import tensors_in
 from ..core.checks import with_article
 from ..core.losses import LossInfo, mixer_of, _valid
 from .lengths import Spans
-from .packed import Borders, Packed
+from .packed import Packed, find_packed, named_inputs
 
 # %% auto #0
 __all__ = []
@@ -24,6 +24,10 @@ class Counted(NamedTuple):
     of_items:list     # for each item of this rank
     total:int         # of all ranks
     spans:Spans|Packed|None=None # where the rows begin and end, or the texts in them, for `micro_batch_tokens`
+
+    # Texts in packed rows; None if they are not packed
+    @property
+    def n_texts(self): return len(self.spans.texts) if is_packed(self.spans) else None
 
     # For micro-batches with so many items, which are in the order `order`
     def in_parts(self, sizes, order=None):
@@ -39,7 +43,6 @@ class BatchCounter:
         self.pad_idx,self.lengths = pad_idx,lengths
         self._found = {}
         self._place = None
-        self._borders = Borders()
 
     # Of the Learner's loader batch, of which this rank has `n` items
     def __call__(self, learn, n, ranks):
@@ -60,7 +63,7 @@ class BatchCounter:
 
     # What its items count, and where its rows begin and end. Reads the device once
     def _read(self, learn, n):
-        packed = self._borders.find(learn.xb) if self.lengths else None
+        packed = find_packed(named_inputs(learn.model, learn.xb)) if self.lengths else None
         if packed is not None: return self._of_packed(learn, n, packed),packed
         ends = self._ends(learn, n) if self.lengths else None
         if self.count is not None: v = numbers_of(self.count(learn))
@@ -104,7 +107,7 @@ class BatchCounter:
         return self._found[key]
 
     def spans(self, learn, n):
-        packed = self._borders.find(learn.xb)
+        packed = find_packed(named_inputs(learn.model, learn.xb))
         if packed is not None: return packed
         (starts,ends),width,of_targets = self._ends(learn, n)
         starts,ends = torch.stack([starts, ends]).tolist()

@@ -256,6 +256,7 @@ class Tokens(Whole):
         parts = spans.cut(most, facts.wide)
         if parts is None or not facts.wide.tries(parts): return parts
         message = padding_message(learn.one_batch.precision.predict, learn.model, learn.xb, parts, 5*facts.rounding, unsure)
+        facts.wide.has_tried(parts)
         if message: self.cb.warn_once(message, 'tutorials/token_losses.html#texts-of-different-lengths', about='padding')
         return parts
 
@@ -263,12 +264,16 @@ class Tokens(Whole):
         cb = self.cb
         if parts is None or not cb.facts.wide.tries(parts): return parts
         message = reads_on(cb.learn.one_batch.precision.predict, cb.learn.model, cb.learn.xb, parts, 5*cb.facts.rounding)
+        cb.facts.wide.has_tried(parts)
         if message: cb.warn_once(message, 'tutorials/pairs.html#packed-texts', about='padding')
         return parts
 
     def weighed(self, yb, micros):
         if self.parts is None: return super().weighed(yb, micros)
         return self.parts.ordered(yb),(self.parts.tokens if self.cuts_texts else self.sizes)
+
+    @property
+    def layer_sees(self): return max(self.parts.texts) if self.cuts_texts else self.size
 
     def most_items(self, micros):
         if self.cuts_texts: return max(self.parts.texts)

@@ -3,7 +3,7 @@ import pytest, torch
 from fastcore.test import test_close as close, test_eq as eq
 from torch.utils.data import DataLoader as TorchLoader
 from reference import *
-from fastaccum.accumulation.packed import Borders
+from fastaccum.accumulation.packed import find_packed, texts_of
 from fastaccum.logs.steps import StepLogger
 
 g = torch.Generator().manual_seed(3)
@@ -24,7 +24,7 @@ class Reader(nn.Module):
         return self.out((sees @ self.emb(ids)/sees.sum(-1, keepdim=True)).tanh())
 
 class InRows(Reader):
-    def forward(self, ids, positions): return self.read(ids, (positions == 0).cumsum(-1))
+    def forward(self, ids, position_ids): return self.read(ids, (position_ids == 0).cumsum(-1))
 
 class Flat(Reader):
     "As attention of variable length takes them: no dimension of rows, and the tokens before each text"
@@ -113,12 +113,13 @@ def test_counts(way, unit, n):
     for i,b in enumerate(batches):
         steps[-1] += b
         if steps[-1] >= n and i+1 < len(batches): steps.append(0)
-    acc = learn.gradient_accumulation
-    if way == 'rows' and unit == 'items': return          # padding at the end of rows may be texts of a token
     eq(len(learn.recorder.losses), len(steps))
-    if unit == 'tokens': eq([*log.to_df()['tokens']], steps)
+    logged = log.to_df()
+    if unit == 'tokens': eq([*logged['tokens']], steps)
+    else: eq([*logged['items']], steps)
+    assert logged['items'].sum() == 36
 
-@pytest.mark.parametrize('way', ['one_row', 'flat'])
+@pytest.mark.parametrize('way', ['one_row', 'rows', 'flat'])
 def test_steps_of_several_rows(way):
     "Twelve texts in rows of four, each cut, make the step of twelve texts"
     whole = packed_learner(way)
@@ -130,9 +131,9 @@ def test_steps_of_several_rows(way):
 def test_out_of_memory():
     "With 'auto' the number of tokens is halved"
     class Full(InRows):
-        def forward(self, ids, positions):
+        def forward(self, ids, position_ids):
             if self.training and ids.shape[1] > 40: raise torch.OutOfMemoryError('CUDA out of memory')
-            return super().forward(ids, positions)
+            return super().forward(ids, position_ids)
     whole,cut = packed_learner('one_row'),packed_learner('one_row', GradientAccumulation(micro_batch_tokens='auto'), model=None)
     cut.model.__class__ = Full
     start = weights(whole)
@@ -165,7 +166,7 @@ def test_term_of_a_callback():
 def test_tensor_without_tokens():
     def with_mask(ts): return (*one_row(ts)[:2], torch.ones(1, 1, 4, 4), targets(ts)[None])
     class Masked(InRows):
-        def forward(self, ids, positions, mask): return super().forward(ids, positions)
+        def forward(self, ids, position_ids, mask): return super().forward(ids, position_ids)
     ways['mask'] = with_mask,Masked
     try:
         learn = packed_learner('mask', GradientAccumulation(micro_batch_tokens=30))
@@ -180,14 +181,106 @@ def test_error_in_a_micro_batch():
     with pytest.raises(ValueError, match=r'wrong.*with \d of the loader batch.s 12 items, as micro_batch_tokens cuts packed texts'):
         learn.fit(1, .1)
 
-@pytest.mark.parametrize('xb', [
-    (torch.randint(3, 9, (4, 8)), torch.zeros(4, 8, dtype=torch.long)),                  # types of tokens, all alike
-    (torch.randint(3, 9, (4, 8)), torch.ones(4, 8, dtype=torch.long)),                   # a mask
-    (torch.randint(3, 9, (4, 8)), torch.arange(8).expand(4, 8)),                         # a text in each row
-    (torch.randint(3, 9, (4, 8)), tensor([0, 1, 0, 0, 1, 0, 0, 0]).expand(4, 8)),        # which tokens are to be guessed
-    (torch.randint(3, 9, (4, 8)), tensor([0, 3, 5, 7])),                                 # a number for each text
-    (torch.rand(4, 8),)])
-def test_what_is_not_packed(xb): assert Borders().find(xb) is None
+@pytest.mark.parametrize('positions,alone,expected', [
+    ([0, 1, 2, 0, 1], True, [(0, 3), (3, 5)]), ([2, 3, 4, 2, 3], True, [(0, 3), (3, 5)]), ([0, 1, 0], True, [(0, 2), (2, 3)]),
+    ([0, 1, 0, 1, 0], False, [(0, 2), (2, 5)]), ([0, 1, 2, 0, 0, 0], True, [(0, 6)]), ([1, 1, 1, 0, 1, 2], True, [(0, 6)]),
+    ([0, 0, 0, 0], False, [(0, 4)]), ([0, 0], True, [(0, 1), (1, 2)]), ([0, 1, 0, 0, 1, 0, 0], True, [(0, 2), (2, 3), (3, 7)]), ([0, 1, 2, 3], True, [(0, 4)])])
+def test_where_texts_begin(positions, alone, expected): eq(texts_of(positions, alone), expected)
+
+ids = torch.randint(3, 9, (3, 8))
+@pytest.mark.parametrize('named', [
+    dict(input_ids=ids), dict(input_ids=ids, position_ids=torch.arange(8).expand(3, 8)), dict(ids=ids, turn=tensor([0, 1, 0])),
+    dict(ids=ids, char=tensor([0, 1, 2, 0, 1, 0, 1, 2]).expand(3, 8)), dict(ids=ids, position_ids=torch.zeros(3, 8).long()),
+    dict(ids=ids, position_ids=tensor([[0, 1, 2, 3, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 1, 2, 3, 4]])),
+    dict(ids=ids, position_ids=torch.rand(3, 8)), dict(ids=ids, position_ids=torch.arange(24).view(3, 1, 8))])
+def test_what_is_not_packed(named): assert find_packed(named) is None
+
+class Masked(Reader):
+    "Padding is masked, and positions say nothing of it"
+    def forward(self, ids, position_ids):
+        sees = (ids != 0).float()[:,None].expand(-1, ids.shape[1], -1).tril()
+        return self.out((sees @ self.emb(ids)/sees.sum(-1, keepdim=True).clamp(min=1)).tanh())
+
+@pytest.mark.parametrize('at_end', [True, False])
+def test_padded_texts_with_positions(at_end):
+    "Positions of 0 on the padding are no texts: the items are the rows, whose padding is trimmed"
+    def pack(ts):
+        most = max(map(len, ts))
+        def wide(t, pad): return F.pad(t, (0, most-len(t)) if at_end else (most-len(t), 0), value=pad)
+        return tuple(torch.stack([wide(f(t), pad) for t in ts]) for f,pad in ((noop, 0), (lambda t: torch.arange(len(t)), 0),
+                                                                             (lambda t: torch.cat([t[1:], tensor([-100])]), -100)))
+    ways['padded'] = pack,Masked
+    try:
+        log,calls = StepLogger(),Calls()
+        whole = packed_learner('padded')
+        cut = packed_learner('padded', GradientAccumulation(12, micro_batch_tokens=24, pad_idx=0), log, calls, n=4)
+        start = weights(whole)
+        for learn in (whole, cut): learn.fit(2, .5)
+    finally: del ways['padded']
+    assert off(cut, whole, start) < 3e-6 and log.to_df()['items'].tolist() == [12]*6
+    assert min(s[1] for s in calls.shapes) < 9
+
+def test_texts_of_one_token_on_the_way():
+    "A batch of them changes nothing for the others"
+    short = [t[:1] if 4 <= i%12 < 8 else t for i,t in enumerate(texts)]
+    def fitted(n, *cbs):
+        dls = DataLoaders(*[TorchLoader(short, n, collate_fn=one_row) for _ in range(2)])
+        set_seed(0)
+        learn = Learner(dls, InRows(), CrossEntropyLossFlat(), SGD, cbs=[*cbs])
+        start = weights(learn)
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, .5)
+        return learn,start
+    calls = Calls()
+    (whole,start),(cut,_) = fitted(12),fitted(12, GradientAccumulation(micro_batch_tokens=16), calls)
+    assert off(cut, whole, start) < 3e-6 and max(s[1] for s in calls.shapes) <= 16
+
+class Backwards(InRows):
+    "Reads what follows, of other texts, too"
+    def forward(self, ids, position_ids):
+        sees = torch.ones(ids.shape[-1], ids.shape[-1]).triu()
+        return self.out((sees @ self.emb(ids)/sees.sum(-1, keepdim=True)).tanh())
+
+def test_model_that_reads_the_text_after():
+    learn = packed_learner('one_row', GradientAccumulation(micro_batch_tokens=30), model=Backwards())
+    with pytest.warns(UserWarning, match='reads packed texts together'): learn.fit(1, .1)
+
+def test_the_look_needs_no_more_memory():
+    "It is at as many tokens as a micro-batch may have"
+    class Full(InRows):
+        def forward(self, ids, position_ids):
+            if ids.shape[1] > 12: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(ids, position_ids)
+    learn = packed_learner('one_row', GradientAccumulation(micro_batch_tokens=12), model=Full())
+    learn.fit(1, .1)
+
+class WithMask(Reader):
+    "A mask says what each token sees"
+    def forward(self, ids, position_ids, sees):
+        sees = sees.float().view(-1, *sees.shape[-2:])
+        return self.out((sees @ self.emb(ids)/sees.sum(-1, keepdim=True)).tanh())
+
+@pytest.mark.parametrize('shape', [(), (1,), (1, 1)])
+def test_masks_of_two_dimensions(shape):
+    def pack(ts):
+        ids,pos,y = one_row(ts)
+        text = (pos == 0).cumsum(1)[0]
+        sees = (text[:,None] == text[None]).tril()
+        return ids,pos,sees[(None,)*len(shape)],y
+    ways['mask'] = pack,WithMask
+    try:
+        whole,cut = packed_learner('mask'),packed_learner('mask', GradientAccumulation(micro_batch_tokens=30))
+        start = weights(whole)
+        for learn in (whole, cut): learn.fit(1, .5)
+    finally: del ways['mask']
+    assert off(cut, whole, start) < 3e-6
+
+class Normed(InRows):
+    def __init__(self): super().__init__(); self.norm = nn.BatchNorm1d(30)
+    def forward(self, ids, position_ids): return self.norm(super().forward(ids, position_ids).transpose(1, 2)).transpose(1, 2)
+
+def test_batchnorm():
+    learn = packed_learner('one_row', GradientAccumulation(micro_batch_tokens=30), model=Normed())
+    with pytest.warns(UserWarning, match='BatchNorm: 1 layer sees .* freeze BatchNorm'): learn.fit(1, .1)
 
 def test_a_hugging_face_model():
     "With sdpa, which reads each text by itself by its position_ids; labels are shifted by the model"

@@ -234,7 +234,7 @@ def test_own_losses(name, bs):
     ds = sorted(items('classes'), key=lambda o: int(o['labels']))
     dls = DataLoaders(*[TorchLoader(ds, bs, collate_fn=Collate('classes'))]*2)
     make = partial(hf_learner, dls, OwnLoss(bert(0., num_labels=3)))
-    if name == 'the plain one': assert make().model.names == ['input_ids', 'attention_mask']
+    if name == 'the plain one': assert make().model.input_names == ['input_ids', 'attention_mask']
     else:
         with pytest.raises(ValueError, match='pass loss_func'): make()
 
@@ -275,7 +275,7 @@ def test_lora():
     want,start = weights(by_hand),weights(adapted())
     for bs,cbs in ((4, [GradientAccumulation(20)]), (20, [GradientAccumulation(micro_batch_size=7), ActivationCheckpointing()])):
         learn = run(bs, *cbs)
-        assert learn.model.names == ['input_ids', 'attention_mask', 'position_ids']
+        assert learn.model.input_names == ['input_ids', 'attention_mask', 'position_ids']
         assert (weights(learn.model)-want).norm() < 4e-6*(want-start).norm()
 
 class Draws(Collate):

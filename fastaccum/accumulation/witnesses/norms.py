@@ -38,6 +38,7 @@ class SmallNorms(Witness):
 # How many items a layer sees at a time, if the step has more; else None
 def part_of_step(batch):
     ranks,n = batch.cb.ranks,batch.way.layer_sees
+    if batch.way.cuts_texts: return n
     whole = batch.n_items if ranks.joint_gradients or ranks.one_target else batch.n
     return None if batch.opens and batch.closes and n == whole else n
 
@@ -67,7 +68,7 @@ def step_sizes(acc, batch):
     return min(target, epoch),min(-(-target//batch.n_items)*batch.n_items, epoch)
 
 def what_is_exact(acc, batch, model, size):
-    together = acc.ranks.joint_gradients and not any(getattr(type(cb), 'compares_micro_batches', False) for cb in acc.learn.cbs)
+    together = acc.ranks.joint_gradients and acc.micro_batch_tokens is None and not any(getattr(type(cb), 'compares_micro_batches', False) for cb in acc.learn.cbs)
     if not together or not acc.constant: return "freeze BatchNorm (`BnFreeze`) or use GroupNorm"
     in_head = isinstance(model, nn.Sequential) and not batchnorms(model, but=model[-1]) and acc.ranks.world == 1
     k = ifnone(acc.micro_batch_size, part_of_step(batch))
