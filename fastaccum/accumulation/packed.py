@@ -50,12 +50,20 @@ class Stretch(NamedTuple):
 # %% ../../nbs/api/accumulation/18_packed.ipynb #a76763bf
 # The inputs of `model` by the names that a dict or its `forward` has for them
 def named_inputs(model, xb):
-    names = getattr(model, 'input_names', None) or [*inspect.signature(model.forward).parameters]
-    named = {}
+    names,named = names_of(get_model(model)),{}
     for i,o in enumerate(xb):
         if isinstance(o, dict): named.update(o)
         else: named[names[i] if i < len(names) else i] = o
     return {k: t for k,t in named.items() if isinstance(t, Tensor)}
+
+# By the `forward` of its class, or, if that only passes on what it gets, of the class above
+def names_of(model):
+    if hasattr(model, 'input_names'): return model.input_names
+    for c in type(model).__mro__:
+        if 'forward' not in vars(c) or c is nn.Module: continue
+        found = inspect.signature(vars(c)['forward']).parameters.values()
+        if not any(p.kind is p.VAR_POSITIONAL for p in found): return [p.name for p in found][1:]
+    return []
 
 # The `Packed` texts of the inputs; None if they are not packed. Reads the device if an input has one of the names
 def find_packed(named):

@@ -87,7 +87,8 @@ class BatchCounter:
         ids = self.text(learn.xb, n)
         if ids is None:
             raise ValueError("To count tokens: neither targets nor inputs of this Learner are rows of tokens, which are integers. Pass "
-                             "count=, a function of the Learner that counts the tokens of a loader batch; micro_batch_tokens cannot work.")
+                             "count=, a function of the Learner that counts the tokens of a loader batch; micro_batch_tokens cannot work, "
+                             "unless texts are packed, and an input is named position_ids or cu_seqlens.")
         return ids != self.padding(learn)
 
     # The tokens among the inputs: what is named so, fastai's type, which other callbacks do not get to see, or the
@@ -187,4 +188,5 @@ def padding_of(learn):
         found = {v.index('xxpad') for v in (vocabs, *vocabs) if isinstance(v, (list,L)) and 'xxpad' in v}
     if len(found) == 1: return found.pop()
     raise ValueError("Which token is padding is not known, as the model has no embedding with a padding_idx. Pass pad_idx=, "
-                     "the token of the padding (-1 if there is none), or count=, a function of the Learner.")
+                     "the token of the padding (-1 if there is none), or count=, a function of the Learner. Packed texts are known by an "
+                     "input named position_ids or cu_seqlens.")

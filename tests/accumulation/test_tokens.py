@@ -5,6 +5,7 @@ import pytest, torch, torch.nn.functional as F
 from fastai.text.data import TensorText
 from fastcore.test import test_close as close
 from reference import *
+from fastaccum.accumulation.lengths import Cut
 from fastaccum.batch_size.noise import GradientNoiseScale
 from fastaccum.batch_size.rates import ScaleLR, batch_ramp
 from fastaccum.checkpoint.callback import TrainingCheckpoint
@@ -509,7 +510,7 @@ def test_trial_leaves_no_trace():
     def run(tried):
         learn = masked_learner('transformer', GradientAccumulation(32, micro_batch_tokens=48))
         learn.model = (set_seed(0), Trace().double())[1]
-        if not tried: learn.add_cb(On('before_train', lambda learn: setattr(learn.gradient_accumulation.facts.wide, 'tried', True)))
+        if not tried: learn.add_cb(On('before_train', lambda learn: setattr(learn.gradient_accumulation.facts.wide, 'tried', {Cut})))
         learn.fit(1, .1)
         return weights(learn.model),learn.model.n
     (a,n),(b,m) = run(True),run(False)
