@@ -163,10 +163,11 @@ def reads_on(call, model, xb, cut, tol):
     def outputs(part): return tensors_in(call(model, *map_tensors(partial(cut.pick, p=part), xb)))
     with no_trace(model) as trace:
         for m in model.modules(): m.training = False
-        together,*alone = [*map(outputs, window)]
-        sides = [max((apart(a, b, p, window[0]) for a,b in zip(together, outs)), default=0.) for outs,p in zip(alone, window[1:])]
-    off,p = max(zip(sides, window[1:]), key=itemgetter(0))
-    more = window[0].end-window[0].start - (p.end-p.start)
+        both,before,after = window
+        together = outputs(both)
+        sides = [(max((apart(a, b, p, both) for a,b in zip(together, outputs(p))), default=0.), p) for p in (before, after)]
+    off,p = max(sides)
+    more = both.end-both.start - (p.end-p.start)
     message = _message.format(off=off, n=p.end-p.start, more=more) if not off <= tol else None
     moved = model_moved.format(what='whether it reads packed texts apart', why=Moved(trace.moved)) if trace.moved else None
     return ' '.join(filter(None, (message, moved))) or None

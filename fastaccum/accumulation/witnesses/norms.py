@@ -68,7 +68,8 @@ def step_sizes(acc, batch):
     return min(target, epoch),min(-(-target//batch.n_items)*batch.n_items, epoch)
 
 def what_is_exact(acc, batch, model, size):
-    together = acc.ranks.joint_gradients and not batch.way.cuts_texts and not any(getattr(type(cb), 'compares_micro_batches', False) for cb in acc.learn.cbs)
+    compares = any(getattr(type(cb), 'compares_micro_batches', False) for cb in acc.learn.cbs)
+    together = acc.ranks.joint_gradients and not compares and not batch.way.cuts_texts
     if not together or not acc.constant: return "freeze BatchNorm (`BnFreeze`) or use GroupNorm"
     in_head = isinstance(model, nn.Sequential) and not batchnorms(model, but=model[-1]) and acc.ranks.world == 1
     k = ifnone(acc.micro_batch_size, part_of_step(batch))
