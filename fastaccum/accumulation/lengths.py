@@ -242,7 +242,11 @@ class FittingTokens(FittingSize):
 def padding_message(call, model, xb, cut, tol, unsure=()):
     if not cut.trims: return None
     with no_trace(model) as trace: message = _compare_padded(call, model, xb, cut, tol, unsure)
-    moved = model_moved.format(what='whether it masks padding', why=Moved(trace.moved)) if trace.moved else None
+    return with_moved(message, trace, 'whether it masks padding')
+
+# The `message` of a look at the model, and what to say if that has moved it; None if there is nothing. what: to find out by the look
+def with_moved(message, trace, what):
+    moved = model_moved.format(what=what, why=Moved(trace.moved)) if trace.moved else None
     return ' '.join(filter(None, (message, moved))) or None
 
 def _compare_padded(call, model, xb, cut, tol, unsure):

@@ -10,8 +10,8 @@ import inspect
 from typing import NamedTuple
 from fastai.basics import *
 from ..core.microbatch import map_tensors, tensors_in
-from ..core.untouched import Moved
-from ..core.watch import model_moved, no_trace
+from ..core.watch import no_trace
+from .lengths import with_moved
 
 # %% auto #0
 __all__ = []
@@ -169,8 +169,7 @@ def reads_on(call, model, xb, cut, tol):
     off,p = max(sides)
     more = both.end-both.start - (p.end-p.start)
     message = _message.format(off=off, n=p.end-p.start, more=more) if not off <= tol else None
-    moved = model_moved.format(what='whether it reads packed texts apart', why=Moved(trace.moved)) if trace.moved else None
-    return ' '.join(filter(None, (message, moved))) or None
+    return with_moved(message, trace, 'whether it reads packed texts apart')
 
 # Two texts where a row is cut, and each of them: of at most as many tokens as a micro-batch, half of them on each side
 def window_at_cut(cut):

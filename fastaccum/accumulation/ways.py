@@ -250,22 +250,19 @@ class Tokens(Whole):
     # None if one micro-batch is enough
     def _cut(self, spans, most):
         learn,facts = self.cb.learn,self.cb.facts
-        if spans.is_packed: return self._cut_packed(spans.cut(most))
+        if spans.is_packed: return self._tried(spans.cut(most), reads_on, 'packed texts', 'tutorials/pairs.html#packed-texts')
         text = self.cb.counter.text(learn.xb, len(spans.starts))
         unsure = facts.wide.look(learn.xb, spans.width, text, spans.of_targets)
-        parts = spans.cut(most, facts.wide)
-        if parts is None or not facts.wide.tries(parts): return parts
-        message = padding_message(learn.one_batch.precision.predict, learn.model, learn.xb, parts, 5*facts.rounding, unsure)
-        facts.wide.has_tried(parts)
-        if message: self.cb.warn_once(message, 'tutorials/token_losses.html#texts-of-different-lengths', about='padding')
-        return parts
+        look = partial(padding_message, unsure=unsure)
+        return self._tried(spans.cut(most, facts.wide), look, 'padding', 'tutorials/token_losses.html#texts-of-different-lengths')
 
-    def _cut_packed(self, parts):
-        cb = self.cb
-        if parts is None or not cb.facts.wide.tries(parts): return parts
-        message = reads_on(cb.learn.one_batch.precision.predict, cb.learn.model, cb.learn.xb, parts, 5*cb.facts.rounding)
-        cb.facts.wide.has_tried(parts)
-        if message: cb.warn_once(message, 'tutorials/pairs.html#packed-texts', about='padding')
+    # Does the model say of `parts` what it says of the loader batch? A warning if the `look` of an epoch finds that it does not
+    def _tried(self, parts, look, about, page):
+        learn,facts = self.cb.learn,self.cb.facts
+        if parts is None or not facts.wide.tries(parts): return parts
+        message = look(learn.one_batch.precision.predict, learn.model, learn.xb, parts, 5*facts.rounding)
+        facts.wide.has_tried(parts)
+        if message: self.cb.warn_once(message, page, about=about)
         return parts
 
     def weighed(self, yb, micros):

@@ -235,6 +235,21 @@ def test_texts_of_one_token_on_the_way():
     (whole,start),(cut,_) = fitted(12),fitted(12, GradientAccumulation(micro_batch_tokens=16), calls)
     assert off(cut, whole, start) < 3e-6 and max(s[1] for s in calls.shapes) <= 16
 
+def test_padding_and_packed_texts_are_looked_at_each():
+    "A model that sees padding and reads texts together is warned of both, in a fit with loader batches of both kinds"
+    left = iter(range(99))
+    def turns(ts):
+        if next(left)%2: return one_row(ts)
+        columns = ts,[torch.arange(len(t)) for t in ts],[torch.cat([t[1:], tensor([-100])]) for t in ts]
+        return tuple(nn.utils.rnn.pad_sequence(column, True, pad) for column,pad in zip(columns, (0, 0, -100)))
+    class Both(InRows):
+        def forward(self, ids, position_ids): return super().forward(ids, position_ids) + self.emb(ids).mean()
+    set_seed(0)
+    dls = DataLoaders(*[TorchLoader(texts, 9, collate_fn=turns) for _ in range(2)])
+    learn = Learner(dls, Both(), CrossEntropyLossFlat(), SGD, cbs=[GradientAccumulation(micro_batch_tokens=30, pad_idx=0)])
+    with pytest.warns(UserWarning) as w, learn.no_bar(), learn.no_logging(): learn.fit(1, .1)
+    for what in ('does not mask padding', 'reads packed texts together'): eq(sum(what in str(o.message) for o in w), 1)
+
 class Backwards(InRows):
     "Reads what follows, of other texts, too"
     def forward(self, ids, position_ids):
