@@ -78,6 +78,7 @@ class GradientAccumulation(LoopCallback):
         self.ranks = OneRank()
         self.fitting = FittingSize() if micro_batch_tokens is None else FittingTokens()
         self.running,self.on_host,self.told_way = False,None,None        # the last with exact=True: the class of the way that was told
+        self.recomputed = None                           # with exact=True: the `Recomputations` of the last fit
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
         self.epoch_counts = EpochCounts()
         size = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
@@ -275,6 +276,7 @@ def step_values(self:GradientAccumulation) -> dict: # Name -> value
     "Values of the last step, for loggers"
     res = dict(items=self.items, accum_bs=self.accum_bs, loss=self.loop.step_loss)
     off = None if self.weights is None else self.weights.measuring.off       # it may come in mid-batch
+    if off is None: off = self.facts.recomputed.off
     if off is not None and math.isfinite(off): res['grad_off'] = off
     if self.unit != 'items': res[self.unit] = self.acc.closed.n_items
     return {**res, 'micro_bs' if self.micro_batch_tokens is None else 'micro_tokens': self.micro_bs} if self.splits else res
@@ -383,7 +385,13 @@ def loss_rule(self:GradientAccumulation) -> str:
     if self.weight is not None: return 'what weight= returns'
     if not self.normalize: return 'nothing: gradients are added up (normalize=False)'
     rule = self.last_rule if self.rule.info is None else str(self.facts)      # a validation looks up none
-    return f'{rule}; exact=True: {self.told_way.choice}' if self.told_way is not None else rule
+    return rule if self.told_way is None else '; '.join(filter(None, (rule, f'exact=True: {self.told_way.choice}', str(self.recomputed))))
+
+@patch(as_prop=True)
+def certificate(self:GradientAccumulation) -> dict|None: # `steps`, `computed_twice`, `largest` and `median` distance, `why_not`
+    """With exact=True, of the last fit: how far gradients were off in steps that were computed a second time, relative to the gradient's
+    norm. That is about one in 150, if the Learner has a `StepLogger` or a `TrainingCheckpoint`"""
+    return None if self.recomputed is None else self.recomputed.found
 
 @patch
 def warn_of_loss(self:GradientAccumulation):
@@ -458,6 +466,7 @@ def train_batch(self:GradientAccumulation) -> Tensor|None: # The accumulated los
 @patch
 def _tell_way(self:GradientAccumulation, batch):
     if not (batch.opens and batch.closes): raise ValueError(one_batch_a_step)
+    self.recomputed = self.facts.recomputed
     if type(batch.way) is self.told_way: return
     self.told_way = type(batch.way)
     if self.loop.in_fit: print(f'GradientAccumulation(exact=True): {batch.way.choice}.')

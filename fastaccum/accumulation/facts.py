@@ -22,6 +22,7 @@ from ..core.values import LossValues
 from ..core.watch import OutputNumbers, OutputViews
 from .lengths import Wide
 from .measuring import Trust
+from .witnesses.recomputed import Recomputations
 
 # %% auto #0
 __all__ = []
@@ -43,6 +44,7 @@ class FitFacts:
         self.lockstep = LockstepFacts()                     # what its passes in lockstep show
         self.draws = DrawFacts()                            # exact: what the model draws at random
         self.wide = Wide()                                  # micro_batch_tokens: which inputs and targets are of tokens
+        self.recomputed = Recomputations()                  # exact: how far steps are off that were computed twice
         self.rounding = rounding                            # a relative difference that is still rounding
         self.keeps = False                                  # does the model keep, of each call, numbers or a row for each item?
 
@@ -125,15 +127,17 @@ def state_dict(self:FitFacts):
     measure = self.measure.state_dict() if self.measure is not None else None
     measure = None if measure is None else as_text(measure)
     is_replaced = self.replaced is not None
-    return json.dumps(dict(lists=self.lists.state_dict(), measure=measure, trust=self.trust.state_dict(), replaced=is_replaced))
+    return json.dumps(dict(lists=self.lists.state_dict(), measure=measure, trust=self.trust.state_dict(), replaced=is_replaced,
+                           recomputed=self.recomputed.state_dict()))
 
 # A text of another form comes from a file that somebody has changed: the fit finds out by itself
 @patch
 def load_state_dict(self:FitFacts, text):
     try: state = json.loads(text)
     except ValueError: return
-    with suppress(KeyError, TypeError, ValueError): self.lists.load_state_dict(state['lists'])
     if not isinstance(state, dict): return
+    for k in ('lists','recomputed'):
+        with suppress(KeyError, TypeError, ValueError): getattr(self, k).load_state_dict(state[k])
     self.saved = from_text(state.get('measure')),state.get('trust')
     self.was_replaced = state.get('replaced') is True
 

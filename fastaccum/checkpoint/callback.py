@@ -27,6 +27,7 @@ class TrainingCheckpoint(LoopCallback):
     order,run_valid,name = 1000,False,'training_checkpoint'   # after all that prepare an epoch
     # a fit of its Learner is handed to it; it has no state itself
     runs_fit,in_checkpoint = True,False
+    records_steps = True
     def __init__(self,
         fname:str='checkpoint',   # Folder of the checkpoints, in `learn.path/learn.model_dir`
         every_steps:int|None=None,# Optimizer steps from one checkpoint to the next; None: only by time

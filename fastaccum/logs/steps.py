@@ -25,6 +25,7 @@ class StepLogger(LoopCallback):
     order,run_valid,name = 10.5,False,'step_logger'
     # a row for each accumulated batch, whatever `log_accum_batch` is
     reads_pred,takes_rows,rows_of_steps_only = False,True,True
+    records_steps = True
     def __init__(self,
         grad_norm:bool=False,   # Log the norm of the accumulated gradient, unscaled and before clipping?
         clipped_norm:bool=False,# Log the norm of the gradient after clipping?

@@ -29,6 +29,7 @@ from .embeddings import ScaledEmbeddings
 from .beside import GradientsBeside
 from .second_gradient import SecondGradient
 from .first_call import FirstCall
+from .recomputed import Recomputed
 from .remembered import RememberedCalls
 from .module_hooks import ChangingModuleHooks
 from .witness import Witness, Witnesses
@@ -36,7 +37,7 @@ from .witness import Witness, Witnesses
 # %% ../../../nbs/api/accumulation/witnesses/index.ipynb #0d55cc61
 kinds = [ChangedRates, ChangedGradients, ChangingHooks, SecondPass, GuessedLists, InexactLoss, ChangedBuffers, AddedLoss, ModelsTerms,
          ValueReaders, SmallNorms, UndeclaredSum, LeftOutTexts, ItemCounts, UnsplitBatches, ChangedWeights,
-         ScaledEmbeddings, FirstCall, RememberedCalls, ChangingModuleHooks, GradientsBeside, SecondGradient, EpochSteps]
+         ScaledEmbeddings, FirstCall, RememberedCalls, ChangingModuleHooks, GradientsBeside, SecondGradient, Recomputed, EpochSteps]
 
 # The witnesses of a new fit
 def witnesses_of(cb): return Witnesses(cb, kinds)

@@ -1,0 +1,146 @@
+"With exact=True some steps are computed a second time: the fit goes on as if they were not, and a record says how far apart they are"
+import pytest
+from contextlib import suppress
+from reference import *
+from test_exact_runs import ActivationCheckpointing, CutMix, Images, MixUp, cases, ce, img, in_double, net, run, same_run, seq, vec
+from fastaccum.accumulation.witnesses import recomputed
+from fastaccum.core.warnings import FastaccumWarning
+from fastaccum.all import MixedPrecision, StepLogger, TrainingCheckpoint
+
+@pytest.fixture
+def each_step(monkeypatch):
+    "Compute each step twice"
+    def begin_step(self):
+        self.n += 1
+        self.off = None
+        return True
+    monkeypatch.setattr(recomputed.Recomputations, 'begin_step', begin_step)
+
+def certificate(learn): return learn.gradient_accumulation.certificate
+
+@pytest.mark.filterwarnings('ignore:.*changes nothing here')
+@pytest.mark.parametrize('name', cases)
+def test_no_trace(name, each_step):
+    "To the bit, whatever the model draws, normalizes or compares"
+    learn,once = run(name, 7, StepLogger()),run(name, 7)
+    same_run(learn, once, 0.)
+    found = certificate(learn)
+    assert found['computed_twice'] == found['steps'] == 6 and found['largest'] < 1e-9
+    assert certificate(once)['computed_twice'] == 0
+
+mixed = lambda: nn.Sequential(Images(nn.Dropout2d(.3), nn.Dropout(.2))),img,CrossEntropyLossFlat()
+
+beside = dict(mixup=lambda: MixUp(.4), cutmix=CutMix, clipping=lambda: GradientClip(.1), bf16=lambda: MixedPrecision('bf16'),
+              fp16=lambda: MixedPrecision('fp16', init_scale=2.**8), recomputation=lambda: ActivationCheckpointing(nn.TransformerEncoderLayer))
+
+@pytest.mark.parametrize('make', beside.values(), ids=beside)
+def test_beside(make, each_step):
+    kind = type(make())
+    case = 'transformer' if kind is ActivationCheckpointing else mixed if kind in (MixUp, CutMix) else 'dropout'
+    learn,once = (run(case, 7, make(), *more, dtype=torch.float32) for more in ([StepLogger()], []))
+    same_run(learn, once, 0.)
+    assert certificate(learn)['computed_twice'] == 6 and certificate(learn)['largest'] < (.02 if kind is MixedPrecision else 1e-5)
+
+def test_overflow(each_step):
+    "A step whose gradient is not finite is not compared"
+    learn = run('dropout', 7, MixedPrecision('fp16', init_scale=2.**60, max_scale=2.**60), StepLogger(), dtype=torch.float32)
+    found = certificate(learn)
+    assert found['computed_twice'] < found['steps'] == 6 and 'not finite' in found['why_not']
+
+def test_resumed(tmp_path, each_step):
+    "A process that goes on has the figures of the one before"
+    def saved(name, *cbs):
+        def fit(l):
+            with suppress(KeyboardInterrupt): l.fit(2, .05)
+        return run('dropout', 7, TrainingCheckpoint(every_steps=1), *cbs, fit=fit, path=tmp_path/name)
+    whole = saved('a')
+    saved('b', Stop('after_batch', KeyboardInterrupt, [(1, 1)]))
+    learn = saved('b')
+    assert certificate(learn) == certificate(whole) and certificate(learn)['computed_twice'] == 6
+    assert torch.equal(weights(learn.model), weights(whole.model))
+
+def test_about_one_in_150():
+    "The third step, and then at random, the same in each run"
+    def chosen():
+        found = recomputed.Recomputations()
+        return [i for i in range(1, 5001) if found.begin_step()]
+    steps = chosen()
+    gaps = [b-a for a,b in zip(steps, steps[1:])]
+    assert steps == chosen() and steps[0] == 3 and 28 < len(steps) < 40
+    assert 75 <= min(gaps) and max(gaps) <= 225 and len(set(gaps)) > len(gaps)/2
+
+def test_calls():
+    "Nothing is computed twice where nobody writes a record"
+    def calls(*cbs):
+        n = 0
+        def count(*_): nonlocal n; n += 1
+        def fit(l):
+            handle = l.model[0].register_forward_hook(count)
+            l.fit(2, .05)
+            handle.remove()
+        run('no draws', 7, *cbs, fit=fit)
+        return n
+    assert calls() == calls(StepLogger()) > 0           # hooks of others do not hear of it
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.m,self.seen = nn.Linear(12, 4),[]
+    def forward(self, x):
+        self.seen.append(len(x))
+        return self.m(x)
+
+def test_what_the_model_keeps():
+    learn,once = (run((Counted, vec, ce()), 7, *more) for more in ([StepLogger()], []))
+    assert learn.model.seen == once.model.seen and certificate(learn)['computed_twice'] == 1
+
+# -- told
+class Centred(nn.Module):
+    def forward(self, h): return h - h.mean(0)
+
+def test_items_that_see_each_other():
+    with pytest.warns(FastaccumWarning, match='a step of 10 items was computed a second time.*[0-9.]+% off') as told:
+        learn = run((lambda: net(Centred(), nn.ReLU()), vec, ce()), 7, StepLogger())
+    assert len([w for w in told if 'second time' in str(w.message)]) == 1
+    off = learn.step_logger.to_df().grad_off.dropna()
+    assert off.max() == certificate(learn)['largest'] > .01
+    assert f'1 of 6 steps computed twice, at most {off.max():.0e} apart' in learn.gradient_accumulation.loss_rule
+
+class Penalty(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + .1*self.learn.pred.square().mean()
+
+def hooked(l):
+    for p in l.model.parameters(): p.register_hook(lambda g: g)
+    l.fit(2, .05)
+
+@pytest.mark.parametrize('cbs,kwargs,why', [
+    ([Penalty()], {}, 'Penalty would hear of each micro-batch twice'), ([], dict(fit=hooked), 'hooks of parameters'),
+    ([], dict(acc=dict(grad_device='cpu')), 'gradients stay on the host')])
+def test_why_not(cbs, kwargs, why):
+    found = certificate(run('no draws', 7, StepLogger(), *cbs, **kwargs))
+    assert found['computed_twice'] == 0 and why in found['why_not']
+
+def test_micro_batches_of_one(): assert 'one item' in certificate(run('no draws', 1, StepLogger()))['why_not']
+
+class Fails(nn.Module):
+    def __init__(self): super().__init__(); self.m = nn.Linear(12, 4)
+    def forward(self, x):
+        if self.training and len(x) == 4: raise AssertionError('not four')
+        return self.m(x)
+
+def test_errors_of_the_model():
+    "The fit goes on, and the record says why"
+    case = (Fails, vec, ce())
+    learn = run(case, 7, StepLogger())
+    same_run(learn, run(case, 7), 0.)
+    assert certificate(learn)['why_not'] == 'AssertionError: not four'
+
+def test_anew():
+    "Each fit has its own; a validation has none"
+    learn = run('dropout', 7, StepLogger())
+    before = certificate(learn)
+    learn.validate()
+    assert certificate(learn) == before
+    learn.fit(1, .01)
+    assert certificate(learn)['steps'] == 3
+    assert certificate(learner(Data(torch.randn(9, 3), torch.randn(9, 1)), 3, GradientAccumulation(9))) is None
