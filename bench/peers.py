@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastai.data.core import DataLoaders
@@ -16,7 +17,7 @@ from fastai.optimizer import OptimWrapper
 from fastai.callback.fp16 import MixedPrecision as FastaiPrecision
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.training import GradientAccumulation as FastaiAccumulation, GradientClip
-from fastaccum.all import GradientAccumulation, TrainingCheckpoint
+from fastaccum.all import DataParallel, GradientAccumulation, TrainingCheckpoint
 from fastaccum.conformance import accumulated, mapped
 from fastaccum.all import MixedPrecision
 from .jobs import Memory
@@ -24,14 +25,16 @@ from .jobs import Memory
 def hand(job):
     "The loop that everybody has written. It divides by `n_acc` also where fewer micro-batches are left"
     opt,scaler,loader = job.optimizer(job.model.parameters()),job.scaler(),job.loader()
+    model,n_acc = job.model,job.n_acc//job.n_ranks
+    if job.n_ranks > 1: model,loader = DistributedDataParallel(model),job.loader(sampler=DistributedSampler(loader.dataset, shuffle=False))
     sched = job.lr_at and job.scheduler(opt)
     first,skip = load(job, opt, sched)
     for epoch in range(first, job.epochs):
         for i,(x,y) in enumerate(loader, 1):
             if epoch == first and i <= skip: continue
-            with job.autocast(): loss = job.loss(job.model(x), y)
-            scaler.scale(loss/job.n_acc).backward()
-            if i%job.n_acc == 0 or i == len(job.batches):
+            with job.autocast(): loss = job.loss(model(x), y)
+            scaler.scale(loss/n_acc).backward()
+            if i%n_acc == 0 or i == len(loader):
                 if job.clip:
                     scaler.unscale_(opt)
                     nn.utils.clip_grad_norm_(job.model.parameters(), job.clip)
@@ -74,6 +77,7 @@ def fit(job, *cbs, batches=None):
     if job.lr_at: cbs = *cbs,ParamScheduler(dict(lr=partial(rate, job.lr, job.lr_at)))
     if job.term: cbs = *cbs,Adds(job.term)
     if job.valid: cbs = *cbs,Validates(job.valid_every*job.micro_bs)
+    if job.n_ranks > 1: cbs = *cbs,DataParallel()
     if job.folder: cbs = *cbs,TrainingCheckpoint(job.folder, every_steps=1, every_minutes=None)
     dls = DataLoaders(job.loader(batches), DataLoader([], batch_size=None) if job.folder else Memory(job.valid or []))
     dls._device = torch.device(job.device)         # fastai asks loaders that it can move
@@ -99,6 +103,7 @@ def whole(job): fit(job, GradientAccumulation(job.accum_bs))
 def fastai(job):
     needs_gpu(job, job.precision == 'fp16')
     cannot_resume(job)
+    if job.n_ranks > 1: raise NotImplementedError('needs GPUs')
     fit(job, FastaiAccumulation(job.accum_bs), *([FastaiPrecision(job.precision)] if job.dtype else []))
 
 def cannot_resume(job):
@@ -111,7 +116,7 @@ def split(job, micro_batch_size=None):
     "Loader batches of `n_acc` micro-batches, which `micro_batch_size` splits again; smaller ones if they come in another order each epoch"
     if job.shuffle: return fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=job.micro_bs//2))
     kinds = {*map(type, job.model.modules())}
-    how = dict(exact=True) if nn.Dropout in kinds else dict(coupled='batchnorm') if nn.BatchNorm1d in kinds else {}
+    how = dict(exact=True) if nn.Dropout in kinds or job.n_ranks > 1 else dict(coupled='batchnorm') if nn.BatchNorm1d in kinds else {}
     fit(job, GradientAccumulation(job.accum_bs, micro_batch_size=micro_batch_size or job.micro_bs, **how), batches=accumulated(job))
 
 def accelerate(job):
@@ -119,7 +124,8 @@ def accelerate(job):
     from accelerate.state import AcceleratorState
     needs_gpu(job, job.precision == 'fp16')
     AcceleratorState._reset_state(True)  # it is shared by all, and keeps the precision of the last one
-    acc = Accelerator(cpu=job.device == 'cpu', gradient_accumulation_steps=job.n_acc, mixed_precision=job.precision if job.dtype else 'no')
+    acc = Accelerator(cpu=job.device == 'cpu', gradient_accumulation_steps=job.n_acc//job.n_ranks,
+                      mixed_precision=job.precision if job.dtype else 'no')
     model,opt,loader = acc.prepare(job.model, job.optimizer(job.model.parameters()), job.loader())
     sched = job.lr_at and acc.prepare(job.scheduler(opt.optimizer))
     place = Path(job.folder)/'place.pt' if job.folder else None
@@ -166,7 +172,7 @@ def lightning(job):
         from lightning.pytorch.callbacks import ModelCheckpoint
         saves,last = [ModelCheckpoint(job.folder, save_last=True, every_n_train_steps=1)],Path(job.folder)/'last.ckpt'
     valid = dict(val_check_interval=job.valid_every, num_sanity_val_steps=0) if job.valid else {}
-    trainer = L.Trainer(accelerator=kind, devices=1, max_epochs=job.epochs, accumulate_grad_batches=job.n_acc,
+    trainer = L.Trainer(accelerator=kind, devices=job.n_ranks, max_epochs=job.epochs, accumulate_grad_batches=job.n_acc//job.n_ranks,
                         gradient_clip_val=job.clip, logger=False,
                         callbacks=saves, enable_progress_bar=False, enable_model_summary=False,
                         enable_checkpointing=bool(saves), **valid, **precision)
@@ -179,7 +185,7 @@ def trainer(job, by_items=False):
     class Trainer(hf.Trainer):
         def get_train_dataloader(self):
             loader = (job.loader(collate_fn=lambda items: dict(zip(('x', 'labels'), default_collate(items))))
-                      if job.shuffle else job.loader(batches))
+                      if job.shuffle or job.n_ranks > 1 else job.loader(batches))
             return self.accelerator.prepare(loader)
         def get_eval_dataloader(self, _=None): return self.accelerator.prepare(job.loader(named(job.valid)))
     class Model(nn.Module):
@@ -201,7 +207,7 @@ def trainer(job, by_items=False):
     if job.valid: more.update(eval_strategy='steps', eval_steps=1)           # it counts steps only
     with tempfile.TemporaryDirectory() as tmp:
         args = hf.TrainingArguments(job.folder or tmp, num_train_epochs=job.epochs,
-                                    per_device_train_batch_size=job.micro_bs, gradient_accumulation_steps=job.n_acc,
+                                    per_device_train_batch_size=job.micro_bs, gradient_accumulation_steps=job.n_acc//job.n_ranks,
             use_cpu=True, bf16=job.precision == 'bf16', max_grad_norm=job.clip or 0, report_to='none', logging_strategy='no',
             logging_nan_inf_filter=False, disable_tqdm=True, remove_unused_columns=False, **more)
         t = Trainer(model, args, optimizers=(opt, sched), eval_dataset=job.valid, compute_loss_func=summed if by_items else None)
@@ -213,7 +219,7 @@ def composer(job):
     from composer import Trainer
     from composer.models import ComposerModel
     needs_gpu(job, job.precision == 'fp16')
-    if job.folder: raise NotImplementedError('not tried')
+    if job.folder or job.n_ranks > 1: raise NotImplementedError('not tried')
     class Model(ComposerModel):
         def __init__(self):
             super().__init__()

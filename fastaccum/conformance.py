@@ -1,4 +1,4 @@
-"""How exact is your trainer? Twenty-two training runs, each compared with the same run in large batches
+"""How exact is your trainer? Twenty-three training runs, each compared with the same run in large batches
 
 Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 
@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 
 # %% ../nbs/api/91_conformance.ipynb #3b882e8d
 from __future__ import annotations
-import argparse, importlib.util, inspect, sys, traceback
+import argparse, importlib.util, inspect, os, sys, traceback
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -26,19 +26,29 @@ class Interrupted(RuntimeError):
     "Ends a fit early, as Ctrl-C or a full disk would"
 
 class Batches(list):
-    "Micro-batches; reading number `stops_at` raises `Interrupted`. Reading the first one seeds PyTorch with `seed`, if there is one"
-    def __init__(self, items, stops_at=None, seed=None):
+    """Micro-batches `(x, y)`; reading number `stops_at` raises `Interrupted`. Reading the first one seeds PyTorch with `seed`, if there is
+    one, and each reading returns `read(x, y)`, which may draw at random"""
+    def __init__(self, items, stops_at=None, seed=None, read=None):
         super().__init__(items)
         self.stops_at,self.seed = stops_at,seed
+        self.read = read
     def __getitem__(self, i):
         if i == 0 and self.seed is not None: torch.manual_seed(self.seed)
         if i == self.stops_at: raise Interrupted(f'The loader was told to fail at batch {i}.')
-        return super().__getitem__(i)
+        b = super().__getitem__(i)
+        return b if self.read is None else self.read(*b)
     def __iter__(self): return map(self.__getitem__, range(len(self)))
 
 def mapped(batches, f):
     "`f(x, y)` of each of the `batches`, which stop at the same place"
-    return Batches([f(x, y) for x,y in list.__iter__(batches)], getattr(batches, 'stops_at', None), getattr(batches, 'seed', None))
+    stops_at,seed,read = (getattr(batches, k, None) for k in ('stops_at','seed','read'))
+    return Batches(list.__iter__(batches), stops_at, seed, f if read is None else lambda x, y: f(*read(x, y)))
+
+def single_items(batches):
+    "The items of all `batches`, read one by one"
+    items = [(x[i:i+1], y[i:i+1]) for x,y in list.__iter__(batches) for i in range(len(x))]
+    whole = Batches(items, seed=getattr(batches, 'seed', None), read=getattr(batches, 'read', None))
+    return mapped(whole, lambda x, y: (x[0], y[0]))
 
 def nothing(): pass
 
@@ -63,6 +73,7 @@ class Job:
     valid:list|None=None       # Batches `(x, y)` to evaluate, in evaluation mode, ...
     valid_every:int|None=None  # ... after so many micro-batches, even if an accumulated batch is not complete
     folder:str|None=None       # Where to save after each step. If something is there already: continue from it
+    n_ranks:int=1              # Processes that train together, each with a part of the micro-batches. PyTorch's process group is there
     on_step:Callable=field(default=nothing, repr=False) # Called after each step of the optimizer
 
     def __post_init__(self):
@@ -81,8 +92,10 @@ class Job:
         batches=None, # Default the batches of the job
         **kwargs      # Of the `DataLoader`
     ):
-        "A PyTorch `DataLoader` of the micro-batches, or of other `batches`; with `shuffle` it draws their items again in each epoch"
+        """A PyTorch `DataLoader` of the micro-batches, or of other `batches`; with `shuffle` it draws their items again in each epoch. For
+        several ranks it loads single items, which a sampler can share out, and batches them"""
         batches = self.batches if batches is None else batches
+        if self.n_ranks > 1: return DataLoader(single_items(batches), len(batches[0][0]), **kwargs)
         if not self.shuffle: return DataLoader(batches, batch_size=None, **kwargs)
         items = [item for x,y in batches for item in zip(x, y)]
         return DataLoader(items, self.micro_bs, shuffle=True, generator=torch.Generator().manual_seed(7), **kwargs)
@@ -136,7 +149,8 @@ def accumulated(
         n += len(list.__getitem__(job.batches, i)[0])
     stop = getattr(job.batches, 'stops_at', None)
     items = [tuple(map(torch.cat, zip(*(list.__getitem__(job.batches, i) for i in g)))) for g in groups]
-    return Batches(items, next((k for k,g in enumerate(groups) if stop in g), None), getattr(job.batches, 'seed', None))
+    stops_at = next((k for k,g in enumerate(groups) if stop in g), None)
+    return Batches(items, stops_at, getattr(job.batches, 'seed', None), getattr(job.batches, 'read', None))
 
 # %% ../nbs/api/91_conformance.ipynb #820beb77
 # Train with whole accumulated batches: without accumulation, it cannot go wrong
@@ -229,6 +243,10 @@ def boxes():
     res = [(x, torch.zeros(8, 10)) for x,_ in micro_batches(8, 8, 8, 8)]
     for (_,y),n in zip(res, (5, 0, 1, 12)): y.view(-1)[torch.randperm(80)[:n]] = 1.
     return res
+
+def stretched(x, y):
+    "Augmentation: each item is multiplied by a number of its own, drawn at random"
+    return x*(1+torch.rand(len(x), 1)),y
 
 class Breaks(nn.Module):
     "Fails once, at item number `at`, as it does if memory runs out"
@@ -355,7 +373,11 @@ CASES = {
     'dropout': Case('Does dropout draw what it draws for the whole step?',
         lambda: Job(drop_net(), Batches(micro_batches(8, 8, 8, 8), seed=1)),
         "Draw the masks for all items of a step, and take the rows of each micro-batch, as fastaccum's `exact=True` does. "
-        "Or leave it: other masks are as good, but it is another run.")}
+        "Or leave it: other masks are as good, but it is another run."),
+    'two ranks': Case('Do two processes make the step of one, with the random augmentation of its items?',
+        lambda: Job(net(), Batches(micro_batches(8, 8, 8, 8), seed=1, read=stretched), n_ranks=2),
+        "Let each process load the whole step, so that an item is drawn what it is drawn in one process, and keep its part, as "
+        "fastaccum's `exact=True` does with `DataParallel`. Or leave it: other draws are as good, but it is another run.")}
 
 # %% ../nbs/api/91_conformance.ipynb #316beb6f
 class Result(NamedTuple):
@@ -397,6 +419,30 @@ def run_fits(train, case, job, folder=None):
         left_out = 'it does not continue from job.folder'
     return flat_weights(fit.model),len(steps),left_out
 
+# The same in `job.n_ranks` processes: what the first one has
+def run_ranks(train, case, job):
+    if not hasattr(os, 'fork') or job.device != 'cpu': raise NotImplementedError('needs a CPU, and a system that forks processes')
+    from fastaccum.parallel.processes import launch
+    found,*others = launch(run_rank, job.n_ranks, train, case, job)
+    if not isinstance(found, str): return found
+    raise NotImplementedError(found)
+
+# Where there is a GPU, PyTorch computes no gradients in a fork of a process that has computed some
+def can_differentiate():
+    try: torch.ones((), requires_grad=True).backward()
+    except RuntimeError as e:
+        if 'fork' not in str(e): raise
+        return False
+    return True
+
+def run_rank(train, case, job):
+    if not can_differentiate(): return "needs a new process: `python -m fastaccum.conformance my_loop.py`, or the first `check` of one"
+    seen,n = set(),sum(len(x) for x,_ in list.__iter__(job.batches))
+    job.model.register_forward_hook(lambda model, xb, out: seen.update(xb[0].sum(1).tolist()))
+    try: weights,steps,left_out = run_fits(train, case, job)
+    except NotImplementedError as e: return str(e) or 'left out'
+    return weights,steps,left_out or 'each process trains on all items'*(len(seen) >= n)
+
 # %% ../nbs/api/91_conformance.ipynb #d45a9b80
 class ProtocolError(ValueError):
     "The trainer does not follow the protocol, so nothing can be measured"
@@ -409,7 +455,8 @@ def check_case(train, name, device='cpu') -> Result:
     exact,expected,_ = run_fits(big_batch, case, job)
     try:
         with TemporaryDirectory() as folder:
-            found,steps,left_out = run_fits(train, case, job, folder if case.fits is after_kill else None)
+            if job.n_ranks > 1: found,steps,left_out = run_ranks(train, case, job)
+            else: found,steps,left_out = run_fits(train, case, job, folder if case.fits is after_kill else None)
     except NotImplementedError as e: return Result(name, None, 0, expected, str(e) or 'left out')
     except ProtocolError: raise
     except Exception as e:                  # of the trainer that is tried: its row says what it raised
@@ -434,7 +481,9 @@ def check(
     if not callable(train): raise TypeError(f'train={train!r}: pass a function of a Job that trains job.model.')
     unknown = set(cases or ())-set(CASES)
     if unknown: raise ValueError(f"{', '.join(sorted(unknown))}: the cases are {', '.join(CASES)}.")
-    with torch.random.fork_rng(devices=[]): return [check_case(train, name, device) for name in cases or CASES]
+    ranks_first = sorted(cases or CASES, key=lambda name: name != 'two ranks')         # they are forks
+    with torch.random.fork_rng(devices=[]): found = {name: check_case(train, name, device) for name in ranks_first}
+    return [found[name] for name in cases or CASES]
 
 # %% ../nbs/api/91_conformance.ipynb #ca11b002
 class CallbackResult(NamedTuple):

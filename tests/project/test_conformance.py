@@ -40,9 +40,9 @@ def loop(*, divide=lambda job, i: job.n_acc, micro=lambda job: None, step=lambda
     return train
 
 # -- What is noticed
-def test_twenty_two_cases(): assert len(CASES)==22
+def test_twenty_three_cases(): assert len(CASES)==23
 
-without_resume = [k for k in CASES if k != 'resume']
+without_resume = [k for k in CASES if k not in ('resume','two ranks')]       # which big batches in one process do not show
 
 def test_big_batches_are_exact(): assert all(r.off==0 and r.steps==r.expected for r in check(big_batch, without_resume))
 

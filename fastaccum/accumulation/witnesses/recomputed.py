@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/witnesses/recompute
 
 # %% ../../../nbs/api/accumulation/witnesses/25_recomputed.ipynb #25ec0a02
 from __future__ import annotations
-import math, random
+import math, random, warnings
 from functools import partial
 from statistics import median
 import torch
@@ -17,11 +17,11 @@ from .gradients import own_hooks
 from .witness import Witness
 from ...core.draws import Draws
 from ...core.losses import ignore_empty
-from ...core.measured import Look
 from ...core.memory import is_out_of_memory
-from ...core.microbatch import part_sizes, split_batch, tensors_in
-from ...core.random import Snapshot
-from ...core.watch import no_trace
+from ...core.microbatch import map_tensors, part_sizes, split_batch
+from ...core.random import Snapshot, put_state, state_of
+from ...core.untouched import _no_collection
+from ...core.watch import KeptByCalls, hooks_of_others
 
 # %% auto #0
 __all__ = []
@@ -40,9 +40,9 @@ class Recomputed(Witness):
     @property
     def record(self): return self.cb.facts.recomputed
 
+    def before_batch(self, batch): self.batch = batch
     def before_pred(self, micro):
-        batch = self.cb.batch
-        if micro.i == 0: self.start = Start(self.learn, batch.shown, batch.way, batch.n)
+        if micro.i == 0: self.start = Start(self.learn, self.batch)
 
     def drop(self): self.start = None
 
@@ -50,14 +50,14 @@ class Recomputed(Witness):
         start,self.start = self.start,None
         if start is None: return
         why = why_not(self.cb, start)
-        off = distance(self.cb, start, self.record.leave) if why is None else self.record.leave(why)
-        if off is None: return
-        self.record.add(off)
-        if off > 10*self.cb.facts.rounding: self.tell(message.format(off=off, n=start.n, size=start.way.size, half=start.half))
+        found = distance(self.cb, start, self.record.leave) if why is None else self.record.leave(why)
+        if found is None: return
+        off,size = found
+        if self.record.add(off, size): self.tell(message.format(off=off, n=start.n, size=start.way.size, half=start.half))
 
 message = ("exact=True: a step of {n} items was computed a second time, in micro-batches of {half} instead of {size}, and its gradient is "
-           "{off:.2%} off: items see each other in the model or in the loss, in another way than by BatchNorm, or something counts the "
-           "calls of the model. `learn.how_exact()` shows what a step lacks.")
+           "{off:.2%} off: items see each other in the model or in the loss, in another way than by BatchNorm. `learn.how_exact()` shows "
+           "what a step lacks.")
 
 # %% ../../../nbs/api/accumulation/witnesses/25_recomputed.ipynb #25ec0a10
 # What a fit knows of its steps: how many there were, and how far those are off that were computed twice
@@ -67,21 +67,29 @@ class Recomputations:
         self.next = 3                              # the next one that is computed twice: the first ones show what the model draws
         self.offs = []
         self.off = None                            # that of the last step, if it was
+        self.norm = 0.                             # the largest norm of a gradient among these
         self.why = None                            # why one was not
 
-    # Is it this one? About one in 150 is, at random, the same in each run
+    # May it be this one? One that is a single micro-batch is not
     def begin_step(self):
         self.n += 1
         self.off = None
-        if self.n < self.next: return False
-        self.next = self.n + round(random.Random(self.n).uniform(75, 225))
-        return True
+        return self.n >= self.next
 
-    def add(self, off):
+    # Returns whether it is more than rounding: that of a gradient near zero may be as large as this
+    def add(self, off, norm):
         self.off = off
         self.offs.append(off)
+        self.norm = max(norm, self.norm)
+        self._go_on()
+        return off > .1 and norm > 1e-3*self.norm
 
-    def leave(self, why): self.why = why
+    def leave(self, why):
+        self.why = why
+        self._go_on()
+
+    # About one in 150, at random, the same in each run
+    def _go_on(self): self.next = self.n + round(random.Random(self.n).uniform(75, 225))
 
     @property
     def found(self):
@@ -96,10 +104,41 @@ class Recomputations:
     # -- checkpoints
     def state_dict(self): return {k: v for k,v in vars(self).items() if k != 'off'}
     def load_state_dict(self, state):
-        self.n,self.next = int(state['n']),int(state['next'])
+        self.n,self.next,self.norm = int(state['n']),int(state['next']),float(state['norm'])
         self.offs,self.why = [*map(float, state['offs'])],state['why']
 
 # %% ../../../nbs/api/accumulation/witnesses/25_recomputed.ipynb #25ec0a11
+# Where a step begins: inputs and targets, what a pass of the model changes, and what it should not change
+class Start:
+    def __init__(self, learn, batch):
+        shown,self.way,self.n = batch.shown,batch.way,batch.n
+        self.xb,self.yb = (map_tensors(torch.clone, tuple(b)) for b in (shown.xb, shown.yb))
+        self.half = -(-self.way.size//2)
+        self.state = State(learn)
+
+# What a pass of the model and a call of the loss may change
+class State:
+    def __init__(self, learn):
+        self.snapshot = Snapshot(learn.model, ())
+        self.versions = [(name, p, p._version) for name,p in learn.model.named_parameters()]
+        with _no_collection(): self.held = Held(learn.model, learn.loss_func)
+        self.generators = [(g, state_of(g)) for g in self.held.generators]
+
+    # As it was. Returns the names of what cannot be put back
+    def put_back(self):
+        self.snapshot.restore()
+        for g,state in self.generators: put_state(g, state)
+        left = self.held.put_back() + [name for name,p,version in self.versions if p._version != version]
+        return left + ['more than can be looked through']*bool(self.held.todo)
+
+# What the model and the loss hold or refer to, but for weights, which no pass should change, and buffers
+class Held(KeptByCalls):
+    def __init__(self, model, loss_func):
+        self.buffers = {id(b) for b in model.buffers()}
+        super().__init__([*model.modules(), loss_func])
+
+    def _look_at_content(self, o, name): return id(o) in self.buffers or super()._look_at_content(o, name)
+
 # Why a step is not computed a second time; None if it is
 def why_not(cb, start):
     if cb.ranks.world > 1: return 'several ranks train'
@@ -107,31 +146,19 @@ def why_not(cb, start):
     if start.way.size == 1: return 'micro-batches of one item cannot be smaller'
     others = [type(o).__name__ for ev in ('between','backward') for o,*_ in cb.loop.table[ev] if is_of_others(o)]
     if others: return f"{' and '.join(dict.fromkeys(others))} would hear of each micro-batch twice"
-    hooks = (getattr(p, k, None) for p in cb.acc.params for k in ('_backward_hooks','_post_accumulate_grad_hooks'))
-    if any(map(own_hooks, hooks)): return 'hooks of parameters would see each gradient twice'
-    return 'the model, the loss or a callback writes into the batch' if start.is_lost else None
-
-# Where a step begins: inputs and targets, and what a pass of the model changes
-class Start:
-    def __init__(self, learn, shown, way, n):
-        self.xb,self.yb = shown.xb,shown.yb
-        self.way,self.n = way,n
-        self.half = -(-way.size//2)
-        self.versions = self._versions()
-        self.snapshot = Snapshot(learn.model, ())
-
-    def _versions(self): return [t._version for t in tensors_in((*self.xb, *self.yb))]
-
-    # Has anybody written into the batch since then?
-    @property
-    def is_lost(self): return self.versions != self._versions()
+    hooks = [getattr(p, k, None) for p in cb.acc.params for k in ('_backward_hooks','_post_accumulate_grad_hooks')]
+    if any(map(own_hooks, hooks)) or hooks_of_others(cb.learn.model): return 'hooks would see each micro-batch twice'
+    if any(p.grad is not None and p.grad.layout is not torch.strided for p in cb.acc.params): return 'gradients are sparse'
+    return None
 
 # %% ../../../nbs/api/accumulation/witnesses/25_recomputed.ipynb #25ec0a12
-# How far is the gradient of the step from that of a second computation? None, if there is none: `leave(why)`
+# How far is the gradient of the step from that of a second computation, and what is its norm? None, if there is none: `leave(why)`
 def distance(cb, start, leave):
-    params = [p for p in cb.acc.params if p.grad is not None and p.grad.layout is torch.strided]
-    first = [p.grad.to('cpu', copy=True) for p in params]
+    params = [p for p in cb.acc.params if p.grad is not None]
+    first,end = [p.grad.to('cpu', copy=True) for p in params],State(cb.learn)
     try:
+        left = start.state.put_back()
+        if left: return leave(f"each pass changes {' and '.join(left[:3])}")
         for p in params: p.grad.zero_()
         why = compute_again(cb, start)
         if why is not None: return leave(why)
@@ -139,29 +166,28 @@ def distance(cb, start, leave):
         size = [g.double().square().sum() for g in first]
     finally:
         for p,g in zip(params, first): p.grad.copy_(g)
-    off = math.sqrt(float(sum(apart)/sum(size))) if params else math.nan
-    return off if math.isfinite(off) else leave('the gradient is zero or not finite')
+        end.put_back()
+    off,norm = (math.sqrt(float(sum(apart)/sum(size))),math.sqrt(float(sum(size)))) if params else (math.nan,0.)
+    return (off,norm) if math.isfinite(off) else leave('the gradient is zero or not finite')
 
 # Add the gradient to `.grad`; what is returned says why that was not possible
 def compute_again(cb, start):
     learn,way = cb.learn,start.way
     call = partial(cb.loop.precision.predict, learn.model)
+    draws = Draws(call, learn.model, start.xb, start.n, part_sizes(start.n, start.half), cb.facts.draws, cb.facts.lists)
     try:
-        with no_trace(learn.model, in_evaluation=False) as trace, torch.enable_grad():
-            start.snapshot.restore()
-            draws = Draws(call, learn.model, start.xb, start.n, part_sizes(start.n, start.half), cb.facts.draws, cb.facts.lists)
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')        # they were given the first time
             (one_loss if way.is_coupled else mean_of_parts)(cb, start, call, draws)
     except Exception as e:                         # of the user's model or loss
         return 'memory runs out' if is_out_of_memory(e) else f'{type(e).__name__}: {e}'
-    return f"the model has changed {' and '.join(trace.moved[:3])}" if trace.moved else None
 
 # One loss of all outputs
 def one_loss(cb, start, call, draws):
     way = type(start.way)(cb)
     way.draws = draws
     coupled = way.make(call, start.xb, start.n, start.half, cb.learn.model, ())
-    outs = coupled.outputs()
-    with Look(cb.learn.loss_func) as look: scaled(cb, look.loss(outs, *start.yb)).backward()
+    scaled(cb, cb.learn.loss_func(coupled.outputs(), *start.yb)).backward()
     coupled.backward()
 
 # The mean of the losses of parts, by what each averages over
