@@ -390,7 +390,7 @@ def loss_rule(self:GradientAccumulation) -> str:
 @patch(as_prop=True)
 def certificate(self:GradientAccumulation) -> dict|None: # `steps`, `computed_twice`, `largest` and `median` distance, `why_not`
     """With exact=True, of the last fit: how far gradients were off in steps that were computed a second time, relative to the gradient's
-    norm. That is about one in 150, if the Learner has a `StepLogger` or a `TrainingCheckpoint`"""
+    norm. That is about one in 150, if the Learner has a `StepLogger`, a `WandbCallback` or a `TrainingCheckpoint`"""
     return None if self.recomputed is None else self.recomputed.found
 
 @patch

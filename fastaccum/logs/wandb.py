@@ -32,7 +32,7 @@ _logs = None,'gradients','parameters','all'
 
 class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
     "Log to Weights & Biases one row per step, with fastai's options; not in `fastaccum.all`, import it from `fastaccum.wandb`"
-    reads_pred,takes_rows = False,True
+    reads_pred,takes_rows,records_steps = False,True,True
     log_freq = 1000             # steps between histograms, as in `wandb.watch`
     _run_id,_fitting,_ahead = None,False,0 # `_ahead`: the run's next step when a checkpoint was loaded
 
@@ -97,6 +97,7 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         self._fitting = False
         if self.log_preds and not self.log_preds_every_epoch: self.log_predictions()
         if self.log_model: self._log_best()
+        wandb.run.summary.update({f'certificate_{k}': v for k,v in (certificate_of(self.learn) or {}).items()})
         wandb.log({})           # completes the last row
 
     def state_dict(self) -> dict: # Strings, numbers, and lists of them; empty before the first fit
@@ -128,6 +129,9 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
             super().log_predictions()
 
 # %% ../../nbs/api/logs/02_wandb.ipynb #12289cc3
+# Of a fit with exact=True, else None
+def certificate_of(learn): return getattr(getattr(learn, 'gradient_accumulation', None), 'certificate', None)
+
 # `of(cb, known)`: of the `WandbCallback`, and what is known of the step
 of_row = [
     Value('epoch', 'after_batch', lambda cb, known: cb.axis.done),

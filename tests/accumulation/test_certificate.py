@@ -83,6 +83,20 @@ def test_calls():
         return n
     assert calls() == calls(StepLogger()) > 0
 
+def test_weights_and_biases(each_step, tmp_path, monkeypatch):
+    "In the rows of the steps, and in the run's summary"
+    wandb = pytest.importorskip('wandb')
+    from fastaccum.wandb import WandbCallback
+    monkeypatch.chdir(tmp_path)
+    wb = wandb.init(project='test', mode='offline', dir=str(tmp_path), settings=wandb.Settings(silent=True, console='off'))
+    rows,log = [],wandb.run.log
+    monkeypatch.setattr(wandb, 'log', lambda row, *args, **kwargs: (rows.append(dict(row)), log(row, *args, **kwargs)))
+    found = certificate(run('dropout', 7, WandbCallback(log_preds=False)))
+    summary = dict(wb.summary)
+    wb.finish()
+    assert found['computed_twice'] == 6 and {k: summary[f'certificate_{k}'] for k in found} == found
+    assert [r['grad_off'] for r in rows if 'grad_off' in r] and max(r.get('grad_off', 0) for r in rows) == found['largest']
+
 # -- what a pass changes is put back; what cannot be put back is not computed twice
 class Counted(nn.Module):
     def __init__(self):
