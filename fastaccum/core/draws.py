@@ -257,7 +257,9 @@ def _take(self:Draws, made, func, args):
     draw,i,name = made.draw,self.now,name_of(func)
     rows = made.rows[:] if draw.dim is None else made.rows[self.firsts[i]:self.firsts[i+1]]
     rows = draw.as_drawn(rows, self.sizes[i])
-    if name == 'native_dropout': return args[0]*rows/(1-args[1]),rows.bool()
+    if name == 'native_dropout':
+        mask,kept = rows.bool(),1-args[1]
+        return (args[0]*mask).mul_(1/kept if kept else 0.),mask
     return args[0].copy_(rows) if name.endswith('_') else rows.clone()
 
 # %% ../../nbs/api/core/22_draws.ipynb #48d304bf

@@ -112,6 +112,7 @@ vec,img,seq = (12,),(3,8,8),(5,12)
 cases = {  # model, shape of an item, loss
     'dropout': (lambda: net(nn.Dropout(.5), nn.ReLU(), nn.Linear(24, 24), nn.Dropout(.2, inplace=True)), vec, ce()),
     'no draws': (lambda: net(nn.ReLU()), vec, ce()),
+    'all dropped': (lambda: net(nn.Dropout(1.), nn.Linear(24, 24), nn.Dropout(.2)), vec, ce()),
     'own loss': (lambda: net(nn.Dropout(.5), nn.ReLU(), nn.Dropout(.2)), vec, focal),
     'a loss that draws': (lambda: net(nn.Dropout(.5), nn.Dropout(.2)), vec, Noisy()),
     'class weights': (lambda: net(nn.Dropout(.5), nn.Dropout(.2)), vec, ce(tensor([.1, 3., 1., .4]))),
