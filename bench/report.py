@@ -62,10 +62,10 @@ def syncs(rows):
 
 def exact(rows, cases=None):
     """How far the weights are off those of training in big batches; in all `cases`, or in the first five, the second,
-    the third or the others: a page has no room for more"""
+    the third, the fourth or the others: a page has no room for more"""
     from fastaccum.conformance import CASES   # here, as `--against` starts processes that import this file first
     names = list(CASES)
-    wanted = dict(first=names[:5], second=names[5:10], third=names[10:16], fourth=names[16:]).get(cases, names)
+    wanted = dict(first=names[:5], second=names[5:10], third=names[10:16], fourth=names[16:20], fifth=names[20:]).get(cases, names)
     return _table([r for r in rows if r['case'] in wanted], lambda r: r['case'], lambda r: str(result(r)))
 
 def result(row):
