@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/api/conformance.html.md"""
 
 # %% ../nbs/api/91_conformance.ipynb #3b882e8d
 from __future__ import annotations
-import argparse, importlib.util, inspect, os, sys, traceback
+import argparse, importlib.util, inspect, os, sys, time, traceback
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Callable, NamedTuple
-import torch, torch.nn.functional as F
+import torch, torch.distributed as dist, torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -422,10 +422,11 @@ def run_fits(train, case, job, folder=None):
 # The same in `job.n_ranks` processes: what the first one has
 def run_ranks(train, case, job):
     if not hasattr(os, 'fork') or job.device != 'cpu': raise NotImplementedError('needs a CPU, and a system that forks processes')
-    from fastaccum.parallel.processes import launch
-    found,*others = launch(run_rank, job.n_ranks, train, case, job)
-    if not isinstance(found, str): return found
-    raise NotImplementedError(found)
+    with TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(run_rank, (train, case, job, folder), job.n_ranks, start_method='fork')
+        found = torch.load(Path(folder)/'found')
+    if isinstance(found, str): raise NotImplementedError(found)
+    return found
 
 # Where there is a GPU, PyTorch computes no gradients in a fork of a process that has computed some
 def can_differentiate():
@@ -435,7 +436,19 @@ def can_differentiate():
         return False
     return True
 
-def run_rank(train, case, job):
+# As torchrun starts it
+def run_rank(rank, train, case, job, folder):
+    torch.set_num_threads(1)                       # a fork lacks the threads of its parent
+    world = job.n_ranks
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GROUP_RANK='0',
+                      MASTER_ADDR='127.0.0.1', MASTER_PORT='0', TORCHELASTIC_RUN_ID='conformance')
+    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=world)
+    found = found_by_rank(train, case, job)
+    if rank == 0: torch.save(found, Path(folder)/'found')
+    dist.destroy_process_group()
+    time.sleep(.2)                                 # gloo's threads end a moment later (https://github.com/pytorch/pytorch/issues/190489)
+
+def found_by_rank(train, case, job):
     if not can_differentiate(): return "needs a new process: `python -m fastaccum.conformance my_loop.py`, or the first `check` of one"
     seen,n = set(),sum(len(x) for x,_ in list.__iter__(job.batches))
     job.model.register_forward_hook(lambda model, xb, out: seen.update(xb[0].sum(1).tolist()))

@@ -1,5 +1,5 @@
 "How exact is your trainer? What the cases notice, the command, and what it says about a script that it cannot measure"
-import json, os, subprocess, sys
+import json, os, re, subprocess, sys
 from dataclasses import replace
 from pathlib import Path
 import pytest, torch
@@ -140,9 +140,18 @@ def test_interrupted_batches():
 
 @pytest.mark.slow
 def test_needs_no_fastai():
-    code = "import sys; sys.modules['fastai'] = None; import fastaccum.conformance; print('ok')"
+    "Nor do the two processes"
+    code = """if True:
+        import sys; sys.modules['fastai'] = None
+        from fastaccum.conformance import check
+        def train(job):
+            opt = job.optimizer(job.model.parameters())
+            for x,y in job.loader(): (job.loss(job.model(x), y)/job.n_acc).backward()
+            opt.step()
+        print(*check(train, ['two ranks', 'clipping']), sep=', ')"""
     env = os.environ | dict(PYTHONPATH=str(root))
-    assert subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=60).stdout=='ok\n'
+    res = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=120)
+    assert re.fullmatch(r'each process trains on all items, \d+%\n', res.stdout), res.stderr
 
 # -- The command
 @pytest.mark.slow
