@@ -436,7 +436,7 @@ def can_differentiate():
         return False
     return True
 
-# As torchrun starts it
+# As torchrun starts it. (`launch` would need fastai, which is not needed here)
 def run_rank(rank, train, case, job, folder):
     torch.set_num_threads(1)                       # a fork lacks the threads of its parent
     world = job.n_ranks

@@ -100,33 +100,37 @@ class WandbCallback(LoopCallback, fastai_wandb.WandbCallback):
         wandb.run.summary.update({f'certificate_{k}': v for k,v in (certificate_of(self.learn) or {}).items()})
         wandb.log({})           # completes the last row
 
-    def state_dict(self) -> dict: # Strings, numbers, and lists of them; empty before the first fit
-        "The position in the run, and its last rows, for checkpoints"
-        if not self._run_id: return {}
-        return dict(run_id=self._run_id, step=self._wandb_step, n_steps=self._n_steps, axis=self.axis.state_dict(),
-                    rows=[(step, row) for _,step,row in self._recent])
-
-    def load_state_dict(self,
-        state:dict # From `state_dict`
-    ):
-        "Continue after the saved step. Rows that the run has lost are logged again, with the same step and values"
-        if not state: return
-        if wandb.run is not None and wandb.run.id != state['run_id']:
-            print(f"WandbCallback: the checkpoint belongs to the run {state['run_id']!r}, but this run is "
-                  f"{wandb.run.id!r}. To continue the old run, start with `wandb.init(id=saved_wandb_id(...), "
-                  "resume='allow')`.")
-        run_id,self._ahead = (wandb.run.id, wandb.run.step) if wandb.run is not None else (state['run_id'], 0)
-        self._start(run_id, state['step'], state['n_steps'])
-        self.axis.load_state_dict(state['axis'])
-        for step,row in state['rows'] if self._run_id == state['run_id'] and wandb.run is not None else ():
-            if step >= self._ahead: self._log_row(row, step)
-
     def log_predictions(self):
         "Log predictions for a sample of the validation set as a `wandb.Table`"
         fetch = FetchPredsCallback(dl=self.valid_dl, with_input=True, with_decoded=True, reorder=self.reorder)
         with no_random(reproducible=False), self.learn.added_cbs(fetch):
             fetch.after_validate()
             super().log_predictions()
+
+# %% ../../nbs/api/logs/02_wandb.ipynb #0b5e7a41
+# -- checkpoints
+@patch
+def state_dict(self:WandbCallback) -> dict: # Strings, numbers, and lists of them; empty before the first fit
+    "The position in the run, and its last rows, for checkpoints"
+    if not self._run_id: return {}
+    return dict(run_id=self._run_id, step=self._wandb_step, n_steps=self._n_steps, axis=self.axis.state_dict(),
+                rows=[(step, row) for _,step,row in self._recent])
+
+@patch
+def load_state_dict(self:WandbCallback,
+    state:dict # From `state_dict`
+):
+    "Continue after the saved step. Rows that the run has lost are logged again, with the same step and values"
+    if not state: return
+    if wandb.run is not None and wandb.run.id != state['run_id']:
+        print(f"WandbCallback: the checkpoint belongs to the run {state['run_id']!r}, but this run is "
+              f"{wandb.run.id!r}. To continue the old run, start with `wandb.init(id=saved_wandb_id(...), "
+              "resume='allow')`.")
+    run_id,self._ahead = (wandb.run.id, wandb.run.step) if wandb.run is not None else (state['run_id'], 0)
+    self._start(run_id, state['step'], state['n_steps'])
+    self.axis.load_state_dict(state['axis'])
+    for step,row in state['rows'] if self._run_id == state['run_id'] and wandb.run is not None else ():
+        if step >= self._ahead: self._log_row(row, step)
 
 # %% ../../nbs/api/logs/02_wandb.ipynb #12289cc3
 # Of a fit with exact=True, else None

@@ -194,11 +194,12 @@ def one_loss(cb, start, call, draws):
 def mean_of_parts(cb, start, call, draws):
     loss_func,sizes = cb.learn.loss_func,draws.sizes
     weights,_ = cb.rule.weights(start.yb, sizes, cb.acc.dtype)
+    total = sum(weights)
     for i,(xb,yb,_) in enumerate(split_batch(start.xb, start.yb, start.n, start.half, lists=cb.facts.lists)):
         out = draws.call(i, call, *xb)
         if isinstance(weights[i], Tensor): ignore_empty(out, weights[i])
         elif not weights[i]: continue
-        loss = loss_func(out, *yb)*(weights[i]/sum(weights))
+        loss = loss_func(out, *yb)*(weights[i]/total)
         with draws.again(i): scaled(cb, loss).backward()
 
 # By the loss scale, as the gradients of the step are
