@@ -63,8 +63,8 @@ clients: .venv/clients/.installed ## do the clients of fastai and other librarie
 	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/works_with.ipynb
 	$(PYTHON) tools/export.py
 
-snippets: $(INSTALLED) ## type the pages of the site from top to bottom, as a reader would, and run all slow cells (some minutes)
-	$(PYTHON) tools/snippets.py $(PAGES)
+snippets: $(INSTALLED) ## type the pages of the site from top to bottom, as a reader would, and run all slow cells (some minutes); REST=1: not those that `make test` has run just so
+	$(if $(REST),REST=1) $(PYTHON) tools/snippets.py $(PAGES)
 
 check: REST := 1
 check: cases snippets ## what `make test` leaves out: both of these, the first with REST=1 (20 minutes)

@@ -62,7 +62,7 @@ longest = ('test_kill', 'test_site', 'test_checkpoint_files', 'test_accelerator'
            'test_package', 'test_distributed')
 
 def pytest_collection_modifyitems(config, items):
-    """All cases run; on the simulated device each fortieth of a test, unless `ALL_CASES=1` is given. `QUICK=1`, as in
+    """All cases run; on the simulated device each hundredth of a test, unless `ALL_CASES=1` is given. `QUICK=1`, as in
     `make test`, trains on the CPU alone, and leaves out what is `slow`, and cases of which each value was there; `ONE=1`
     beside it, as in `make versions`, takes one case of each test. `REST=1`, as in `make check`, is what `QUICK=1` leaves
     out, but what is `long`, and cases of several lists of which each row was there"""
@@ -134,5 +134,5 @@ def fewer_simulated(items):
     n = Counter()
     for i in items:
         simulated = '[sim' in i.name
-        if not simulated or n[function(i)]%40 == 0: yield i
+        if not simulated or n[function(i)]%100 == 0: yield i
         n[function(i)] += simulated

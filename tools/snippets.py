@@ -2,14 +2,15 @@
 
 What is typed is what a reader sees, in the order of the page: hidden cells do not run, and no setting of the tests holds. The exception is
 a hidden cell that is `slow`, which `make test` leaves out: it checks the cell before it, and what it defines stays its own. Of the pages of
-internals, which nobody types, only those with slow cells are typed: the others have run as notebooks, in `make test`.
+internals, which nobody types, only those with slow cells are typed: the others have run as notebooks, in `make test`. With `REST=1`, as in
+`make check`, this goes for all pages whose snippets need no name from a hidden cell, as typing them would do the same again.
 
 There is one page more at once than processors, each with one thread, as some wait for their own processes. A page that fails, or does not
 end, is an error; one that takes longer than a minute is named, and so is a warning that the page does not show. Neither is an error, as
 both can be the machine's, too.
 
 The processes are forks of one that has imported what most pages import, which takes longer than most pages."""
-import atexit, multiprocessing, os, re, runpy, sys, tempfile
+import ast, atexit, builtins, importlib, multiprocessing, os, re, runpy, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
@@ -40,6 +41,22 @@ def slow_checks(nb):
     return found
 
 def has_slow(nb): return any('slow' in c.directives for c in nb.cells if c.cell_type == 'code')
+
+def stands_alone(snippets):
+    "Do they need no name from a cell that is hidden? Wherever they bind a name, it is theirs"
+    used,bound = set(),{*vars(builtins)}
+    for node in (node for src in snippets for node in ast.walk(ast.parse(plain(src)))):
+        if isinstance(node, ast.Name): (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.arg): bound.add(node.arg)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler)): bound.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for o in node.names: bound |= names_of(node.module) if o.name == '*' else {(o.asname or o.name).split('.')[0]}
+    return used <= bound
+
+def names_of(module):
+    "What `from module import *` brings"
+    m = importlib.import_module(module)
+    return {*getattr(m, '__all__', (k for k in vars(m) if k[0] != '_'))}
 
 def plain(src):
     "Without directives, magics and shell commands"
@@ -90,7 +107,8 @@ def main():
     proc = apidoc.proc_nbs()
     wrong,wanted,n_cpus = [],sys.argv[1:],os.cpu_count() or 1
     todo = [pages.Page(f, proc, Path(tempfile.gettempdir()), cfg) for f in sorted(proc.rglob('*.ipynb'))]
-    def is_wanted(p): return any(w in p.path for w in wanted) if wanted else not p.internal or has_slow(p.source)
+    def runs_in_test(p): return p.internal or 'REST' in os.environ and stands_alone(p.snippets())
+    def is_wanted(p): return any(w in p.path for w in wanted) if wanted else has_slow(p.source) or not runs_in_test(p)
     todo = [p for p in todo if p.snippets() and is_wanted(p)]
     with ThreadPoolExecutor(n_cpus+1) as pool:
         for page,(used,trouble,unseen) in zip(todo, pool.map(lambda p: run(p, root), todo)):

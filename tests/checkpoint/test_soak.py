@@ -29,6 +29,7 @@ from soak import *
 print(json.dumps(summary(*run({STEPS}, Path.cwd())), default=float))
 """
 
+@pytest.mark.long
 def test_soak():
     "Over 500 steps and several fits: no more objects and tensors, no warning twice. What other tests left would be counted, too"
     p = fresh.run('-c', in_its_own_process, env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))})

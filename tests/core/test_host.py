@@ -89,8 +89,9 @@ setups = {
     'foreach': dict(opt_func=torch_opt(torch.optim.AdamW, foreach=True)),
     'AdamW, fp16': dict(opt_func=torch_opt(torch.optim.AdamW), cbs=[MixedPrecision])}
 
+longer = 'drop','checked','noise','cancelled','bf16','one cycle','bf16 weights','fp32 sums','ranger','Adagrad','foreach'
 @pytest.mark.filterwarnings('ignore:.*')
-@pytest.mark.parametrize('setup', quickly(['foreign','fp16 overflows'], setups))
+@pytest.mark.parametrize('setup', quickly(['foreign','fp16 overflows'], setups, longer))
 def test_same_bits(setup):
     kwargs = dict(accum_bs=16, **setups[setup]) if 'accum_bs' not in setups[setup] else setups[setup]
     n_host = Counter()

@@ -251,7 +251,7 @@ def test_memory_of_chunks(amp):
 
 def own_loss(pred, y): return (F.cross_entropy(pred.flatten(0, 1), y.flatten(), reduction='none')*(y.flatten() != 3)).sum()/(y != 3).sum()
 
-@pytest.mark.parametrize('amp', ['to_fp32', 'to_fp16'])
+@pytest.mark.parametrize('amp', quickly([], ['to_fp32', 'to_fp16'], ['to_fp32']))
 def test_memory_of_measuring(amp):
     """Chunks of a loss of one's own, while what it averages over is measured: at most eleven times the outputs of a chunk,
     instead of three times"""
@@ -270,7 +270,7 @@ def by_zeros(pred, y): return (F.cross_entropy(pred, y, reduction='none')*(y == 
 def of_elements(pred, y): return F.cross_entropy(pred, y, reduction='none').sum()/len(y)
 
 @pytest.mark.parametrize('amp', ['to_fp32', 'to_fp16'])
-@pytest.mark.parametrize('loss', [pytest.param(class_weights, marks=pytest.mark.long), by_zeros, of_elements])
+@pytest.mark.parametrize('loss', [*quickly([], [class_weights, by_zeros, of_elements], [class_weights, of_elements])])
 def test_losses_of_ones_own(loss, amp):
     "What is measured beside reference items is on the device: in each step, without a loss of some items, and until a rule is trusted"
     runs = []
@@ -305,7 +305,7 @@ def base(learn):
     torch_device.empty_cache()
     return torch_device.memory_reserved()
 
-@pytest.mark.parametrize('name,accum_bs', [*((name, n_items) for name in nets), (next(iter(nets)), 2*n_items)])
+@pytest.mark.parametrize('name,accum_bs', quickly([], [*((name, n_items) for name in nets), ('MLP', 2*n_items)], [('transformer', n_items)]))
 def test_auto(name, accum_bs):
     """It ends with the largest of n, n/2, n/4... that fits, wherever memory ran out; weights, BatchNorm, losses and
     random numbers are those of a run with that size, to the bit"""
@@ -354,7 +354,7 @@ def in_fp32(name):
     return tensor(full.recorder.losses),weights(full.model)
 
 @pytest.mark.parametrize('amp,tol', [('to_bf16', .05), ('to_fp16', .02)])
-@pytest.mark.parametrize('name', nets)
+@pytest.mark.parametrize('name', quickly([], nets, ['transformer']))
 def test_half_precision(name, amp, tol):
     "As fp32: in its losses, and in where the weights go"
     half,(losses,end) = fit_net(name, amp),in_fp32(name)
@@ -364,7 +364,7 @@ def test_half_precision(name, amp, tol):
     assert torch.cosine_similarity(a, b, 0) > .9
     if amp == 'to_fp16': assert half.mixed_precision.scaler.n_overflows==0
 
-@pytest.mark.parametrize('amp', quickly(['to_fp16'], amps))
+@pytest.mark.parametrize('amp', quickly(['to_fp16'], amps, ['to_fp32']))
 def test_resume(amp):
     "Stopped in an epoch and started again: the run that nobody stopped, to the bit, dropout and loss scale included"
     def fit(*cbs): return fit_net('conv net', amp, *cbs, loader=partial(DataLoader, shuffle=True))

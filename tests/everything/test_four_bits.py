@@ -1,15 +1,16 @@
 "Weights in 4 bits that adapters adapt: all ways of accumulation end with the adapters of whole batches"
 import tempfile, pytest
 from contextlib import suppress
+from importlib.util import find_spec
 from reference import *
-transformers,peft = pytest.importorskip('transformers'),pytest.importorskip('peft')
-pytest.importorskip('bitsandbytes')
+transformers = pytest.importorskip('transformers')
 from torch.utils.data import DataLoader as TorchLoader
 from fastaccum.all import ActivationCheckpointing, GradientNoiseScale, StepLogger, TrainingCheckpoint
 from fastaccum.all import hf_learner
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore:`is_gradient_checkpointing` is deprecated:FutureWarning')]
+missing = [m for m in ('peft','bitsandbytes') if find_spec(m) is None]        # they take long to import
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing, reason=f'needs {missing}'), pytest.mark.filterwarnings('ignore:`is_gradient_checkpointing` is deprecated:FutureWarning')]
 N_WORDS = 60
 
 def saved_model(path, seed=0):
@@ -23,6 +24,7 @@ def saved_model(path, seed=0):
 def folder(tmp_path_factory): return saved_model(tmp_path_factory.mktemp('llama'))
 
 def model(folder, p):
+    import peft
     bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.float32)
     base = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=bits, device_map='cpu')
     set_seed(1)

@@ -49,7 +49,8 @@ if for_hours: pairs += [f'{a}+{b}' for a,b in itertools.permutations(callbacks, 
 setups = [s for s in dict.fromkeys([*callbacks, *pairs]) if all(callbacks[n] for n in s.split('+'))]
 in_short = 'carry','acc+fp16','parts+fp16+saves+steps'
 some = 'carry','split','fp16','steps','acc+fp16','parts+fp16+saves+steps'
-every_setup = pytest.mark.parametrize('setup', quickly(in_short, setups))
+longer = [] if for_hours else [s for s in setups if '+' in s and s not in some]      # `make cases` has them
+every_setup = pytest.mark.parametrize('setup', quickly(in_short, setups, longer))
 some_setups = every_setup if for_hours else pytest.mark.parametrize('setup', quickly(in_short, some))
 
 def make(setup): return [callbacks[n]() for n in setup.split('+') if n]
@@ -155,7 +156,7 @@ copies = {'deepcopy': deepcopy, 'pickle': lambda o: pickle.loads(pickle.dumps(o)
 
 copied = [(s,h) for i,s in enumerate(setups) for j,h in enumerate(copies) if for_hours or i%2==j or 'saves' in s]
 
-@pytest.mark.parametrize('setup,how', quickly([o for o in copied if o[0] in in_short], copied))
+@pytest.mark.parametrize('setup,how', quickly([o for o in copied if o[0] in in_short], copied, [o for o in copied if o[0] in longer]))
 def test_copies(setup, how):
     "Of Learners and of callbacks, fresh and trained: they train like the original, and the original does not notice"
     learn = start(setup)
@@ -396,7 +397,7 @@ def stops(setup, ex):
     orders = lambda e: (3, 20) if e!='after_batch' else (3, 55)
     res = [(e, ex, at, order, in_training) for e,at,in_training in dict.fromkeys(cases) for order in orders(e)]
     if for_hours: return res
-    return [s for i,s in enumerate(res) if i%4 in (0,3) and (ex is Boom or of_fastai(s)[0] is None or s[0]=='before_batch')]
+    return [s for i,s in enumerate(res) if i%8 in (0,7) and (ex is Boom or of_fastai(s)[0] is None or s[0]=='before_batch')]
 
 @pytest.mark.slow
 @pytest.mark.parametrize('ex', [*cancels, Boom, KeyboardInterrupt], ids=lambda o: o.__name__)

@@ -189,7 +189,7 @@ for l in (whole, learn): l.fit(2, .1)
 print(rel_err(weights(learn.model), weights(whole.model)) < 1e-6)
 '''
 @pytest.mark.slow
-@pytest.mark.parametrize('before', (True, False))
+@pytest.mark.parametrize('before', (True, pytest.param(False, marks=pytest.mark.long)))
 def test_patched_backward(before):
     "Before fastaccum is imported, or after"
     run = subprocess.run([sys.executable, '-c', patched.format(before=before, path=sys.path)], capture_output=True, text=True)

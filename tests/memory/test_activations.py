@@ -14,6 +14,7 @@ from fastaccum.memory.activations import ActivationCheckpointing, ActivationOffl
 from fastaccum.memory.activations import Recompute, find_blocks
 from fastaccum.core.memory import PeakMemory
 from fastaccum.precision.callback import MixedPrecision
+from quick import quickly
 
 pytestmark = pytest.mark.filterwarnings('ignore:Compile.backend=.eager.., PyTorch.s backend for debugging')
 
@@ -45,8 +46,7 @@ images = Data(torch.randn(6, 3, 32, 32), torch.arange(6)%4)
 nets = {'resnet18': 8, 'convnext_tiny': 18, 'swin_t': 12, 'efficientnet_b0': 16, 'densenet121': 58, 'regnet_y_400mf': 16}
 vit = partial(tv.VisionTransformer, 32, 8, 2, 2, 16, 32, dropout=.1, num_classes=4)
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['vit', *nets])
+@pytest.mark.parametrize('name', quickly([], ['vit', *nets], ['convnext_tiny', 'efficientnet_b0', 'densenet121', 'regnet_y_400mf']))
 def test_nets(name):
     "Blocks are found, and weights and statistics are the same to the last bit"
     make = vit if name=='vit' else partial(getattr(tv, name), num_classes=4)

@@ -302,7 +302,7 @@ pasted = {
 
 @pytest.mark.filterwarnings('ignore:.*BatchNorm', "ignore:fastai's SentenceEncoder leaves out")        # told in training
 @pytest.mark.parametrize('kind,accumulates', quickly([], [*[(k, False) for k in pasted], ('plain', True), ('tabular', True)],
-                                                       long=[('U-Net', False), ('encoder', False)]))
+                                                       long=[(k, False) for k in ('U-Net', 'encoder', 'classifier of texts', 'tabular')]))
 def test_pasted_lines_fit(kind, accumulates):
     "In a memory that has half of what its tools can save less than training takes"
     learn = pasted[kind](*[GradientAccumulation(64)]*accumulates)

@@ -266,7 +266,7 @@ def test_save_load_export(tmp_path):
     fresh.add_cb(ChunkedHead(4))
     fresh.fit(1)
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled():
     "The compiler takes a head that returns its input"
     def run(*cbs):
@@ -474,7 +474,7 @@ def test_head_that_is_not_called(k):
     assert len([w for w in found if 'does nothing' in str(w.message)]) == 1
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['language', 'unet'])
+@pytest.mark.parametrize('name', ['language', pytest.param('unet', marks=pytest.mark.long)])
 def test_application(name):
     "fastai's language model, whose decoder is tied to its embedding, and its U-Net"
     def run(*cbs):

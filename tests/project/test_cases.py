@@ -18,7 +18,7 @@ def cases(monkeypatch, **env):
     assert pytest.main(['--collect-only', '-qq', '-p', 'no:cacheprovider', '-n0', str(tests)], plugins=[seen]) == 0
     return {i.nodeid: i for i in seen.items}
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_case_runs_in_test_or_in_check(monkeypatch):
     """`make test` and the tests of `make check` have no case in common, and both together have each row of each list of `make cases`,
     but of those that are long; `make versions` has one case of each test of `make test`"""
