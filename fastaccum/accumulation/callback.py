@@ -78,7 +78,7 @@ class GradientAccumulation(LoopCallback):
         self.ranks = OneRank()
         self.fitting = FittingSize() if micro_batch_tokens is None else FittingTokens()
         self.running,self.on_host,self.told_way = False,None,None        # the last with exact=True: the class of the way that was told
-        self.recomputed = None                           # with exact=True: the `Recomputations` of the last fit
+        self.recomputed = self.forecasts = None          # with exact=True: the `Recomputations` and `Forecasts` of the last fit
         self.counter = BatchCounter(unit, count, pad_idx, micro_batch_tokens is not None) if unit != 'items' or micro_batch_tokens else None
         self.epoch_counts = EpochCounts()
         size = 1 if self.per_loader_batch else ifnone(accum_bs, ifnone(n_acc, 32))
@@ -385,7 +385,8 @@ def loss_rule(self:GradientAccumulation) -> str:
     if self.weight is not None: return 'what weight= returns'
     if not self.normalize: return 'nothing: gradients are added up (normalize=False)'
     rule = self.last_rule if self.rule.info is None else str(self.facts)      # a validation looks up none
-    return rule if self.told_way is None else '; '.join(filter(None, (rule, f'exact=True: {self.told_way.choice}', str(self.recomputed))))
+    if self.told_way is None: return rule
+    return '; '.join(filter(None, (rule, f'exact=True: {self.told_way.choice}', str(self.forecasts), str(self.recomputed))))
 
 @patch(as_prop=True)
 def certificate(self:GradientAccumulation) -> dict|None: # `steps`, `computed_twice`, `largest` and `median` distance, `why_not`
@@ -466,7 +467,7 @@ def train_batch(self:GradientAccumulation) -> Tensor|None: # The accumulated los
 @patch
 def _tell_way(self:GradientAccumulation, batch):
     if not (batch.opens and batch.closes): raise ValueError(one_batch_a_step)
-    self.recomputed = self.facts.recomputed
+    self.recomputed,self.forecasts = self.facts.recomputed,self.facts.forecasts
     if type(batch.way) is self.told_way: return
     self.told_way = type(batch.way)
     if self.loop.in_fit: print(f'GradientAccumulation(exact=True): {batch.way.choice}.')

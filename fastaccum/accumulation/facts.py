@@ -20,6 +20,7 @@ from ..core.measured import LossMeasure, as_now
 from ..core.microbatch import Lists
 from ..core.values import LossValues
 from ..core.watch import OutputNumbers, OutputViews
+from .forecasts import Forecasts
 from .lengths import Wide
 from .measuring import Trust
 from .witnesses.recomputed import Recomputations
@@ -44,6 +45,7 @@ class FitFacts:
         self.lockstep = LockstepFacts()                     # what its passes in lockstep show
         self.draws = DrawFacts()                            # exact: what the model draws at random
         self.wide = Wide()                                  # micro_batch_tokens: which inputs and targets are of tokens
+        self.forecasts = Forecasts()                        # exact: of the gradients of one loss over all items
         self.recomputed = Recomputations()                  # exact: how far steps are off that were computed twice
         self.rounding = rounding                            # a relative difference that is still rounding
         self.keeps = False                                  # does the model keep, of each call, numbers or a row for each item?
@@ -128,7 +130,7 @@ def state_dict(self:FitFacts):
     measure = None if measure is None else as_text(measure)
     is_replaced = self.replaced is not None
     return json.dumps(dict(lists=self.lists.state_dict(), measure=measure, trust=self.trust.state_dict(), replaced=is_replaced,
-                           recomputed=self.recomputed.state_dict()))
+                           recomputed=self.recomputed.state_dict(), forecasts=as_text(self.forecasts.state_dict())))
 
 # A text of another form comes from a file that somebody has changed: the fit finds out by itself
 @patch
@@ -138,6 +140,7 @@ def load_state_dict(self:FitFacts, text):
     if not isinstance(state, dict): return
     for k in ('lists','recomputed'):
         with suppress(KeyError, TypeError, ValueError): getattr(self, k).load_state_dict(state[k])
+    with suppress(KeyError, TypeError, ValueError): self.forecasts.load_state_dict(from_text(state.get('forecasts')))
     self.saved = from_text(state.get('measure')),state.get('trust')
     self.was_replaced = state.get('replaced') is True
 

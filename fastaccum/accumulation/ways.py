@@ -15,7 +15,7 @@ from ..core.accumulator import scalar, weighted
 from ..core.coupled import CoupledBatch, find_head, up_to
 from ..core.draws import Draws
 from ..core.lockstep.run import LockstepBatch
-from ..core.losses import LossInfo, is_known
+from ..core.losses import LossInfo, count_items, is_known
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, rows_of, split_batch
 from ..core.private import check_parts
@@ -299,7 +299,7 @@ def has_train_metrics(learn): return bool(getattr(getattr(learn, 'recorder', Non
 # %% ../../nbs/api/accumulation/10_ways.ipynb #b63b9146
 class Coupled(Whole):
     is_coupled = True
-    choice = 'one loss over all items of a loader batch, by a second forward pass, as this loss is not known to be a mean'
+    choice = 'one loss over all items of a loader batch, and a second forward pass unless it is found to be a mean'
     message = page = None                                 # a warning of the model's passes, and the page that says more
 
     def __init__(self, cb, head=None):
@@ -321,25 +321,36 @@ class Coupled(Whole):
     def cut(self, batch, shown):
         self.batch = batch
         self.size = self.cb.micro_bs
-        self.is_joined = batch.n > self.size
+        self.sizes = part_sizes(batch.n, self.size)
+        self.is_joined = len(self.sizes) > 1
         return self._one(batch, shown)
 
     def calls_for(self, n): return len(part_sizes(n, self.cb.micro_bs))
 
     @property
-    def layer_sees(self): return max(part_sizes(self.batch.n, self.size))
+    def layer_sees(self): return max(self.sizes)
 
     def predict(self, call, model, *xb):
         if not self.is_joined and not self.is_shared: return call(model, *xb)
         body,head = (partial(call, model), noop) if self.head is None else cut_at_head(call, model, self.head)
-        self.draw(call, model, xb, part_sizes(self.batch.n, self.size))
-        self.coupled = self.make(body, xb, self.batch.n, self.size, model, self.batch.looks)
+        self.draw(call, model, xb, self.sizes)
+        self.coupled = self.make(body, xb, self.batch.n, self.size, model, self.batch.looks, self.forecast(xb))
         return head(self.coupled.outputs())
 
     # What calls the parts; `looks`: the witnesses of this loader batch
-    def make(self, body, xb, n, size, model, looks):
+    def make(self, body, xb, n, size, model, looks, forecast=None):
         facts = self.cb.facts
-        return CoupledBatch(body, xb, n, size, model, self.cb.ranks.gather, facts.views, looks, facts.lists, self.draws)
+        return CoupledBatch(body, xb, n, size, model, self.cb.ranks.gather, facts.views, looks, facts.lists, self.draws, forecast)
+
+    # Of the gradients of the outputs, with exact=True; None, where somebody may change outputs or loss before they go back
+    def forecast(self, xb):
+        cb,batch = self.cb,self.batch
+        yb,table,precision = batch.shown.yb,cb.loop.table,cb.loop.precision
+        if not cb.exact or self.is_shared or cb.weight is not None or count_items(xb, yb) != (batch.n, True): return None
+        if any(is_of_others(o) for ev in ('between','backward') for o,*_ in table[ev]): return None
+        parts = [(yb, n, xb) for (xb,yb,_),n in zip(split_batch(xb, yb, batch.n, self.size, lists=cb.facts.lists), self.sizes)]
+        scale = float(precision.scaler.get_scale()) if precision.has_scale else 1.
+        return cb.facts.forecasts.of_step(cb.facts.loss_of(cb.learn), parts, batch.shown.others, scale, cb.acc.params, batch.place[0] or 0)
 
     def backward(self, loop, share):
         super().backward(loop, share)
@@ -387,13 +398,15 @@ class Lockstep(Coupled):
         super().check()
         check_lockstep(self.cb)
 
-    def make(self, body, xb, n, size, model, looks):
+    def make(self, body, xb, n, size, model, looks, forecast=None):
         cb,facts = self.cb,self.cb.facts
         return LockstepBatch(body, xb, n, size, model, cb.ranks.gather, facts.views, looks, facts.lists, facts.lockstep, cb.activations,
                              cb.ranks.norms, self.draws)
 
     @property
     def layer_sees(self): return self.batch.n_items       # a BatchNorm, of all ranks
+
+    def forecast(self, xb): return None
 
     def take_part(self, learn):
         call = partial(learn.one_batch.precision.predict, learn.model)

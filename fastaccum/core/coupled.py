@@ -34,7 +34,8 @@ class CoupledBatch:
         views=None, # `OutputViews`, which finds the order of rows in outputs; default: one row or several for each item
         looks=(),   # Called at both passes of each part: `first_pass(i, last, out)`, `second_pass(i, out)`
         lists=None, # What knows if a list in the inputs holds columns, or an object for each item; default: its lengths
-        draws=None  # `Draws`: what each part draws at random; default: what a batch of its own would
+        draws=None, # `Draws`: what each part draws at random; default: what a batch of its own would
+        forecast=None   # `Forecast`: gradients of the outputs of a part, before the loss of all items is there
     ):
         self.module = model if module is None else module
         self.model,self.gather = model,gather
@@ -45,6 +46,7 @@ class CoupledBatch:
         # on the device: do numbers of the output differ between parts?
         self.looks,self.differs = looks,None
         self.draws = draws
+        self.forecast = forecast
         self.grads = {}
         self.first = 0
         self.factor = 1
@@ -69,7 +71,9 @@ class CoupledBatch:
                 out = joined.add(i, self.kept)
             self.xbs[i] = with_leaves(xb, [t if version is None or t._version == version else old for t,version,old in before])
             for o in self.looks: o.first_pass(i, last, self.kept)
+            if self.forecast is not None: self._send(i, self.kept, self.forecast.of(self.kept).items())
             if last: self.kept = None
+        if self.forecast is not None: self.forecast.close()
         return self._cut_outputs(joined, out)
 
     def _call(self, i, xb): return self.model(*xb) if self.draws is None else self.draws.call(i, self.model, *xb)
@@ -90,14 +94,21 @@ class CoupledBatch:
 
     def backward(self) -> None:
         "Second forward pass and backward pass of each part, from the gradients that the loss's backward pass has left"
-        for i,grads in enumerate(self._take_grads() if self.grads else ()):
+        left = self._take_grads() if self.grads else ()
+        if self.forecast is not None: left = self.forecast.left(left) or ()
+        for i,grads in enumerate(left):
             out,self.kept = self.kept,None
             if out is None:
-                with self.replays[i].second(): outs = tensors_in(out := self._call(i, self.xbs[i]))
-            else: outs = tensors_in(out)
-            for o in self.looks: o.second_pass(i, out)
-            with nullcontext() if self.draws is None else self.draws.again(i):
-                if grads: torch.autograd.backward([outs[k] for k,_ in grads], [g for _,g in grads])
+                with self.replays[i].second(): out = self._call(i, self.xbs[i])
+            self._send(i, out, grads)
+
+    # Back through the part `i`. grads: (number of an output, its gradient)
+    def _send(self, i, out, grads):
+        for o in self.looks: o.second_pass(i, out)
+        if not grads: return
+        outs = tensors_in(out)
+        with nullcontext() if self.draws is None else self.draws.again(i):
+            torch.autograd.backward([outs[k] for k,_ in grads], [g for _,g in grads])
 
     # For each part, (number of an output, its gradient). A number without dimensions is the same in all parts, and goes
     # through the first
