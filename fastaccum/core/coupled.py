@@ -45,11 +45,9 @@ class CoupledBatch:
         self.find_views = views if n > size or gather is not None else None
         # on the device: do numbers of the output differ between parts?
         self.looks,self.differs = looks,None
-        self.draws = draws
-        self.forecast = forecast
+        self.draws,self.forecast = draws,forecast
         self.grads = {}
-        self.first = 0
-        self.factor = 1
+        self.first,self.factor = 0,1
 
     def outputs(self) -> Any: # What `model` would return for the whole batch
         "Forward passes. The graph of each part is freed before the next part begins; a single part keeps its graph"

@@ -12,7 +12,8 @@ def by_output(p, y):
     w = p.detach().softmax(1)[:,0]
     return (w*ce(p, y)).sum()/w.sum()
 means = dict(mean=lambda p, y: ce(p, y).mean(), by_target=by_target, by_output=by_output, total=lambda p, y: ce(p, y).sum(),
-             positives=lambda p, y: (ce(p, y)*(y == 0)).sum()/(y == 0).sum().clamp(min=1), floor=lambda p, y: ce(p, y).sum()/max(len(y), 16),
+             positives=lambda p, y: (ce(p, y)*(y == 0)).sum()/(y == 0).sum().clamp(min=1),
+             floor=lambda p, y: ce(p, y).sum()/max(len(y), 16),
              scaled=lambda p, y: 1e4*ce(p, y).mean(), two_terms=lambda p, y: ce(p, y).mean() + p.pow(2).mean())
 
 class Keeps(nn.Module):

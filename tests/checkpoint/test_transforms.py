@@ -100,8 +100,8 @@ def train(case, *cbs, stop=None):
         else: learn.fit(2, 1e-2); learn.fit(1, 1e-3)
     return learn
 
-longer = ['flip_vert','Zoom','Dihedral','DeterministicDihedral','Contrast','Saturation','Hue','IntToFloatTensor','DihedralItem','OldRandomCrop',
-          'RatioResize','squish','pad','several','regression']
+longer = ['flip_vert','Zoom','Dihedral','DeterministicDihedral','Contrast','Saturation','Hue','IntToFloatTensor','DihedralItem',
+          'OldRandomCrop','RatioResize','squish','pad','several','regression']
 @pytest.mark.parametrize('case', quickly(['aug_transforms','texts'], cases, longer))
 def test_resumes(case):
     whole = train(case)

@@ -305,7 +305,8 @@ def base(learn):
     torch_device.empty_cache()
     return torch_device.memory_reserved()
 
-@pytest.mark.parametrize('name,accum_bs', quickly([], [*((name, n_items) for name in nets), ('MLP', 2*n_items)], [('transformer', n_items)]))
+@pytest.mark.parametrize('name,accum_bs',
+                         quickly([], [*((name, n_items) for name in nets), ('MLP', 2*n_items)], [('transformer', n_items)]))
 def test_auto(name, accum_bs):
     """It ends with the largest of n, n/2, n/4... that fits, wherever memory ran out; weights, BatchNorm, losses and
     random numbers are those of a run with that size, to the bit"""

@@ -10,7 +10,8 @@ from fastaccum.all import hf_learner
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 missing = [m for m in ('peft','bitsandbytes') if find_spec(m) is None]        # they take long to import
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing, reason=f'needs {missing}'), pytest.mark.filterwarnings('ignore:`is_gradient_checkpointing` is deprecated:FutureWarning')]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing, reason=f'needs {missing}'),
+              pytest.mark.filterwarnings('ignore:`is_gradient_checkpointing` is deprecated:FutureWarning')]
 N_WORDS = 60
 
 def saved_model(path, seed=0):
