@@ -5,12 +5,13 @@ table: what the word takes depends on what a model draws and normalizes, and on 
 
 Time is the processor's for a step, the fastest of four, relative to that of the other way in the same round; of nine rounds the
 median, with the quartiles, as other work on the machine makes rounds slower and not ways. Memory is what
-PyTorch's profiler sees allocated at once in a step, as on the page *Benchmarks*: gradients count, weights and the batch do not."""
+PyTorch's profiler sees allocated at once in a step, as on the page *Benchmarks*, the median too, as now and then it misses a block:
+gradients count, weights and the batch do not."""
 import io, json, random, warnings
 from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import NamedTuple
 import pandas as pd, torch, torch.nn.functional as F
 from fastai.vision.models.xresnet import ResBlock, XResNet
@@ -71,14 +72,14 @@ def measure(model, way, bs, size, n_steps) -> dict: # Seconds of a step, and byt
 
 def row(name, bs=BS, size=SIZE, n_steps=4, rounds=9) -> dict:
     "Medians of all rounds; in each one all ways run, in another order each time, and are compared with each other"
-    ratios,peaks = {'micro-batches': [], 'in one piece': []},{}
+    ratios,peaks = {'micro-batches': [], 'in one piece': []},{way: [] for way in WAYS}
     for i in range(rounds):
         ways = [*WAYS]
         random.Random(i).shuffle(ways)
         found = {way: measure(MODELS[name], way, bs, size, n_steps) for way in ways}
         for k in ratios: ratios[k].append(found['exact=True']['s']/found[k]['s'])
-        peaks = {way: o['peak'] for way,o in found.items()}
-    res = dict(model=name, times={k: quartiles(v) for k,v in ratios.items()}, peaks=peaks)
+        for way,o in found.items(): peaks[way].append(o['peak'])
+    res = dict(model=name, times={k: quartiles(v) for k,v in ratios.items()}, peaks={way: round(median(v)) for way,v in peaks.items()})
     print(f"{name}: {', '.join(f'{k} {b:.2f} ({a:.2f} to {c:.2f})' for k,(a,b,c) in res['times'].items())}", flush=True)
     return res
 
