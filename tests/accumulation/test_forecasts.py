@@ -2,7 +2,7 @@
 from contextlib import suppress
 import pytest
 from reference import *
-from test_exact_runs import in_double, run, same_run, vec
+from test_exact_runs import ActivationCheckpointing, Trf, in_double, run, same_run, seq, vec
 from fastaccum.accumulation import forecasts
 from fastaccum.all import MixedPrecision, TrainingCheckpoint
 
@@ -106,6 +106,13 @@ def test_clipping_and_micro_batches_of_one():
         learn,whole = (run(net(by_target), n, GradientClip(.1)) for n in (size, None))
         same_run(learn, whole)
         assert forecasts_of(learn).n_right == (4 if size == 16 else 6)      # the last batch is one part
+
+def test_recomputed():
+    "What is recomputed in the first pass's backward pass draws the same masks"
+    blocks = lambda: ActivationCheckpointing(nn.TransformerEncoderLayer)
+    learn,whole = (run((Trf, seq, by_target), size, blocks()) for size in (k, None))
+    same_run(learn, whole)
+    assert forecasts_of(learn).n_right == 6
 
 class Waits(Callback):
     def after_pred(self): pass
