@@ -28,13 +28,13 @@ class Forecasts:
         self.divisor = None                                 # what the loss of the last step divided by
 
     # Of this step; None, if there are none. parts: (targets, items, inputs) of each part; see: context in which the loss finds these
-    def of_step(self, loss_func, parts, see, scale, params, epoch):
+    def of_step(self, loss_func, parts, see, params, epoch):
         if self.measure is None or self.measure.loss_func != loss_func: self._begin(loss_func)
         if self.measure.verdict.why is not None or self.n < self.next: return self.pass_over()
         if epoch != self.epoch:
             self.epoch = epoch
             self.measure.begin_epoch()
-        return Forecast(self, [Items((), *part, see) for part in parts], scale, params)
+        return Forecast(self, [Items((), *part, see) for part in parts], params)
 
     def _begin(self, loss_func):
         self.measure = LossMeasure(loss_func)
@@ -66,11 +66,11 @@ class Forecasts:
         self.saved = (None if state['divisor'] is None else float(state['divisor'])),state['measure']
 
 # %% ../../nbs/api/accumulation/19_forecasts.ipynb #f0ca0009
-# `plan`: the targets of each part; scale: the loss scale; params: those whose gradients the parts add to
+# `plan`: the targets of each part; params: those whose gradients the parts add to
 class Forecast:
-    def __init__(self, record, plan, scale, params):
+    def __init__(self, record, plan, params):
         self.record,self.measure = record,record.measure
-        self.plan,self.scale,self.params = plan,scale,params
+        self.plan,self.params = plan,params
         self.counted = []
         self.sent = []                                      # of each part, the gradients of its outputs: number of the output -> gradient
         self.divided_by = record.divisor                    # what they are divided by
@@ -91,10 +91,10 @@ class Forecast:
         self.is_lost = counted is None or self.measure.values is not None
         if self.is_lost: return {}
         self.counted.append(counted)
-        if self.divided_by is None: self.divided_by = self._divisor()*len(self.plan) or 1.
-        factor = self.scale/self.divided_by
+        if self.divided_by is None: self.divided_by = self._expected()
         numbers = [(k, t) for k,t in enumerate(tensors_in(out)) if any(t is o for o in float_tensors(out))]
-        return {k: (g*factor).to(t.dtype) for (k,t),g in zip(numbers, grads) if t.requires_grad}
+        # what is not finite in the loss of a part may be in that of all, and could not be taken back
+        return {k: (g/self.divided_by).to(t.dtype).nan_to_num(0., 0., 0.) for (k,t),g in zip(numbers, grads) if t.requires_grad}
 
     # What a part counts, and the gradients of its loss before it is divided. Before all others come the looks that tell whether the
     # loss may be called
@@ -107,6 +107,11 @@ class Forecast:
 
     def _own(self, items):
         with self.measure.look(self.measure.loss_func) as look: return loss_and_grads(look.loss, items)
+
+    # In the first step, if all parts are as the first one
+    def _expected(self):
+        total = self._divisor()*len(self.plan)
+        return total if 0 < total < math.inf else 1.
 
     def _divisor(self):
         block,once = self.measure.block,self.measure.once

@@ -15,7 +15,7 @@ from ..core.accumulator import scalar, weighted
 from ..core.coupled import CoupledBatch, find_head, up_to
 from ..core.draws import Draws
 from ..core.lockstep.run import LockstepBatch
-from ..core.losses import LossInfo, count_items, is_known
+from ..core.losses import LossInfo, is_known, leaves
 from ..core.memory import device_of, free_memory, is_out_of_memory
 from ..core.microbatch import join_items, map_tensors, part_sizes, rows_of, split_batch
 from ..core.private import check_parts
@@ -47,11 +47,14 @@ def exact_way(cb):
 
 # Is it known that the loss is a mean over its targets, and does nobody change it?
 def is_plain_mean(cb):
-    loss_func,table = cb.learn.loss_func,cb.loop.table
-    if cb.weight is not None or any(is_of_others(o) for ev in ('between','backward') for o,*_ in table[ev]): return False
+    loss_func = cb.learn.loss_func
+    if cb.weight is not None or others_between(cb): return False
     if not is_known(loss_func): return False
     info = LossInfo(loss_func)
     return info.reduction == 'mean' and not info.inexact
+
+# Those who hear of micro-batches between forward and backward pass, and are not ours
+def others_between(cb): return [o for ev in ('between','backward') for o,*_ in cb.loop.table[ev] if is_of_others(o)]
 
 def is_of_others(cb): return not type(cb).__module__.startswith('fastaccum.')
 
@@ -342,15 +345,16 @@ class Coupled(Whole):
         facts = self.cb.facts
         return CoupledBatch(body, xb, n, size, model, self.cb.ranks.gather, facts.views, looks, facts.lists, self.draws, forecast)
 
-    # Of the gradients of the outputs, with exact=True; None, where somebody may change outputs or loss before they go back
+    # Of the gradients of the outputs, with exact=True. None where somebody may change outputs or loss before they go back, beside a loss
+    # scale, which overflows by what goes back, and where targets have no row for each item
     def forecast(self, xb):
         cb,batch = self.cb,self.batch
-        yb,table,precision = batch.shown.yb,cb.loop.table,cb.loop.precision
-        if not cb.exact or self.is_shared or cb.weight is not None or count_items(xb, yb) != (batch.n, True): return None
-        if any(is_of_others(o) for ev in ('between','backward') for o,*_ in table[ev]): return None
-        parts = [(yb, n, xb) for (xb,yb,_),n in zip(split_batch(xb, yb, batch.n, self.size, lists=cb.facts.lists), self.sizes)]
-        scale = float(precision.scaler.get_scale()) if precision.has_scale else 1.
-        return cb.facts.forecasts.of_step(cb.facts.loss_of(cb.learn), parts, batch.shown.others, scale, cb.acc.params, batch.place[0] or 0)
+        yb,n = batch.shown.yb,batch.n
+        if not cb.exact or self.is_shared or cb.weight is not None or cb.loop.precision.has_scale or others_between(cb): return None
+        if not all(isinstance(t, Tensor) and t.shape[:1] == (n,) for t in leaves(yb)): return None
+        split = split_batch(xb, yb, n, self.size, views=True, lists=cb.facts.lists)            # as `CoupledBatch` splits the inputs
+        parts = [(yb, k, xb) for (xb,yb,_),k in zip(split, self.sizes)]
+        return cb.facts.forecasts.of_step(cb.facts.loss_of(cb.learn), parts, batch.shown.others, cb.acc.params, batch.place[0] or 0)
 
     def backward(self, loop, share):
         super().backward(loop, share)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from fastcore.basics import patch
 from .losses import leaves, with_leaves
 from .memory import device_of
 from .microbatch import Joined, map_tensors, part_sizes, split_items, tensors_in
@@ -45,9 +46,11 @@ class CoupledBatch:
         self.find_views = views if n > size or gather is not None else None
         # on the device: do numbers of the output differ between parts?
         self.looks,self.differs = looks,None
-        self.draws,self.forecast = draws,forecast
+        self.draws = draws
+        self.forecast = forecast
         self.grads = {}
-        self.first,self.factor = 0,1
+        self.first = 0
+        self.factor = 1
 
     def outputs(self) -> Any: # What `model` would return for the whole batch
         "Forward passes. The graph of each part is freed before the next part begins; a single part keeps its graph"
@@ -76,20 +79,6 @@ class CoupledBatch:
 
     def _call(self, i, xb): return self.model(*xb) if self.draws is None else self.draws.call(i, self.model, *xb)
 
-    # The outputs for the whole batch, to which the loss's backward pass brings gradients
-    def _cut_outputs(self, joined, out):
-        self.xb,self.views = None,joined.views
-        if self.gather is not None: out,self.first,self.factor = self.gather(out)
-        # rows of an item in a view of each output
-        self.each = [len(t)//self.n//self.views.get(k, 1) if t.dim() else 0 for k,t in enumerate(joined.whole)]
-        self.differs = joined.differs
-        places = iter(enumerate(joined.has_grad))
-        cut = lambda t: self._cut(t, *next(places))
-        return cut(out) if isinstance(out, Tensor) else map_tensors(cut, out)          # the usual case is faster
-
-    def _cut(self, t, i, has_grad):
-        return Cut.apply(torch.ones((), requires_grad=True), t, partial(self.grads.__setitem__, i)) if has_grad else t
-
     def backward(self) -> None:
         "Second forward pass and backward pass of each part, from the gradients that the loss's backward pass has left"
         left = self._take_grads() if self.grads else ()
@@ -100,28 +89,47 @@ class CoupledBatch:
                 with self.replays[i].second(): out = self._call(i, self.xbs[i])
             self._send(i, out, grads)
 
-    # Back through the part `i`. grads: (number of an output, its gradient)
-    def _send(self, i, out, grads):
-        for o in self.looks: o.second_pass(i, out)
-        if not grads: return
-        outs = tensors_in(out)
-        with nullcontext() if self.draws is None else self.draws.again(i):
-            torch.autograd.backward([outs[k] for k,_ in grads], [g for _,g in grads])
+# %% ../../nbs/api/core/11_coupled.ipynb #c0a1d022
+# The outputs for the whole batch, to which the loss's backward pass brings gradients
+@patch
+def _cut_outputs(self:CoupledBatch, joined, out):
+    self.xb,self.views = None,joined.views
+    if self.gather is not None: out,self.first,self.factor = self.gather(out)
+    # rows of an item in a view of each output
+    self.each = [len(t)//self.n//self.views.get(k, 1) if t.dim() else 0 for k,t in enumerate(joined.whole)]
+    self.differs = joined.differs
+    places = iter(enumerate(joined.has_grad))
+    cut = lambda t: self._cut(t, *next(places))
+    return cut(out) if isinstance(out, Tensor) else map_tensors(cut, out)          # the usual case is faster
 
-    # For each part, (number of an output, its gradient). A number without dimensions is the same in all parts, and goes
-    # through the first
-    def _take_grads(self):
-        grads,res,start = dict(self.grads),[],self.first
-        self.grads.clear()                        # the graph of the loss holds on to it
-        for i,n in enumerate(self.sizes):
-            res.append([])
-            for k,g in grads.items():
-                if self.each[k]:
-                    g = g.unflatten(0, (self.views.get(k, 1), -1, self.each[k]))[:,start:start+n].flatten(0, 2)
-                    res[i].append((k, g if self.factor == 1 else g*self.factor))
-                elif i == 0: res[i].append((k, g))
-            start += n
-        return res
+@patch
+def _cut(self:CoupledBatch, t, i, has_grad):
+    return Cut.apply(torch.ones((), requires_grad=True), t, partial(self.grads.__setitem__, i)) if has_grad else t
+
+# Back through the part `i`. grads: (number of an output, its gradient)
+@patch
+def _send(self:CoupledBatch, i, out, grads):
+    for o in self.looks: o.second_pass(i, out)
+    if not grads: return
+    outs = tensors_in(out)
+    with nullcontext() if self.draws is None else self.draws.again(i):
+        torch.autograd.backward([outs[k] for k,_ in grads], [g for _,g in grads])
+
+# For each part, (number of an output, its gradient). A number without dimensions is the same in all parts, and goes
+# through the first
+@patch
+def _take_grads(self:CoupledBatch):
+    grads,res,start = dict(self.grads),[],self.first
+    self.grads.clear()                        # the graph of the loss holds on to it
+    for i,n in enumerate(self.sizes):
+        res.append([])
+        for k,g in grads.items():
+            if self.each[k]:
+                g = g.unflatten(0, (self.views.get(k, 1), -1, self.each[k]))[:,start:start+n].flatten(0, 2)
+                res[i].append((k, g if self.factor == 1 else g*self.factor))
+            elif i == 0: res[i].append((k, g))
+        start += n
+    return res
 
 # %% ../../nbs/api/core/11_coupled.ipynb #c0a1d011
 # The module of `model` that should see the whole batch: 'head' for the last child of an `nn.Sequential`, or a name in

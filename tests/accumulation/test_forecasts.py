@@ -13,6 +13,7 @@ def by_output(p, y):
     return (w*ce(p, y)).sum()/w.sum()
 means = dict(mean=lambda p, y: ce(p, y).mean(), by_target=by_target, by_output=by_output, total=lambda p, y: ce(p, y).sum(),
              positives=lambda p, y: (ce(p, y)*(y == 0)).sum()/(y == 0).sum().clamp(min=1),
+             rare=lambda p, y: (ce(p, y)*(y == 0)).sum()/(y == 0).sum(),       # NaN in a part without any
              floor=lambda p, y: ce(p, y).sum()/max(len(y), 16),
              scaled=lambda p, y: 1e4*ce(p, y).mean(), two_terms=lambda p, y: ce(p, y).mean() + p.pow(2).mean())
 
@@ -93,13 +94,13 @@ def test_mixed_precision(dtype, tol):
     amp = lambda: MixedPrecision(dtype, **({'init_scale': 2.**8} if dtype == 'fp16' else {}))
     learn,known = (run(net(loss), k, amp(), dtype=torch.float32) for loss in (means['mean'], nn.CrossEntropyLoss()))
     same_run(learn, known, tol)
-    assert forecasts_of(learn).n_right == 6
+    assert forecasts_of(learn).n_right == (6 if dtype == 'bf16' else 0)      # beside a loss scale nothing goes back before
 
 def test_overflow():
-    "Whatever went back at first, a step whose gradients are not finite is skipped"
+    "It comes with the gradients of the one loss, not with those of a forecast"
     learn = run(net(means['mean']), k, MixedPrecision('fp16', init_scale=2.**60, max_scale=2.**60), dtype=torch.float32)
     assert torch.equal(weights(learn.model), learn.start)
-    assert forecasts_of(learn).n == 6
+    assert forecasts_of(learn).n == 0
 
 def test_clipping_and_micro_batches_of_one():
     for size in (1, 7, 16):
@@ -145,6 +146,33 @@ def test_resumed(tmp_path):
     learn = saved('b')
     assert torch.equal(weights(learn.model), weights(whole.model))
     assert forecasts_of(learn).n_right == forecasts_of(whole).n_right == 6
+
+class TwoInputs(nn.Module):
+    "The second has two rows for each item, view after view"
+    def __init__(self): super().__init__(); self.l = nn.Linear(12, 4)
+    def forward(self, x, z=None):
+        if z is None: return self.l(x)
+        a,b = self.l(z).chunk(2)
+        return self.l(x) + a*b
+
+@pytest.mark.parametrize('views', [False, True], ids=['weights among targets','two views'])
+def test_other_rows(views):
+    "What belongs to all items has no forecasts; inputs are cut as the model's are"
+    def collate(items):
+        x,y = map(torch.stack, zip(*items))
+        return (x, torch.cat([x, x+1]), y) if views else (x, y, torch.tensor([1.,2,3,4]))
+    def fit(*cbs):
+        set_seed(0)
+        items = L(zip(torch.randn(40, 12), torch.randint(4, (40,))))
+        dls = DataLoaders(*[DataLoader(items, bs=20, create_batch=collate) for _ in range(2)])
+        for dl in dls.loaders: dl.n_inp = 1+views
+        loss_func = means['mean'] if views else lambda p, y, w: F.cross_entropy(p, y, w)
+        learn = Learner(dls, TwoInputs(), loss_func=loss_func, opt_func=SGD, cbs=cbs)
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, .1)
+        return learn
+    learn,whole = fit(GradientAccumulation(micro_batch_size=k, exact=True)),fit()
+    assert rel_err(weights(learn.model), weights(whole.model)) < 1e-6
+    assert forecasts_of(learn).n_right == 2*views
 
 def test_rule():
     learn = run(net(by_target), k)

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from fastai.basics import *
 from ..checks import who_declares
-from ..ways import is_of_others
+from ..ways import others_between
 from .gradients import own_hooks
 from .witness import Witness
 from ...core.draws import Draws
@@ -144,7 +144,7 @@ def why_not(cb, start):
     if cb.ranks.world > 1: return 'several ranks train'
     if cb.grad_device is not None: return 'gradients stay on the host'
     if start.way.size == 1: return 'micro-batches of one item cannot be smaller'
-    others = [type(o).__name__ for ev in ('between','backward') for o,*_ in cb.loop.table[ev] if is_of_others(o)]
+    others = [type(o).__name__ for o in others_between(cb)]
     if others: return f"{' and '.join(dict.fromkeys(others))} would hear of each micro-batch twice"
     hooks = [getattr(p, k, None) for p in cb.acc.params for k in ('_backward_hooks','_post_accumulate_grad_hooks')]
     if any(map(own_hooks, hooks)) or hooks_of_others(cb.learn.model): return 'hooks would see each micro-batch twice'
