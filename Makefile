@@ -18,9 +18,11 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg PYTHONDONTWRITEBYTECODE=
 # Pages need the pictures that Agg does not show
 PAGE_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline
-# By file, in the order of tests/conftest.py. Many cases wait for other processes, so three workers on two cores; the quick ones do not
+# Notebooks with cells that are `slow` run whole in `make check`, as a regular expression
+WITH_SLOW := $(shell grep -rlE '"#\| *slow' --include='*.ipynb' nbs | paste -sd '|' -)
+# By file, in the order of tests/conftest.py. Many cases wait for other processes, so four workers on two cores; the quick ones do not
 BY_FILE := --dist loadfile --no-loadscope-reorder
-.PHONY: help demo test cases bench snippets check versions mutants foreign clients docs export readme clean bump
+.PHONY: help demo test cases bench pages snippets check versions mutants foreign clients docs export readme clean bump
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -39,14 +41,14 @@ test:
 bench:
 	$(TEST_ENV) $(PYTHON) -m bench --device $(DEVICE)
 else
-test: $(INSTALLED) ## check that generated files are up to date, run all notebooks but their slow cells, and some cases of each test (5 minutes); DEVICE=cuda: all numeric ones on a GPU
+test: $(INSTALLED) ## check that generated files are up to date, run the notebooks that have no slow cells, and one case of each test that is not slow (5 minutes); DEVICE=cuda: all numeric ones on a GPU
 	@echo 'The quick checks: about 5 minutes on two cores'
 	$(PYTHON) tools/export.py --check
-	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2
+	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 2 --path-re '^(?!.*($(WITH_SLOW))$$)'
 	QUICK=1 $(TEST_ENV) $(PYTHON) -m pytest -n 2 $(BY_FILE)
 
 cases: $(INSTALLED) ## every case of every test (some 20 minutes); REST=1: what `make test` leaves out, as few as have each row of each list
-	$(if $(REST),REST=1) $(TEST_ENV) $(PYTHON) -m pytest -n 3 $(BY_FILE)
+	$(if $(REST),REST=1) $(TEST_ENV) $(PYTHON) -m pytest -n 4 $(BY_FILE)
 
 bench: $(INSTALLED) $(BENCH) ## measure speed, memory, exactness, host syncs, growth and batch sizes (some twenty minutes); make the pages of it; DEVICE=cuda: on a GPU
 	$(TEST_ENV) $(PYTHON) -m bench
@@ -63,13 +65,16 @@ clients: .venv/clients/.installed ## do the clients of fastai and other librarie
 	$(PAGE_ENV) $(BIN)/jupyter-execute --inplace nbs/works_with.ipynb
 	$(PYTHON) tools/export.py
 
-snippets: $(INSTALLED) ## type the pages of the site from top to bottom, as a reader would, and run all slow cells (some minutes); REST=1: not those that `make test` has run just so
+pages: $(INSTALLED) ## run the notebooks that have slow cells, with all of them (ten minutes)
+	$(TEST_ENV) $(BIN)/nbdev-test --n-workers 3 --flags slow --path-re '($(WITH_SLOW))$$'
+
+snippets: $(INSTALLED) ## type the pages for users from top to bottom, as a reader would (ten minutes); REST=1: not those that do the same as notebooks
 	$(if $(REST),REST=1) $(PYTHON) tools/snippets.py $(PAGES)
 
 check: REST := 1
-check: cases snippets ## what `make test` leaves out: both of these, the first with REST=1 (20 minutes)
+check: cases pages snippets ## what `make test` leaves out: these three with REST=1 (35 minutes)
 
-versions: ## does one case of each quick test pass with the lowest and newest versions that are promised, and each PyTorch between? 6 GB and five minutes each; ONLY="lowest newest"; INSTALL=1: make their environments
+versions: ## do the tests of `make test` pass with the lowest and newest versions that are promised, and each PyTorch between? 6 GB and five minutes each; ONLY="lowest newest"; INSTALL=1: make their environments
 	$(or $(wildcard $(PYTHON)),python3) tools/versions.py $(if $(INSTALL),--install) $(ONLY)
 
 mutants: $(INSTALLED) $(MUTANTS) ## do the tests notice a change of the code? Of all modules (many hours), or MODULES="scaler events"; MOST=20 mutants of each (an hour)

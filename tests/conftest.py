@@ -63,20 +63,18 @@ longest = ('test_kill', 'test_site', 'test_checkpoint_files', 'test_accelerator'
 
 def pytest_collection_modifyitems(config, items):
     """All cases run; on the simulated device each hundredth of a test, unless `ALL_CASES=1` is given. `QUICK=1`, as in
-    `make test`, trains on the CPU alone, and leaves out what is `slow`, and cases of which each value was there; `ONE=1`
-    beside it, as in `make versions`, takes one case of each test. `REST=1`, as in `make check`, is what `QUICK=1` leaves
-    out, but what is `long`, and cases of several lists of which each row was there"""
+    `make test`, takes the first case of each test that is not `slow`, on the CPU alone. `REST=1`, as in `make check`, is
+    what `QUICK=1` leaves out, but what is `long`, and cases of several lists of which each row was there"""
     items.sort(key=lambda i: i.module.__name__ not in longest)
     first = [*filter(on_first_device, items)]
-    quick = {*fewest(values_of, (i for i in first if not is_slow(i)))}
+    quick = {*one_of_each(i for i in first if not is_slow(i))}
     every = 'ALL_CASES' in os.environ
     keep = items if every else [*fewer_simulated(items)]
     if 'REST' in os.environ:
         short = [i for i in first if not is_long(i)]
-        left_out = {*first} - {*fewest(rows_of, short, quick)}
+        left_out = {*first} - {*fewest(short, quick)}
         keep = [i for i in keep if i not in quick and (every or i not in left_out and not is_long(i))]
     if 'QUICK' in os.environ: keep = [i for i in items if i in quick]
-    if 'ONE' in os.environ: keep = one_of_each(keep)
     config.hook.pytest_deselected(items=[*{*items} - {*keep}])
     items[:] = keep
 
@@ -89,7 +87,7 @@ def on_first_device(item):
     return not hasattr(item, 'callspec') or item.callspec.params.get('device', devices.names[0]) == devices.names[0]
 
 def is_slow(item):
-    "Marked as `slow`. In a file that is `slow`, a test or a case may be marked as `quick`"
+    "Marked as `slow`, as it takes more than a second. In a file that is `slow`, a test or a case may be marked as `quick`"
     own = {m.name for m in item.own_markers}
     return 'slow' in own or is_long(item) or 'quick' not in own and item.get_closest_marker('slow') is not None
 
@@ -99,20 +97,17 @@ def is_long(item):
 
 def function(item): return item.nodeid.partition('[')[0]
 
-def fewest(has, items, taken=()):
-    """Few cases of each test with which all occurs that `has` finds in its cases, beside those that are `taken`: the next is always
-    the one with most that is new"""
+def fewest(items, taken=()):
+    """Few cases of each test with which each row of its lists occurs, beside those that are `taken`: the next is always the one with
+    most that is new"""
     tests = {}
-    for i in items: tests.setdefault(function(i), []).append((i, {*has(i)}))
+    for i in items: tests.setdefault(function(i), []).append((i, {*rows_of(i)}))
     for cases in tests.values():
         known = set().union(*[found for i,found in cases if i in taken])
         while cases := [(i, found-known) for i,found in cases if found-known]:
             best,new = max(cases, key=lambda case: len(case[1]))
             yield best
             known |= new
-
-def values_of(item):
-    return [(name, repr(value)) for name,value in item.callspec.params.items()] if hasattr(item, 'callspec') else [item.nodeid]
 
 def rows_of(item):
     "Of each `parametrize`, and each fixture with parameters, names and what a case takes; the device is not asked for"

@@ -12,9 +12,9 @@ def quickly(quick, names, long=()):
     marks = {n: pytest.mark.quick if n in quick else pytest.mark.long if n in long else pytest.mark.slow for n in params}
     return [pytest.param(*p.values, id=p.id, marks=[*p.marks, marks[n]]) for n,p in params.items()]
 
-def over_ranks(names, three, quick=()):
+def over_ranks(names, three):
     "Of `name,n`: each over two ranks, and over three, which takes longest: only `make cases` runs there what is not in `three`"
-    return quickly([(name, 2) for name in quick], [(name, n) for n in (2, 3) for name in names],
+    return quickly([], [(name, n) for n in (2, 3) for name in names],
                    long=[(name, 3) for name in names if name not in three])
 
 def run_over(n, names, three):

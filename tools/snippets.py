@@ -1,9 +1,8 @@
-"""Type the pages of the site from top to bottom, each in a process of its own: `make snippets`
+"""Type the pages for users from top to bottom, each in a process of its own: `make snippets`
 
-What is typed is what a reader sees, in the order of the page: hidden cells do not run, and no setting of the tests holds. The exception is
-a hidden cell that is `slow`, which `make test` leaves out: it checks the cell before it, and what it defines stays its own. Of the pages of
-internals, which nobody types, only those with slow cells are typed: the others have run as notebooks, in `make test`. With `REST=1`, as in
-`make check`, this goes for all pages whose snippets need no name from a hidden cell, as typing them would do the same again.
+What is typed is what a reader sees, in the order of the page: hidden cells do not run, and no setting of the tests holds. With `REST=1`, as
+in `make check`, only pages are typed whose snippets need a name that may come from a hidden cell: typing the others would do again what
+they do as notebooks.
 
 There is one page more at once than processors, each with one thread, as some wait for their own processes. A page that fails, or does not
 end, is an error; one that takes longer than a minute is named, and so is a warning that the page does not show. Neither is an error, as
@@ -25,22 +24,9 @@ atexit.register(lambda: open({used!r}, "w").write(str(sum(os.times()[:4]))))'''
 
 def typed(page, used):
     "The snippets of a page as a script that says which one failed; `used` is the file for its seconds"
-    lines,checks = [f'exec({begin.format(used=used)!r}, {{}})', '_file = None'],slow_checks(page.source)
-    for i,src in enumerate(map(plain, page.snippets())):
-        lines.append(f'exec(compile({src!r}, "snippet {i}", "exec"))')
-        lines += [f'exec(compile({check!r}, "the check of snippet {i}", "exec"), {{**globals()}})' for check in checks.get(src, [])]
+    lines = [f'exec({begin.format(used=used)!r}, {{}})', '_file = None']
+    lines += [f'exec(compile({plain(src)!r}, "snippet {i}", "exec"))' for i,src in enumerate(page.snippets())]
     return '\n'.join(lines)
-
-def slow_checks(nb):
-    "The hidden slow cells of a notebook, by the code of the visible cell before them"
-    found,before = {},''
-    for cell in nb.cells:
-        if cell.cell_type != 'code': continue
-        if 'hide' not in cell.directives: before = plain(cell.source)
-        elif 'slow' in cell.directives: found.setdefault(before, []).append(plain(cell.source))
-    return found
-
-def has_slow(nb): return any('slow' in c.directives for c in nb.cells if c.cell_type == 'code')
 
 def stands_alone(snippets):
     "Do they need no name from a cell that is hidden? Wherever they bind a name, it is theirs"
@@ -107,8 +93,8 @@ def main():
     proc = apidoc.proc_nbs()
     wrong,wanted,n_cpus = [],sys.argv[1:],os.cpu_count() or 1
     todo = [pages.Page(f, proc, Path(tempfile.gettempdir()), cfg) for f in sorted(proc.rglob('*.ipynb'))]
-    def runs_in_test(p): return p.internal or 'REST' in os.environ and stands_alone(p.snippets())
-    def is_wanted(p): return any(w in p.path for w in wanted) if wanted else has_slow(p.source) or not runs_in_test(p)
+    def runs_as_notebook(p): return p.internal or 'REST' in os.environ and stands_alone(p.snippets())
+    def is_wanted(p): return any(w in p.path for w in wanted) if wanted else not runs_as_notebook(p)
     todo = [p for p in todo if p.snippets() and is_wanted(p)]
     with ThreadPoolExecutor(n_cpus+1) as pool:
         for page,(used,trouble,unseen) in zip(todo, pool.map(lambda p: run(p, root), todo)):

@@ -1,4 +1,4 @@
-"""Does one case of each quick test pass with the lowest and the newest versions of settings.ini, and with each PyTorch between?
+"""Do the quick tests pass with the lowest and the newest versions of settings.ini, and with each PyTorch between?
 `make versions`
 
 Each set of versions has an environment of its own in `.versions`, which is made once; remove it to get newer ones.
@@ -69,7 +69,7 @@ of_text = 'cases','house','metadata','notebooks','readme','versions','workflows'
 
 def tested(python):
     "The last line of the quick tests, and whether they passed"
-    env = dict(os.environ, QUICK='1', ONE='1', OMP_NUM_THREADS='1', WANDB_MODE='offline', MPLBACKEND='Agg', PYTHONPATH=str(root),
+    env = dict(os.environ, QUICK='1', OMP_NUM_THREADS='1', WANDB_MODE='offline', MPLBACKEND='Agg', PYTHONPATH=str(root),
                PYTHONDONTWRITEBYTECODE='')        # what is compiled once is kept
     by_file = '-n',os.environ.get('WORKERS', '2'),'--dist','loadfile','--no-loadscope-reorder'
     left_out = [f'--ignore=tests/project/test_{name}.py' for name in of_text]

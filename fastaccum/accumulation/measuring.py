@@ -307,7 +307,7 @@ def end_step(self:MeasuredWeights, told):
     measure,is_on,told = self.measure,self.is_on,ifnone(self.heard, told)
     counted = measure.counted
     if is_on and (counted or measure.verdict.waits):
-        measure.end_step(float(told.weight)*self.unit)
+        measure.end_step(told.weight*self.unit)
         self.off = measure.audited
     self.trust.end_step(told.renewed > 0, told.unmeasured > 0 or self.heard is None and measure.verdict.is_unknown)
     if told.measuring and self.asks_rules and not told.renewed: self._vote(counted, told)

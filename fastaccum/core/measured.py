@@ -57,6 +57,12 @@ def numbers_of(counted): return [torch.stack([getattr(c, k) for c in counted]) f
 def divisor(counted, extra=0.): return _divisor(*numbers_of(counted), extra)
 def _divisor(adds, divided_by, extra): return torch.maximum(adds.sum(0) + extra, divided_by.amax(0))
 
+# In one reading from the device; what is no tensor is there already
+def on_host(*values):
+    ts = [v.to(values[0].device) for v in values if isinstance(v, Tensor)]
+    read = iter(torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in ts]).cpu().split([t.numel() for t in ts]))
+    return [next(read).reshape(v.shape) if isinstance(v, Tensor) else v for v in values]
+
 # The value of that one loss
 def joint_value(counted, extra=0.):
     D = divisor(counted, extra)
@@ -345,18 +351,20 @@ def _learn(self:LossMeasure, counted, w, d):
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ebb6b
 @patch
 def _check_step(self:LossMeasure, least):
-    ref,extra = self.reference,self.extra.cpu()
-    adds,divided_by = (v.cpu() for v in numbers_of(self.counted))
+    ref = self.reference
+    adds,divided_by = numbers_of(self.counted)
+    looks = torch.stack(self.looks) if self.looks else ()
+    adds,divided_by,extra,looks,least = on_host(adds, divided_by, self.extra, looks, least)
     total = _divisor(adds, divided_by, extra)
     offs = [0.]
     if not all(c.is_predicted for c in self.counted):
-        by_gradients,by_divisors = self._residual(),self.floor.off(adds, divided_by, extra, total, ref.tol)
+        by_gradients,by_divisors = self._residual(looks),self.floor.off(adds, divided_by, extra, total, ref.tol)
         offs = [by_gradients, by_divisors]
         if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
         if not bool(total.isfinite().all()): offs.append(math.nan)
         for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, w, d)
         self.verdict.saw(by_gradients > 10*ref.tol, by_divisors > 10*ref.tol)
-    most = max(float(total.nan_to_num(0.).max()), least)
+    most = max(float(total.nan_to_num(0.).max()), float(least))
     if self.audit.due or ref.copies_of(most, self.most) > ref.tested: offs += self._calls(most)
     self.note(offs)
     self.verdict.lost = self.verdict.lost or self.references.lost
@@ -380,9 +388,9 @@ def _calls(self:LossMeasure, total):
 
 # What is left of the gradients
 @patch
-def _residual(self:LossMeasure):
-    if not self.looks: return 0.
-    rest,left,size,once = torch.stack(self.looks).T.tolist()
+def _residual(self:LossMeasure, looks):
+    if not len(looks): return 0.
+    rest,left,size,once = looks.T.tolist()
     if max(once) > 100*self.reference.tol and not self.reference.adds: self.verdict.once = max(once)
     return math.sqrt(max(*rest, sum(left)/(sum(size) or 1)))
 
@@ -809,11 +817,13 @@ class Reference:
 
     def _look_at_copies(self):
         self.dead = self.size == 0                             # columns in which nothing counts
-        self.slope = self.copies(2)-1
+        divided_by,wrong = self._beside_copies(2)
+        self.slope = divided_by-1
         once = 1-self.slope
         self.once = torch.where((once.abs() > self.tol) & ~self.dead, once, 0.)
         # does it add to the divisor? A sum does not, nor do items that count nothing beside a floor
-        self.adds = bool(((self.slope > 10*self.tol) | self.dead).all() & ~self.dead.all())
+        adds = ((self.slope > 10*self.tol) | self.dead).all() & ~self.dead.all()
+        self.adds,self.has_dead = self._read(2, wrong, adds, self.dead.any())
 
     # What each call adds once to the divisor
     @property
@@ -827,11 +837,23 @@ class Reference:
 
     # What the loss of `m` copies divides by
     def copies(self, m):
+        divided_by,wrong = self._beside_copies(m)
+        self._read(m, wrong)
+        return divided_by
+
+    # The same, and what can be wrong with it, on the device
+    def _beside_copies(self, m):
         _,now = loss_and_grads(self.f, self.items, self.items.copies(m-1))
         a,left = self.blocks.shrink(now, self.alone, self.size)
-        if bool(self.dead.all() | ~((0 < a) & (a < math.inf) | self.dead).all()): raise NoReference('no item has a finite gradient')
-        if not left <= (10*self.tol)**2*square(now): raise NotAMean(f'beside {m-1} copies of themselves its items have other gradients')
-        return 1/a
+        is_none = self.dead.all() | ~((0 < a) & (a < math.inf) | self.dead).all()
+        return 1/a,[is_none, ~(left <= (10*self.tol)**2*square(now))]
+
+    # In one reading from the device, with `more` from there
+    def _read(self, m, wrong, *more):
+        is_none,is_other,*more = torch.stack([*wrong, *more]).tolist()
+        if is_none: raise NoReference('no item has a finite gradient')
+        if is_other: raise NotAMean(f'beside {m-1} copies of themselves its items have other gradients')
+        return more
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e6a9e
 # What the items count; and for the check of the step: what is left of the gradients of the reference and of the items, the size of
@@ -1050,7 +1072,7 @@ def _renew(self:References, f, items):
     except (Stuck, NotAMean): raise
     except NotMeasured: self.now = self.spare = None
     else:
-        if self.plan and bool(ref.dead.any()): self.now = None
+        if self.plan and ref.has_dead: self.now = None
         elif ref.base.n < self.few and self.spare is not None: self._grow(f)
 
 # A single item beside another one does not show what is done to items of different kinds

@@ -83,6 +83,7 @@ def test_calls():
         return n
     assert calls() == calls(StepLogger()) > 0
 
+@pytest.mark.slow
 def test_weights_and_biases(each_step, tmp_path, monkeypatch):
     "In the rows of the steps, and in the run's summary"
     wandb = pytest.importorskip('wandb')
@@ -182,6 +183,7 @@ def test_out_of_memory(each_step, monkeypatch):
     found = certificate(run((TakesFew, vec, ce()), 'auto', StepLogger()))
     assert seen == [(5, 3)]*6 and found['computed_twice'] == 6 and found['largest'] < 1e-9
 
+@pytest.mark.slow
 def test_a_gradient_near_zero(each_step):
     "Rounding is all that is left of it: no warning"
     def fit(l):

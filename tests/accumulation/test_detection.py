@@ -76,6 +76,7 @@ def test_positives(share, k, split):
     data = items(share, empty=range(8, 16))
     exact(retina(), data, bs=32 if split else k, acc=dict(micro_batch_size=k) if split else None)
 
+@pytest.mark.slow
 @pytest.mark.parametrize('background,first', [(0, 1), (-1, 0), (C, 0)])
 @pytest.mark.parametrize('seed,share', [(0, .03), (1, .03), (2, .15), (3, .5)])
 def test_backgrounds(background, first, seed, share):

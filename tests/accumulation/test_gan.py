@@ -49,6 +49,7 @@ class Mine(Callback):
         if self.training: self.learn.gan_trainer.switch()
 class OnceAStep(Mine): rows_of_steps_only = True
 
+@pytest.mark.slow
 def test_own_switcher():
     with pytest.raises(ValueError, match='critic.* was trained .*rows_of_steps_only = True.*micro_batch_size'):
         gan(4, GradientAccumulation(16), switcher=Mine())

@@ -103,6 +103,7 @@ class Odd(Parts):
         self.most = pred.max()
         return super().forward(pred, y)
 
+@pytest.mark.slow
 def test_told():
     "A value that micro-batches do not make up, if somebody reads it; once"
     learn,told = fitted(data, 32, Odd(), ['mse'], GradientAccumulation(micro_batch_size=8))

@@ -132,6 +132,7 @@ class Trusted(Callback):
 
 def by_mask(p, y): return (each(p, y)*(y > 0)).sum()/(y > 0).sum().clamp(min=1)
 
+@pytest.mark.slow
 def test_a_rule_is_trusted_until_it_is_wrong():
     "It is measured in two steps, ever more rarely, and in the first step of each epoch. There it shows that the loss is another one"
     class Changing(nn.Module):

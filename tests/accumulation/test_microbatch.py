@@ -516,7 +516,8 @@ def peak(net, bs, k, accum_bs=64, metrics=None):
     learn.fit(1, .01)
     return max(m.peak for m in learn.around.all[1:])
 
-@pytest.mark.parametrize('net', quickly(['words'], nets))
+@pytest.mark.slow
+@pytest.mark.parametrize('net', nets)
 def test_memory(net):
     "8x8 items take an eighth of what 1x64 do, as much as loader batches of 8"
     whole,split,small = peak(net, 64, None),peak(net, 64, 8),peak(net, 8, None)
@@ -749,7 +750,8 @@ cases_auto = {
     'in a callback':    dict(cbs=ScarceCallback, where='callback'),
 }
 
-@pytest.mark.parametrize('name', quickly(['training metrics', 'ignored targets', 'in a callback'], cases_auto))
+@pytest.mark.slow
+@pytest.mark.parametrize('name', cases_auto)
 def test_auto_with(name):
     where,first,limit,kwargs = auto_with(**cases_auto[name])
     f,sizes = limits_with[limit]

@@ -298,6 +298,7 @@ def test_batchnorm():
     learn = packed_learner('one_row', GradientAccumulation(micro_batch_tokens=30), model=Normed())
     with pytest.warns(UserWarning, match='BatchNorm: 1 layer sees .* freeze BatchNorm'): learn.fit(1, .1)
 
+@pytest.mark.slow
 def test_a_hugging_face_model():
     "With sdpa, which reads each text by itself by its position_ids; labels are shifted by the model"
     transformers = pytest.importorskip('transformers')

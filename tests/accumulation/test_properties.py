@@ -159,6 +159,7 @@ once_wrong = dict(n=26, bs=2, n_epoch=1, loss='flat', order=3, fp16=False, nan=N
     acc=dict(accum_bs=1, micro_batch_size=None, remainder='step', log_accum_batch=True, normalize=True),
     stop=('before_step', CancelBatchException, {(0, 11)}))
 
+@pytest.mark.slow
 @drawn(80, trainings(), also=[SimpleNamespace(**once_wrong)])   # a step is cancelled in which no item counts
 def test_fit(c):
     "Weights, rows and items are those of the steps that should be; and again in a second fit"

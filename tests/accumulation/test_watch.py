@@ -193,6 +193,7 @@ def test_tensor_hooks(way, name):
     assert (off > 1e-3) == wrong and len(told) == wrong, (off, told)
     if wrong: assert 'The backward hook OnTensors.forward' in told[0] and 'on a tensor' in told[0] and '%' in told[0]
 
+@pytest.mark.slow
 @pytest.mark.parametrize('coupled', [True, 'batchnorm'])
 def test_tensor_hooks_of_a_coupled_model(coupled):
     for name,(f,wrong) in tensor_hooks.items():

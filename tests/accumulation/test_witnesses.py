@@ -46,6 +46,7 @@ def resumed(folder):
     assert 'the power is out' in fits.fitted(lambda: make(Interrupt()))['error']
     return fits.fitted(make)
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::fastaccum.core.warnings.FastaccumWarning')
 def test_a_resumed_fit(tmp_path, monkeypatch):
     seen = resumed(tmp_path/'seen')

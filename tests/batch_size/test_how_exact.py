@@ -271,6 +271,7 @@ def test_recomputation_stays():
     assert causes(make(ours, draws, cbs=[lambda: ActivationCheckpointing(nn.Tanh)])) == {draws}
 
 # -- two Learners
+@pytest.mark.slow
 def test_two_learners():
     a = make(theirs, norm, draws)
     assert how_exact(a, make(ours, norm, draws)).is_exact
@@ -409,6 +410,7 @@ def test_what_is_kept_of_it():
 
 if not devices.GPU: import simulated
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(devices.GPU), reason='needs the simulated accelerator')
 def test_memory():
     "Gradients to compare are on the host: a device holds no more than in training"

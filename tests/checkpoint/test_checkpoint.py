@@ -171,6 +171,7 @@ def test_loads_nothing_again(dl_type):
     new().fit(1)
     assert Counted.loaded == 80
 
+@pytest.mark.slow
 def test_same_process():
     "After an exception `fit` on the same Learner, or on a new one, goes on"
     whole = run({})
@@ -274,6 +275,7 @@ def test_end_of_notebook(ok, monkeypatch):
     run({}, TrainingCheckpoint()).training_checkpoint.folder._at_exit()
     assert [p.name for p in Path('models').iterdir()] == ['checkpoint-finished' if ok else 'checkpoint']
 
+@pytest.mark.slow
 def test_two_learners():
     "Cross validation: each Learner has its fits in the run"
     def cross(stop=None):
@@ -291,6 +293,7 @@ def test_two_learners():
     new_process()
     for a,b in zip(cross(), whole): test_eq_bits(a, b)
 
+@pytest.mark.slow
 def test_refused():
     case = dict(cbs=lambda: [GradientAccumulation(24)])
     run(case, TrainingCheckpoint(every_steps=2), stop=Interrupt((1, 4)))

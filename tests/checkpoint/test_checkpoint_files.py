@@ -182,6 +182,7 @@ def test_no_digest():
     Path('old.pt').write_bytes(flipped(whole, 8*whole.index(torch.arange(50., 52).numpy().tobytes())))
     with pytest.raises(zipfile.BadZipFile, match='wrong checksum of'): read_checkpoint('old.pt')
 
+@pytest.mark.slow
 def test_flipped_manifest():
     "A manifest that was damaged is as one that is lost: the run's files are known by their marks"
     own,rand = OwnFiles(Path('run')),random.Random(0)
@@ -199,6 +200,7 @@ def test_flipped_manifest():
     file.write_text(json.dumps(text))          # of an older version
     assert OwnFiles(own.path).listed == old.listed > {'1-end.pt'}
 
+@pytest.mark.slow
 def test_damaged_newest(capsys):
     "The one before it is used, with one warning; also where the damaged part says what the fit began with"
     whole = run({})
@@ -258,6 +260,7 @@ def test_failing_operations(name, monkeypatch):
     new_process()
     test_eq_bits(run({}, TrainingCheckpoint(every_steps=4)), whole)      # from what there is
 
+@pytest.mark.slow
 def test_full_disk(monkeypatch):
     "The last good checkpoint stays, and the next start goes on from it"
     whole = run({})

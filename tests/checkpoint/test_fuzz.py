@@ -183,7 +183,8 @@ def outcome(case, saved, folder):
         if other: return f'{what}: types {other}'
     return res
 
-@pytest.mark.parametrize('part', [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 5))])
+@pytest.mark.slow
+@pytest.mark.parametrize('part', range(5))
 def test_changed_values(part, saved, capsys, monkeypatch, tmp_path):
     case = tmp_path/'case'
     case.mkdir()

@@ -2,7 +2,6 @@
 import os, random, select, signal, subprocess, sys, time
 from pathlib import Path
 import fresh, pytest, torch
-from quick import quickly
 
 script = [sys.executable, '-W', 'ignore', str(Path(__file__).with_name('kill_script.py'))]
 env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
@@ -53,7 +52,8 @@ def check_same(a, b):
     assert torch.equal(a['losses'], b['losses']) and a['lrs'] == b['lrs'] and a['values'] == b['values']
     assert rows_a == rows_b   # rows after a checkpoint come again, identical
 
-@pytest.mark.parametrize('n_kills', quickly([2], [2, int(os.environ.get('N_KILLS', 15))]))
+@pytest.mark.slow
+@pytest.mark.parametrize('n_kills', [2, int(os.environ.get('N_KILLS', 15))])
 def test_killed(server, alone, tmp_path, n_kills):
     checkpoints,rand,n,n_runs,in_write = tmp_path/'models'/'checkpoint',random.Random(0),0,0,0
     while n < n_kills or n_runs == 0:

@@ -39,6 +39,7 @@ def test_order(name):
         assert ('drawn' in state, 'order' in state) == (name in drawn, name in kept)
     test_eq_bits(run(case, TrainingCheckpoint(every_steps=1)), whole)
 
+@pytest.mark.slow
 def test_older_files():
     "They have the rest of the order, as numbers"
     case = drawn['sorted']
@@ -92,6 +93,7 @@ def save(n, cls=DataLoader, **kwargs):
     with counted(loaders, 'numbers') as calls: learn.fit(2)
     return learn.saves.sizes,calls['numbers']
 
+@pytest.mark.slow
 def test_cost_of_the_order():
     "A save of a million items is as large as one of ten thousand, and makes no numbers of their order; a kept order becomes numbers once"
     small,_ = save(10_000)

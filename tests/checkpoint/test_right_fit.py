@@ -42,6 +42,7 @@ def new_process():
     yield
     CheckpointFolder.in_use.clear()
 
+@pytest.mark.slow
 def test_loop_over_seeds(capsys):
     "Finished seeds are left out by the script: each seed finds its own fit"
     whole = [script(seed, save=dict(fname=f'w{seed}')) for seed in range(3)]

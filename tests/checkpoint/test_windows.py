@@ -52,6 +52,7 @@ def said(more, where):
     assert p.returncode == 0, res
     return res
 
+@pytest.mark.slow
 def test_fit_save_and_resume(tmp_path):
     out = said('''
 stopped()

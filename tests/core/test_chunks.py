@@ -342,6 +342,7 @@ def test_what_cannot_be_measured_is_refused(make, match):
     for _ in range(2):
         with pytest.raises(ValueError, match=match): loss(flat_x.clone().requires_grad_(), flat_y)
 
+@pytest.mark.slow
 @pytest.mark.parametrize('always', [True, 'always'])
 def test_a_rule_that_shows_late(always):
     "It is told, and each look can be had"

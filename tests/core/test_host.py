@@ -90,8 +90,9 @@ setups = {
     'AdamW, fp16': dict(opt_func=torch_opt(torch.optim.AdamW), cbs=[MixedPrecision])}
 
 longer = 'drop','checked','noise','cancelled','bf16','one cycle','bf16 weights','fp32 sums','ranger','Adagrad','foreach'
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:.*')
-@pytest.mark.parametrize('setup', quickly(['foreign','fp16 overflows'], setups, longer))
+@pytest.mark.parametrize('setup', quickly([], setups, longer))
 def test_same_bits(setup):
     kwargs = dict(accum_bs=16, **setups[setup]) if 'accum_bs' not in setups[setup] else setups[setup]
     n_host = Counter()
@@ -250,6 +251,7 @@ def test_fits_in_a_row():
         learn.fit(1, .01)
     assert fit(accum_bs=16, train=train)[0].equal(fit(accum_bs=16, train=train, grad_device='cpu')[0])
 
+@pytest.mark.slow
 def test_resumed(tmp_path):
     "A resumed fit has the contexts of its callbacks again, and no gradient on the device"
     def go(folder, stop=()):

@@ -553,7 +553,8 @@ def test_work_grows_linearly():
         counts.append(len(passed))
     assert counts == [2, 2]
 
-@pytest.mark.parametrize('name,size,n,edge', quickly([('resnet18', 4, 16, 32)], [
+@pytest.mark.slow
+@pytest.mark.parametrize('name,size,n,edge', quickly([], [
     ('resnet18', 4, 16, 32), ('resnet18', 1, 16, 64), ('resnet18', 2, 24, 64), ('resnet50', 4, 16, 64)],
                                                      long=[('resnet18', 1, 16, 64), ('resnet18', 2, 24, 64), ('resnet50', 4, 16, 64)]))
 def test_memory_on_the_device(name, size, n, edge):

@@ -336,6 +336,7 @@ def test_reset_step():
     scaler.reset_step()
     assert play(scaler, '...', task) == [8,8,16] and scaler.n_steps == 3 and scaler.n_overflows == 0
 
+@pytest.mark.slow
 def test_long_history():
     "Rows that are put together on the device come out as they went in"
     scaler,task = cpu_scaler(init_scale=2.**10, patience=10**6),Task(torch.optim.SGD, lr=0.)

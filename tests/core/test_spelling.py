@@ -84,6 +84,7 @@ others = {
         TrainingCheckpoint: ['every_n_train_steps', 'train_time_interval', 'dirpath', 'filename', 'monitor', 'mode', 'save_top_k',
                              'save_last']},
     'accelerate.Accelerator': {GradientAccumulation: ['gradient_accumulation_steps'], MixedPrecision: ['mixed_precision']}}
+@pytest.mark.slow
 @pytest.mark.parametrize('other', others)
 def test_signatures_of_trainers(other):
     pytest.importorskip(other.split('.')[0])

@@ -84,6 +84,7 @@ def headings(page):
     cells = json.loads(found[0].read_text(encoding='utf-8'))['cells']
     return {slug(h) for c in cells if c['cell_type'] == 'markdown' for h in re.findall(r'(?m)^#+ (.*)', ''.join(c['source']))}
 
+@pytest.mark.slow
 def test_pages_of_warnings():
     "Each warning has a link, to a page and a heading that exist"
     found = calls()

@@ -170,6 +170,7 @@ def found(learn, **kwargs):
     assert not hasattr(learn, 'lr_finder')
     return res
 
+@pytest.mark.slow
 @pytest.mark.parametrize('num_it', [100, 37])
 def test_lr_find(num_it):
     "One step a learning rate; the same as with whole batches"
@@ -361,6 +362,7 @@ def test_typed_targets(block, y, loss_func, k):
     assert rel_err(weights(acc.model), weights(whole.model)) < 2e-5 and len(acc.recorder.losses)==3
     assert rel_err(tensor(acc.recorder.losses), tensor(whole.recorder.losses)) < 2e-6
 
+@pytest.mark.slow
 def test_tensorboard_with_all_it_has(tmp_path):
     learn = quiet(
         applications['vision'](cbs=[GradientAccumulation(16),

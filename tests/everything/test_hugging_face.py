@@ -90,6 +90,7 @@ ways = {
     'recomputed': (20, lambda: [GradientAccumulation(micro_batch_size=7), ActivationCheckpointing()]),
     'noise scale': (4, lambda: [GradientAccumulation(20), GradientNoiseScale()])}
 texts = 'causal','llama','masked','tags'
+@pytest.mark.slow
 @pytest.mark.parametrize('way', ways)
 @pytest.mark.parametrize('kind', models)
 def test_way(kind, way):
@@ -103,12 +104,14 @@ def test_similar_lengths(kind, more):
     learn = train(kind, 20, GradientAccumulation(**more, micro_batch_tokens=40, pad_idx=0))
     assert off(learn, by_hand(kind, 40 if more else 20), kind) < 2e-6
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', models)
 def test_dropout(kind):
     whole,exact = train(kind, 20, p=.2),train(kind, 20, GradientAccumulation(micro_batch_size=7, exact=True), p=.2)
     other = train(kind, 20, GradientAccumulation(micro_batch_size=7), p=.2)
     assert off(exact, whole.model, kind) < 4e-6 < 1e-2 < off(other, whole.model, kind)
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', models)
 def test_validation(kind):
     "The loss of a validation is the model's own of the same batch"
@@ -131,6 +134,7 @@ def test_nothing_is_disturbed():
     assert isinstance(next(iter(dls.train)), dict) and isinstance(next(iter(learn.dls.train)), tuple)
     assert learn.model.model is m
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kwargs', [dict(shuffle=True), dict(num_workers=1), dict(num_workers=1, persistent_workers=True, shuffle=True)])
 def test_resume(kwargs, tmp_path):
     def fit(l):
@@ -143,6 +147,7 @@ def test_resume(kwargs, tmp_path):
     assert not torch.equal(weights(stopped.model), weights(whole.model))
     assert torch.equal(weights(saved('b').model), weights(whole.model))
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['causal', 'classes'])
 def test_half(kind):
     whole,split = (train(kind, 20, *cbs, fit=lambda l: l.to_bf16().fit(2, .1)) for cbs in ((), (GradientAccumulation(micro_batch_size=7),)))
@@ -192,6 +197,7 @@ def test_an_untrained_model_shifts(change):
     "All losses are about the logarithm of the number of words"
     assert shifts(change(model('llama')))
 
+@pytest.mark.slow
 def test_given_loss():
     "With shift_labels=True it is the run of the loss that is found"
     runs = []
@@ -253,6 +259,7 @@ class WithPlaces(Collate):
     def __call__(self, items):
         res = super().__call__(items)
         return res | dict(position_ids=torch.arange(res['input_ids'].shape[1]).flip(0).expand_as(res['input_ids']).contiguous())
+@pytest.mark.slow
 def test_lora():
     "Inputs that peft passes on reach the model, and its blocks can be recomputed"
     peft = pytest.importorskip('peft')

@@ -141,6 +141,7 @@ def left_nothing(learn, setup):
     assert no_gradients(learn) and not torch.is_autocast_enabled('cpu')
     assert {m.autocast for m in learn.model.modules() if isinstance(m, Times)} <= {None, has(setup, 'fp16', 'bf16')}
 
+@pytest.mark.slow
 @every_setup
 def test_right(setup):
     "That these setups train as they should, with more than one epoch, and when added later"

@@ -1,6 +1,5 @@
 "Pictures: whole in a file, nothing on the lines"
 import pytest
-from quick import quickly
 from reference import *
 from fastaccum.batch_size import GradientNoiseScale
 from fastaccum.memory import *
@@ -25,7 +24,8 @@ drawn = dict(steps=lambda l: l.step_logger.plot(), epochs=lambda l: l.step_logge
              sizes=lambda l: l.gradient_accumulation.plot(2),
              memory=lambda l: l.memory_advice().plot())
 
-@pytest.mark.parametrize('name', quickly(['steps','times','scale'], drawn))
+@pytest.mark.slow
+@pytest.mark.parametrize('name', drawn)
 def test_a_plot_is_whole_in_a_file(watched, name):
     "No label is cut off by `savefig`, no legend lies on the lines, and steps are whole numbers"
     fig = np.ravel(drawn[name](watched))[0].figure

@@ -86,6 +86,7 @@ def test_no_host_read(argument):
     asked = {argument: True} if argument else {}
     assert reads_of_an_epoch(**asked) == reads_of_an_epoch(logger=False)
 
+@pytest.mark.slow
 def test_no_host_read_in_a_row_of_wandb():
     "One transfer a row, whatever is logged"
     pytest.importorskip('wandb')

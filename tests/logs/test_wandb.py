@@ -222,6 +222,7 @@ def test_image_predictions(every_epoch):
     assert t['columns']==['Input image', 'Ground_Truth', 'Predictions'] and len(t['data'])==5
     for img,truth,pred in t['data']: assert img['_type']=='image-file' and {truth,pred} <= {'a','b'}
 
+@pytest.mark.slow
 def test_the_same_samples_in_every_run():
     def sample(seed):
         with Run() as run: image_learner(WandbCallback(n_preds=9, seed=seed)).fit(1)
@@ -256,6 +257,7 @@ def test_tabular_predictions():
     t = table(run)
     assert t['columns']==['c', 'x', 'y', 'y_pred'] and len(t['data'])==4
 
+@pytest.mark.slow
 def test_text_predictions():
     df = pd.DataFrame(dict(text=['a good one', 'a bad one'], label=['+','-'])).loc[[0,1]*10]
     block = TextBlock.from_df('text', tok=BaseTokenizer(' '), seq_len=8)

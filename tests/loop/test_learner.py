@@ -49,6 +49,7 @@ new = {f'{c.__name__}.{k}' for c,was in theirs.items() for k in vars(c).keys() -
 new = [name for name in sorted(new) if '_orig_' not in name]          # where `@patch` keeps what was there
 print(sorted(changed), new, [f'{m.__name__}.{k}' for m,was in functions.items() for k,v in was.items() if vars(m).get(k) is not v])
 '''
+@pytest.mark.slow
 def test_importing_changes_four_functions_of_fastai():
     "Of all its classes and modules"
     changed = ['Learner.to_bf16', 'Learner.to_channelslast', 'Learner.to_fp16', 'Learner.to_fp32']

@@ -55,6 +55,7 @@ def test_nets(name):
     precision = [MixedPrecision('bf16')] if name in ('vit','resnet18') else []
     assert same(run(ActivationCheckpointing(), *precision), run(*precision))
 
+@pytest.mark.slow
 def test_other_nets():
     assert type(find_blocks(xresnet18())[0]).__name__ == 'ResBlock'
     assert type(find_blocks(get_language_model(AWD_LSTM, 20))[0]).__name__ == 'WeightDropout'

@@ -41,7 +41,8 @@ def test_sizes_that_are_no_part_of_a_loader_batch(k):
     assert advice.peak_at(8) < advice.peak_at(16) == advice.peak
     with pytest.raises(ValueError, match='make its loaders with bs=|pass an int from 1 to 16'): advice.peak_at(k)
 
-@pytest.mark.parametrize('setting', quickly([*made][:4], made))
+@pytest.mark.slow
+@pytest.mark.parametrize('setting', made)
 def test_line_keeps_what_is_attached(setting):
     learn = get_learner(made[setting]())
     acc = learn.gradient_accumulation
@@ -67,6 +68,7 @@ class Block(nn.Module):
     def __init__(self): super().__init__(); self.layers = nn.Sequential(nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 32))
     def forward(self, x): return x + self.layers(x)
 
+@pytest.mark.slow
 def test_line_with_checkpointing():
     learn = get_learner(GradientAccumulation(32, remainder='carry'))
     learn.model = nn.Sequential(*(Block() for _ in range(8)), nn.Linear(32, 4))
@@ -157,10 +159,9 @@ foretold = {
     'classifier, split': lambda: texts(text_classifier_learner, split(16), seq_len=16),
     'language model': lambda: texts(language_model_learner)}
 
-few = ('joined validation', 'one large val_bs', 'pictures, joined validation', 'many classes, split', 'many classes, training metrics',
-       'LSTM', 'Adagrad', 'fp32 sums, Adam', 'noise scale')
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fastai's SentenceEncoder leaves out")        # it is what is measured
-@pytest.mark.parametrize('case', [pytest.param(c, marks=() if c in few else pytest.mark.slow) for c in foretold])
+@pytest.mark.parametrize('case', foretold)
 def test_within_a_percent(case):
     "Of the peak in two epochs, as a first batch may be the largest: in the second epoch the optimizer has its state"
     learn = foretold[case]()

@@ -280,6 +280,7 @@ def test_as_the_big_batch():
     "By the check that anybody may run on a callback"
     for result in check_callback(partial(ChunkedHead, 2)): assert result.exact, result
 
+@pytest.mark.slow
 @pytest.mark.parametrize('with_head', [True, False])
 def test_resume(with_head):
     "To the bit; and a run may go on without it"
@@ -344,6 +345,7 @@ def many_words(*cbs, valid=2):
     return text(*cbs, Peak(), model=ManyWords, data=Data(words[:,:-1], words[:,1:]), bs=16, splitter=trainable_params, opt_func=SGD,
                 valid=Data(words[:valid,:-1], words[:valid,1:]))
 
+@pytest.mark.slow
 def test_memory_and_its_forecast():
     """The outputs take a part of what they took: of a chunk, with their softmax and two gradients, beside the gradients
     of the head. `memory_advice` knows it"""

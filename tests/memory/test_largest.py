@@ -127,9 +127,10 @@ def failures(n_bytes, learn):
     with simulated.limit(simulated.memory.live + n_bytes): learn.fit(1)
     return [b-a for a,b in zip(counts, [*counts[1:], simulated.memory.n_failed])]
 
+@pytest.mark.slow
 @on_sim
 @pytest.mark.parametrize('opt_func',
-                         [Adam, pytest.param(partial(OptimWrapper, opt=torch.optim.AdamW), marks=pytest.mark.slow)],
+                         [Adam, partial(OptimWrapper, opt=torch.optim.AdamW)],
                          ids=['Adam', 'AdamW'])
 def test_runs_out_at_the_beginning_only(opt_func):
     "A few bytes are missing for the largest batch whole, with the gradients of the one before and the optimizer's state"

@@ -18,7 +18,6 @@ from bench.comm import CommCounter
 from test_joint_validation import Contrast, quiet, started
 from test_shares import PowerCut, Work, close, with_other_ranks
 
-few = 'ragged',                                    # of `settings`, with QUICK
 three = 'without_items', 'shares', 'first_without_items', 'measured'
 pytestmark = pytest.mark.slow      # all start processes
 def rank(): return dist.get_rank() if dist.is_initialized() else 0
@@ -130,7 +129,7 @@ def settings():
         lr_find=dict(fit=lambda l: (l.lr_find(num_it=9, show_plot=False), l.fit(1))),
         fp32=dict(dtype=torch.float32),
         fp16=dict(dtype=torch.float32, cbs=[MixedPrecision(init_scale=2.**10)]))
-    return {k: res[k] for k in (few if 'QUICK' in os.environ else run_over(world(), res, three))}
+    return {k: res[k] for k in run_over(world(), res, three)}
 
 def trained(name, n=69, fit=lambda l: l.fit(2), **kw):
     passes.clear()
@@ -267,8 +266,7 @@ def start(f, n, folder): return started(f, n, folder, __file__)
 @pytest.fixture(scope='module')
 def equal(tmp_path_factory):
     "By number of ranks: of each rank"
-    waits = {n: start(f, n, tmp_path_factory.mktemp('ranks'))
-             for f,n in ((alone, 1), (all_equal, 2), (all_equal, 3))[:2 if 'QUICK' in os.environ else 3]}
+    waits = {n: start(f, n, tmp_path_factory.mktemp('ranks')) for f,n in ((alone, 1), (all_equal, 2), (all_equal, 3))}
     (one,),*many = (wait() for wait in waits.values())
     return {**one, 1: [one['equal']], **{n: ranks for n,ranks in zip((2, 3), many)}}
 @pytest.fixture(scope='module')
@@ -286,7 +284,7 @@ def same_run(one, ranks, eps):
         assert torch.equal(r['losses'], ranks[0]['losses'])
     assert len(one['losses']) > 1
 
-@pytest.mark.parametrize('name,n', over_ranks(settings(), three, few))
+@pytest.mark.parametrize('name,n', over_ranks(settings(), three))
 def test_trains_as_one_process(equal, name, n):
     one,ranks = equal[1][0][name],[r[name] for r in equal[n]]
     same_run(one, ranks, {'fp32': 2e-5, 'fp16': 5e-2, 'lr_find': 1e-9, 'adam': 1e-9, 'unet': 1e-6}.get(name, 1e-12))

@@ -18,15 +18,14 @@ def checked(r):
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-6000:]
     return r.stdout
 
-few = dict(equal=['ragged','unit_tokens','micro_batches','fp16_without_overflow','coupled'], validated=['ragged'],
-           resumed=['checkpoint'], sharded=['shard_adam'])      # with QUICK
+quick = 'ragged',      # with QUICK
 pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     "`results(name)`: of one process, rank 0 and rank 1"
     one,two = tmp_path_factory.mktemp('one'),tmp_path_factory.mktemp('two')
-    names = sorted({*sum(few.values(), [])}) if 'QUICK' in os.environ else []
+    names = quick if 'QUICK' in os.environ else ()
     if names: checked(fresh.run(script, one, *names, env={**env, 'TWO': str(two)}))   # the ranks are forks, which need not import all
     else:
         checked(fresh.run(script, one, env=env))
@@ -61,17 +60,16 @@ equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights
          'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first',
          'out_of_memory_backward_last', 'cancelled_step', 'fp16_without_overflow', 'coupled', 'coupled_every_batch', 'coupled_stacked',
          'coupled_single']
-@pytest.mark.parametrize('name', quickly(few['equal'], equal))
+@pytest.mark.parametrize('name', quickly(quick, equal))
 def test_equals_one_process(results, name):
     runs = results(name)
     same_run(*runs, eps=3e-3 if 'fp16' in name else 1e-6)
 
-@pytest.mark.quick
 def test_tokens_of_all_ranks(results):
     one,a,b = results('unit_tokens')
     assert a['rows'] == b['rows'] == one['rows'] and len({tuple(row) for row in one['rows']}) > 3
 
-@pytest.mark.parametrize('name', quickly(few['validated'], ['ragged', 'rank_without_items', 'drop', 'early_stopping', 'distrib_ctx']))
+@pytest.mark.parametrize('name', quickly(quick, ['ragged', 'rank_without_items', 'drop', 'early_stopping', 'distrib_ctx']))
 def test_validation_loss_equals_one_process(results, name): same_values(*results(name))
 
 def test_adam_in_float64(results): same_run(*results('adam64'), eps=1e-12)
@@ -191,7 +189,7 @@ def identical(a, b):
 
 resumed = ['checkpoint', 'checkpoint_of_torch_loader', 'checkpoint_at_signal', 'checkpoint_in_background',
            'checkpoint_of_a_finished_fit', 'checkpoint_of_shards']
-@pytest.mark.parametrize('name', quickly(few['resumed'], resumed))
+@pytest.mark.parametrize('name', resumed)
 def test_interrupted_and_resumed(results, name):
     "Each rank has what it would have had: weights, optimizer, BatchNorm's statistics, random numbers, metrics, what a callback counts"
     _,a,b = runs = results(name)
@@ -262,7 +260,7 @@ def test_what_rank_0_logs_is_of_the_whole_step(results):
 
 sharded = dict(shard_adam=1e-5, shard_adamw_of_torch=1e-5, shard_each_batch=1e-6, shard_micro_batches=1e-6,
                shard_class_weights=1e-6, shard_sum_loss=1e-6, shard_offload=1e-6, shard_fp16=3e-3, shard_lr_find=1e-5)
-@pytest.mark.parametrize('name', quickly(few['sharded'], sharded))
+@pytest.mark.parametrize('name', sharded)
 def test_sharded_equals_one_process(results, name):
     one,a,b = results(name)
     same_run(one, a, b, eps=sharded[name])

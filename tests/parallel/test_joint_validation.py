@@ -296,7 +296,7 @@ def started(f, n, folder, script=__file__):
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     "By number of ranks: of each rank"
-    waits = {n: started(all_cases, n, tmp_path_factory.mktemp('ranks')) for n in (1, 2, 3)[:2 if 'QUICK' in os.environ else 3]}
+    waits = {n: started(all_cases, n, tmp_path_factory.mktemp('ranks')) for n in (1, 2, 3)}
     return {n: wait() for n,wait in waits.items()}
 
 over = pytest.mark.parametrize('n', [2, 3])

@@ -104,6 +104,7 @@ def test_fits_and_validations():
     learn.fit(1, .01)
     assert learn.skip_spikes.skipped == [] and len(learn.skip_spikes.norms) == 6
 
+@pytest.mark.slow
 def test_resume(tmp_path):
     "In the middle of an epoch, after a spike"
     def saved(name, *cbs):
@@ -123,6 +124,7 @@ def test_cancelled_steps():
     learn = train(SkipSpikes(), On('before_step', cancel, order=30))
     assert learn.skip_spikes.skipped == [] and len(learn.skip_spikes.norms) == 47
 
+@pytest.mark.slow
 @pytest.mark.parametrize('remainder', ['step', 'carry'])
 def test_the_end_of_an_epoch(remainder):
     "A step on a few items has a larger norm, and is taken; the norms of the others are judged without it"

@@ -198,6 +198,7 @@ def takes_all(text):
         if isinstance(n.type, ast.Tuple) or '#' in lines[n.lineno-1]: continue
         if not any(isinstance(o, ast.Raise) for o in ast.walk(n)): yield n.lineno
 
+@pytest.mark.slow
 def test_errors_are_named():
     "An `except` that takes whatever comes could hide an error of our own"
     files = [f for f in sorted((root/'fastaccum').rglob('*.py')) if f.name != '_modidx.py']
@@ -214,12 +215,14 @@ def test_errors_that_are_not_named_are_found(line, found):
 checks = [imports, named_above, namespaces, patched, replaced, written, written_by_methods, warned, reads_code]
 
 # Since imports lead down only, faces too, no import of a face can run in a circle
+@pytest.mark.slow
 @pytest.mark.parametrize('check', checks, ids=lambda c: c.__name__)
 def test_the_house(check):
     found,owed = list(check(read())),debts[check.__name__]
     assert [f'{mod}: {what}' for mod,what in found if mod not in owed] == []
     assert owed - {mod for mod,_ in found} == set(), 'no longer a debt: take it from the list'
 
+@pytest.mark.slow
 def test_core_without_fastai():
     "Also in a fresh process, whose modules anything may have imported"
     mods = [m.replace('/', '.').removesuffix('.__init__') for m in read() if folder(m) == 'core']
@@ -228,6 +231,7 @@ def test_core_without_fastai():
     res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=root, capture_output=True, text=True)
     assert res.stdout.strip() == '[]', res.stdout + res.stderr
 
+@pytest.mark.slow
 def test_light_import():
     "What takes long to import is imported where it is used: nobody who does not shard or forecast waits for it"
     code = """import sys

@@ -1,13 +1,14 @@
 """The notebooks of the package read top-down: a promise, what is public and how it works, and only then what it is made of
 
 `debts` lists the pages that do not pass yet; one that passes must leave the list."""
-import ast, builtins, json, re
+import ast, builtins, json, re, subprocess, sys
 from itertools import pairwise
 from pathlib import Path
 import pytest
 pytest.importorskip('fastcore.nbio', reason='nbdev brings a fastcore that reads notebooks')
 from fastcore.nbio import mk_cell, read_nb
 from test_house import public_names, read
+from test_metadata import needs_make
 
 api = Path(__file__).resolve().parents[2]/'nbs'/'api'
 pages = {f.relative_to(api).with_suffix('').as_posix(): read_nb(f) for f in sorted(api.rglob('*.ipynb'))}
@@ -75,6 +76,7 @@ def mocked(cells, public):
 
 checks = [promise, long_lines, long_cells, in_a_row, public_first, not_shown, mocked]
 
+@pytest.mark.slow
 @pytest.mark.parametrize('check', checks, ids=lambda c: c.__name__)
 def test_pages(check):
     names = public_names(read())
@@ -98,17 +100,18 @@ def test_pages(check):
 def test_the_checks_can_fail(check, src, wrong):
     assert len(check([mk_cell(s, 'markdown' if s[:2] == '# ' else 'code') for s in src], {'A'})) == wrong
 
-def test_every_slow_cell_runs():
-    "`make snippets` types those that a page shows, and runs a hidden one after the one before it, which it checks"
-    from snippets import plain, slow_checks
-    n = 0
-    for f in api.parent.rglob('*.ipynb'):
-        nb = read_nb(f)
-        slow = [c for c in nb.cells if c.cell_type == 'code' and re.search(r'^#\| *slow', c.source, re.M)]
-        hidden,checks = [c for c in slow if not is_visible(c)],slow_checks(nb)
-        assert sum(map(len, checks.values())) == len(hidden) and {*checks} <= {plain(c.source) for c in slow if is_typed(c)}, f.name
-        n += len(hidden)
-    assert n > 5
+@needs_make
+def test_each_notebook_runs_in_test_or_in_pages():
+    "`make test` runs those without slow cells, `make pages` the others, with all of their cells"
+    def taken(target):
+        said = subprocess.check_output(['make', '-n', target, f'PYTHON={sys.executable}'], cwd=api.parents[1], text=True)
+        flags,which = re.search(r"nbdev-test --n-workers \d (--flags slow )?--path-re '(.*)'", said).groups()
+        return bool(flags),{f for f in api.parent.rglob('*.ipynb') if re.search(which, str(f))}
+    def has_slow(f): return any(c.cell_type == 'code' and re.search(r'^#\| *slow', c.source, re.M) for c in read_nb(f).cells)
+    every = {*api.parent.rglob('*.ipynb')}
+    slow = {*filter(has_slow, every)}
+    assert taken('test') == (False, every - slow) and taken('pages') == (True, slow)
+    assert 10 < len(slow) < len(every)/2
 
 def in_text(nb): return [src for c in nb.cells if c.cell_type == 'markdown' for src in re.findall(r'(?ms)^```python\n(.*?)^```', c.source)]
 
@@ -162,6 +165,7 @@ def versions(outputs):
         found.setdefault(names.get(name, name), set()).add(v)
     return found
 
+@pytest.mark.slow
 def test_one_version():
     "All pages were made with the same versions, but for what has its date and its own versions beside it"
     texts = [json.dumps(c.outputs) for f in api.parent.rglob('*.ipynb') for c in read_nb(f).cells if c.cell_type == 'code']

@@ -355,14 +355,6 @@ def test_snippets():
     (['from os.path import *', 'loads("1")'], False), (['import json as j', 'try: j.x\nexcept E as e: print(e)'], False)])
 def test_pages_that_need_no_hidden_cell(typed, alone): assert snippets.stands_alone(typed)==alone
 
-def test_slow_checks_of_snippets():
-    "A hidden slow cell runs after the snippet that it checks; what it defines is not on the page"
-    def wrong(check, *more):
-        nb = new_nb([mk_cell('#| slow\nx = 1'), mk_cell(f'#| hide\n#| slow\n{check}'), mk_cell('#| hide\n1/0')])
-        return snippets.run(SimpleNamespace(snippets=lambda: ['#| slow: true\nx = 1', *more], source=nb), root)[1]
-    assert re.search(r'(?s)check of snippet 0.*AssertionError', wrong('assert x==2'))
-    assert wrong('assert x==1', 'x')=='' and re.search(r'(?s)snippet 1.*NameError', wrong('y = x', 'y'))
-
 def test_warnings_of_snippets():
     "A warning that a page does not show is named; its figures may be others"
     out = dict(output_type='stream', name='stderr', text='UserWarning: a loss is 12% off\n')
@@ -477,7 +469,6 @@ late = 'No rule fits this loss'"""
     assert [messages.section_of(n) for n in names]==[
         'batchnorm-sees-less-than-the-effective-batch', 'the-loss-is-off', 'out-of-memory', 'out-of-memory', 'an-error-before-training']
 
-@pytest.mark.quick
 def test_messages_of_raised_errors():
     "Of the calls that warn, and of errors that are raised with a text, nine of ten hold a sentence that is found"
     def texts(node): return [messages.literal(n) for n in messages.strings(node)]
