@@ -341,12 +341,12 @@ def _predicted(self:LossMeasure, counts, loss):
     return counted
 
 @patch
-def _learn(self:LossMeasure, counted, w, d):
+def _learn(self:LossMeasure, counted, w, d, extra):
     if counted.is_predicted or not self.reference.adds or self.reference.blocks.by is not None: return
-    w,d = float(w),float(d)
+    w,d,extra = float(w),float(d),float(extra)
     off = None if counted.counts is None else self.table.learn(counted.counts, w)
     if off is not None and self.predicted: self.verdict.found_change(off)
-    if w > 0 and abs(d-w-float(self.extra)) <= 10*self.reference.tol*(1+w): self.least = min(self.least, w)
+    if w > 0 and abs(d-w-extra) <= 10*self.reference.tol*(1+w): self.least = min(self.least, w)
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ebb6b
 @patch
@@ -362,7 +362,7 @@ def _check_step(self:LossMeasure, least):
         offs = [by_gradients, by_divisors]
         if self.planned is not None: offs.append(float((self.planned.cpu()/total - 1).nan_to_num(0.).abs().max()))
         if not bool(total.isfinite().all()): offs.append(math.nan)
-        for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, w, d)
+        for c,w,d in zip(self.counted, adds, divided_by): self._learn(c, w, d, extra)
         self.verdict.saw(by_gradients > 10*ref.tol, by_divisors > 10*ref.tol)
     most = max(float(total.nan_to_num(0.).max()), float(least))
     if self.audit.due or ref.copies_of(most, self.most) > ref.tested: offs += self._calls(most)
