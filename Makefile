@@ -18,7 +18,7 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < tuple(map(int
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline MPLBACKEND=Agg PYTHONDONTWRITEBYTECODE=
 # Pages need the pictures that Agg does not show
 PAGE_ENV := OMP_NUM_THREADS=1 WANDB_MODE=offline
-# Notebooks with cells that are `slow` run whole in `make check`, as a regular expression
+# Notebooks with cells that are `slow`, as a regular expression: `make pages` runs them whole, `make test` the others
 WITH_SLOW := $(shell grep -rlE '"#\| *slow' --include='*.ipynb' nbs | paste -sd '|' -)
 # By file, in the order of tests/conftest.py. Many cases wait for other processes, so four workers on two cores; the quick ones do not
 BY_FILE := --dist loadfile --no-loadscope-reorder
