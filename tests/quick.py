@@ -2,8 +2,8 @@
 import os, pytest
 
 def quickly(quick, names, long=()):
-    """`names`, tuples of several parameters, or `pytest.param`s with ids, of which `make test` runs those in `quick`, and
-    only `make cases` those in `long`"""
+    """`names`, tuples of several parameters, or `pytest.param`s with ids, of which `make test` runs the first one in
+    `quick`, and only `make cases` those in `long`"""
     params = {}
     for n in names:
         if hasattr(n, 'id'): params[n.id] = n

@@ -30,7 +30,7 @@ def test_each_case_runs_in_test_or_in_check(monkeypatch):
     assert {r for r in rows(every) if r[0] != r[1]} - rows(both) == {*()}
     left_out = every.keys() - both.keys()
     assert not any(map(is_long, both.values())) and all(on_first_device(every[k]) or is_long(every[k]) for k in left_out)
-    assert 1000 < len(left_out) < len(both)
+    assert 1000 < len(left_out) < len(both) and len(quick) < len(rest)
     assert Counter(map(function, quick.values())) == Counter({function(i) for i in every.values() if on_first_device(i) and not is_slow(i)})
 
 def case(name, *lists, **params):
