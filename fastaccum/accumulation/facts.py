@@ -74,8 +74,11 @@ class FitFacts:
     # In a validation
     def found_keeps(self): self.keeps = True
 
-    # The loss that trains
-    def loss_of(self, learn): return learn.loss_func if self.replaced is None else self.replaced
+    # The loss that trains, of outputs, also where ChunkedHead has put an object of its own before it
+    def loss_of(self, learn):
+        if self.replaced is not None: return self.replaced
+        loss_func = learn.loss_func
+        return loss_func.loss_of_outputs if hasattr(type(loss_func), 'in_chunks') else loss_func
 
     # What measures this loss
     def measure_of(self, loss_func):

@@ -108,6 +108,7 @@ class MeasuredWeights:
         self.said = []                   # what rules say of them: rule -> `Weight`
         self.alone = None                # targets and items of a micro-batch that was a step
         self.off = None                  # how far the gradient of the step is off, if it was looked at
+        self.silent = []                 # losses of micro-batches that have gradients only beside others
         self.is_shared = False           # is it a loss over the items of all ranks?
         self.heard = None                # the sum of what several ranks have told each other at the step: a `Told`
         self.unit = 1.                   # of that sum, in this rank's own
@@ -139,6 +140,7 @@ class MeasuredWeights:
         self.step = []
         self.said = []
         self.off = None
+        self.silent = []
         if not self.rule.probed or self.is_shared: return
         measure = self.measure                   # of another loss: then trust begins again, too
         if self.trust.begin_epoch(self.learn.__dict__.get('epoch', 0)): measure.begin_epoch()
@@ -160,11 +162,17 @@ class MeasuredWeights:
         if self.alone is not None and len(self.acc.losses) == 1: self._measure_alone()
         self.alone = None
 
-    # Have callbacks taken the mean, or are the outputs only there in chunks?
+    # Have callbacks taken the mean?
     @property
     def _goes_elsewhere(self):
-        is_reduced = self.cb.loop.now.losses is not None and not self.learn.loss_grad.dim()         # a loss of shape [1] is one number
-        return is_reduced or hasattr(type(self.learn.pred), 'outputs')
+        return self.cb.loop.now.losses is not None and not self.learn.loss_grad.dim()         # a loss of shape [1] is one number
+
+    # The loss in chunks, if the outputs are only there in these: it has been measured
+    @property
+    def _chunked(self): return self.learn.loss_func.chunked if hasattr(type(self.learn.pred), 'outputs') else None
+
+    # With what are the chunks of a micro-batch measured? None, if they have nothing to do with others
+    def lend(self): return self.measure if self.is_on and self.acc.normalize else None
 
     # Each rank would count in a unit of its own
     def _refuse_values(self):
@@ -193,26 +201,30 @@ def _count(self:MeasuredWeights, micro):
     self.counted = None
     if self.facts.replaced is not None: self.facts.replaced.renew()
     if self._goes_elsewhere: return measure.leave()
-    items = Items(learn.pred, learn.yb, micro.n, micro.xb, self.batch.shown.others)
     measure.at('epoch {}, batch {}'.format(*self.batch.place))
-    self.counted = measure.measure(items, learn.loss_grad)
+    if self._chunked is not None: self.counted = self._chunked.counted
+    else: self.counted = measure.measure(Items(learn.pred, learn.yb, micro.n, micro.xb, self.batch.shown.others), learn.loss_grad)
     if measure.values is not None and self.cb.ranks.world > 1: self._refuse_values()
     if not self.acc.losses: self.acc.open(normalize=True)
     if measure.stuck: self.facts.values.leave(measure.stuck)
-    if self.counted is None: self.cb.warn_of_loss()
-    elif self.counted.seed is not None: self._replace_gradients()
+    if self.counted is None: return self.cb.warn_of_loss()
+    if self.counted.is_silent: self.silent.append(getattr(self.counted, 'own', learn.loss_grad).detach())
+    if self.counted.seed is not None: self._replace_gradients()
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8ca1
 # It is all of a step, and needs no weight. It is remembered, as its step may be cancelled, and go on with others
 @patch
 def pass_over(self:MeasuredWeights, micro):
-    self.counted = None
-    self.alone = (self.learn.yb, micro.n) if self.is_on and not self._goes_elsewhere else None
+    self.counted = self.alone = None
+    if not self.is_on or self._goes_elsewhere: return
+    self.alone = (self.learn.yb, micro.n) if self._chunked is None else self._chunked.counted
 
 @patch
 def _measure_alone(self:MeasuredWeights):
-    yb,n = self.alone
-    counted = self.measure.measure(Items(self.learn.pred, yb, n))
+    counted = self.alone
+    if type(counted) is tuple:
+        yb,n = counted
+        counted = self.measure.measure(Items(self.learn.pred, yb, n))
     self.step = [counted]
     if counted is not None: self.acc.correct([counted.adds], [counted.divided_by])
 
@@ -255,13 +267,7 @@ def assumed(self:MeasuredWeights, n):
 # What such a micro-batch counts; None: what the rule says
 @patch
 def elsewhere(self:MeasuredWeights):
-    losses = self.cb.loop.now.losses
-    if losses is not None: return self._of_mean_outside(losses)
-    self.rule.use(self.learn.loss_func.chunked.rule.by)
-
-@patch
-def _of_mean_outside(self:MeasuredWeights, losses):
-    learn = self.learn
+    learn,losses = self.learn,self.cb.loop.now.losses
     c, = torch.autograd.grad(learn.loss_grad, losses, retain_graph=True, allow_unused=True)
     c = (torch.zeros_like(losses) if c is None else c).detach().as_subclass(Tensor)
     weight = weight_of_mean(c) or by_factors(c, self.rule.declared, learn.yb)
@@ -303,7 +309,7 @@ def before_finish(self:MeasuredWeights):
 @patch
 def end_step(self:MeasuredWeights, told):
     if not self.rule.probed or self.is_shared: return
-    if self.heard is None and told.lost: scale_grads(self.acc.params, math.nan)
+    if self.heard is None and (told.lost or is_void(told)): scale_grads(self.acc.params, 0. if not (told.lost or told.infinite) else math.nan)
     measure,is_on,told = self.measure,self.is_on,ifnone(self.heard, told)
     counted = measure.counted
     if is_on and (counted or measure.verdict.waits):
@@ -322,13 +328,21 @@ class Told(NamedTuple):
     renewed:bool=False       # has the loss other options?
     news:bool=False          # has it a reference that others do not have?
     lost:bool=False          # is there no reference beside which what was left out, as it is not finite, is finite? Then the step is not
+    divides:Any=0.           # what one loss of all of them divides by; 0 if it has no gradients, or none that are finite
+    silent:bool=False        # do any of them have gradients only beside others?
+    infinite:bool=False      # and is the loss of one of these not finite?
+
+# Is the loss of all items like those of its micro-batches, of which each has gradients only beside others? Then the step has none
+def is_void(told): return bool(told.silent and not told.divides > 0)
 
 @patch
 def tell(self:MeasuredWeights, weight):
     if not self.rule.probed or self.is_shared: return Told(weight)
     measure,is_on,counts = self.measure,self.is_on,bool(self.acc.losses)
     return Told(weight, measuring=is_on and counts, ruled=counts and not is_on, unmeasured=measure.verdict.is_unknown,
-                renewed=self.trust.is_new, news=is_on and measure.has_news, lost=is_on and measure.is_lost)
+                renewed=self.trust.is_new, news=is_on and measure.has_news, lost=is_on and measure.is_lost,
+                divides=measure.divides if is_on else 0., silent=bool(self.silent),
+                infinite=bool(self.silent) and not torch.stack(self.silent).isfinite().all())
 
 # The sum over all ranks
 @patch
@@ -399,12 +413,14 @@ def _off(self:MeasuredWeights, counted, said, total, told):
 # targets. None for a sum
 @patch
 def of_part(self:MeasuredWeights, part):
+    if self._chunked is not None: return self._chunked.weigh(self.measure, part.pred, part.yb, [part.n])[0]
     weights = self.measure.weigh([Items(part.pred, part.yb, part.n)])
     return weights and weights[0]
 
 # Of parts of the present micro-batch, of these sizes
 @patch
 def of_parts(self:MeasuredWeights, sizes):
+    if self._chunked is not None: return self._chunked.weigh(self.measure, self.learn.pred, self.learn.yb, sizes)
     items,ends = Items(self.learn.pred, self.learn.yb, sum(sizes)),[0, *accumulate(sizes)]
     weights = self.measure.weigh([items.some(range(a, z)) for a,z in zip(ends, ends[1:])])
     return weights and [w[0] if isinstance(w, tuple) else w for w in weights]

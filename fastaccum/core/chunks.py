@@ -17,8 +17,9 @@ from torch.func import functional_call
 from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 from .checks import is_count
-from .losses import LookTimes, LossInfo, LossRule, ignore_empty, ignored_values, is_known, loss_weight, n_items, rules_of
-from .measured import Items, Look, LossMeasure, by_rule, factors, factors_off, loss_and_grads
+from .losses import LossInfo, LossRule, ignore_empty, is_known, loss_weight, n_items
+from .measured import Items, LossMeasure, Together, as_beside_others, as_now
+from .memory import is_out_of_memory
 from .microbatch import map_tensors, part_sizes, tensors_in
 from .private import check_parts, plain_tensors
 from .values import LossValues, weigh_by
@@ -44,12 +45,11 @@ class ChunkedLoss:
         self.loss_func,self.head = loss_func,head
         self.n_chunks,self.scaler = n_chunks,scaler
         self.rule = LossRule(bool(check_loss), check_loss == 'always')
-        self.rules = []                           # those of its targets that have said what was measured
-        self.refused = set()                      # those that have not
-        self.times = LookTimes()                  # when is it measured?
+        self.lent = None                          # returns a `LossMeasure` of all micro-batches of a step, or None
+        self.measure = None                       # its own
+        self.counted = None                       # what the last batch counted, if its loss was measured: a `Together`
         self.model = None                         # the head's, for messages
         self.where = ''                           # the place in training, for messages
-        self.looks = 0                            # how often it was measured
         self.looked = False                       # at the head's buffers?
         self.values = LossValues(loss_func)       # what the loss keeps
 
@@ -62,17 +62,28 @@ class ChunkedLoss:
         x = x if isinstance(x, HeadInput) else HeadInput(x, self.head, n_chunks=self.n_chunks)
         f = partial(self.loss_func, **kwargs) if kwargs else self.loss_func
         if LossInfo(f).reduction == 'none': return self._each(f, x, yb)
-        info = self._look(f, x, yb)
-        run = Chunks(f, x, cut_batch(x, yb, self.n_chunks, info), info, self.scaler, self._named, self.values)
+        info = self._look_up(f, yb)
+        parts = cut_batch(x, yb, self.n_chunks, info)
+        measure = self._measure_of(f, parts) if self.rule.probed else None
+        shares = ByRule(info, x, parts) if measure is None else ByMeasure(measure, parts, measure is self.measure)
+        run = Chunks(f, x, parts, shares, self.scaler, self._named, self.values)
         if not torch.is_grad_enabled(): return run.value()
         before = None if self.looked or len(run.parts) < 2 else buffers_of(x.head)
         res = _InChunks.apply(run, x.x, *(p for _,p in trained(x.head)))
         if before is not None: self._check_buffers(x.head, before)
+        self.counted = shares.counted
         return res
 
     # The model whose head it is, and the place in training: messages name them
     def belongs_to(self, model): self.model = model
     def comes_to(self, where): self.where = where
+
+    # Look closely once more
+    def begin_epoch(self):
+        if self.measure is not None: self.measure.begin_epoch()
+
+    # Batches are parts of a step, whose micro-batches are measured together: `lent()` returns with what, or None
+    def goes_with(self, lent): self.lent = lent
 
     # After the first training batch in chunks: an error if the head has changed buffers in each of them
     def _check_buffers(self, head, before):
@@ -93,83 +104,57 @@ class ChunkedLoss:
         places = ('loss_func',self.loss_func),('head',self.head) if self.model is None else ('model',self.model)
         return {p: f'{k}.{n}' for k,m in places if isinstance(m, nn.Module) for n,p in m.named_parameters()}
 
-    # What the loss averages over; an error if that is not known, as then the chunks do not add up
-    def _look(self, f, x, yb):
-        rule,name = self.rule,getattr(f, '__name__', type(f).__name__)
-        declared = rule.declared
+    # What the loss averages over, by its options; an error if chunks do not add up
+    def _look_up(self, f, yb):
+        rule,name = self.rule,name_of(f)
         rule.look_up(f)
-        if declared is not rule.declared: self.rules,self.refused = [],set()   # it has other options
-        # a single chunk is all that the loss averages over
-        several = self.n_chunks > 1 and n_items(yb) > 1
-        wanted = torch.is_grad_enabled() or not self.rules
-        if rule.probed and several and wanted and self.times.due(rule.always or not self.rules): self._measure(f, x, yb, name)
-        rule.use(self.rules[0] if self.rules else None)
         if rule.info.inexact and (rule.info.class_weight is not None or bool((yb[0] == rule.info.ignore_index).any())):
             raise ValueError(f"{name} cannot be computed in chunks: with class weights or ignored targets it is the sum of two means with "
                              "different divisors. Use nn.CrossEntropyLoss(label_smoothing=...), which is exact.")
         return rule.info
 
-    def _measure(self, f, x, yb, name):
-        self.looks += 1
-        self.times.looked()
-        # smaller than chunks, as they are measured beside others; of two items at least
-        parts = cut_batch(x, yb, min(3*self.n_chunks, max(2, n_items(yb)//2)))
-        room = max(1, items_of_chunk(x, *parts[0]).numel)
-        measure = LossMeasure(f, most=room, room=room)
-        measure.at(self.where or f'look {self.looks}')
-        off = rules_in_chunks(measure, self.rule.declared, x, parts, self.rules)
-        if off is None: return                            # nothing counts
-        self.rules = [rule for rule,by in off.items() if not by > 10*measure.tol and rule not in self.refused]
-        self.refused.update(off.keys() - self.rules)
-        if not self.rules:
-            raise ValueError(f"What {name} divides by does not follow from its targets, so the losses of chunks do not add up. Compute it "
-                             "without chunks. Class weights may be an option: functools.partial(F.cross_entropy, weight=...).")
-        if self.rule.by not in (None, self.rules[0]) and not self.rule.always:
-            warn(f"{name} no longer averages over {self.rule.info} ({measure.where}), and batches since the last look may be off: to be "
-                 "exact throughout, pass check_loss='always' to ChunkedLoss, or to a Learner's GradientAccumulation.",
-                 'troubleshooting.html#the-loss-is-off')
+    # With what the chunks are measured; None, if a single one is all that the loss averages over. A validation leaves it as it is
+    def _measure_of(self, f, parts):
+        measure = None if self.lent is None else self.lent()
+        if measure is None:
+            if len(parts) == 1: return None
+            if self.measure is None or self.measure.loss_func is not f: self.measure = LossMeasure(f, always=self.rule.always)
+            measure = self.measure
+        if not torch.is_grad_enabled(): measure = as_now(measure)
+        measure.at(self.where)
+        return measure
+
+    # What parts of a batch add, of these sizes, some items at a time
+    def weigh(self, measure, x, yb, sizes):
+        n = n_items(yb)
+        def adds(start, size): return sum(self._adds(measure, x, yb, n, start+i, k) for i,k in spans(size, -(-size*self.n_chunks//n)))
+        return [adds(*o) for o in zip(accumulate(sizes, initial=0), sizes)]
+
+    def _adds(self, measure, x, yb, n, *items):
+        cut = partial(cut_out, n=n, items=items)
+        with torch.no_grad(): out = x.outputs(cut(x.x))
+        w, = measure.weigh([items_of(out, map_tensors(cut, yb))])
+        return w[0] if isinstance(w, tuple) else w
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e022
-# How far rules of the targets are off from what the chunks, in `parts`, are measured to count. None: nothing counts. `known`: rules before
-def rules_in_chunks(measure, info, x, parts, known=()):
-    rules,counted,targets = dict.fromkeys(known),[],[]
-    for cut,ys in parts:
-        part = items_of_chunk(x, cut, ys)
-        targets.append((ys, part.n))
-        counted.append(measure.measure(part))
-        if counted[-1] is None: break
-        rules.update(dict.fromkeys(rules_of(info, ys, values_ignored(measure.loss_func, part))))
-    if measure.verdict.why is None and measure.tol is None: return None
-    measure.end_step()
-    refuse_in_chunks(measure)
-    total = sum(c.adds for c in counted)
-    now = factors([(c.adds, c.divided_by) for c in counted], total, float(measure.extra))
-    def off(rule):
-        said = [by_rule(info.by(rule), ys, n) for ys,n in targets]
-        return factors_off(factors(said, sum(w for w,_ in said)), now)
-    return {rule: off(rule) for rule in rules}
-
-# Values of targets whose outputs have no gradients
-def values_ignored(f, items):
-    with Look(f) as look: return ignored_values(items.yb, loss_and_grads(look.loss, items)[1])
-
 # Targets may be those of several positions of an output, one after the other
-def items_of_chunk(x, cut, ys):
-    with torch.no_grad(): out = x.outputs(cut(x.x))
+def items_of(out, ys):
     n,rows = n_items(ys),n_items(out)
     return Items(out, ys, n if rows%n == 0 else rows)
 
-# What does not add up, or cannot be measured, is an error
-def refuse_in_chunks(measure):
+# What does not add up, or cannot be measured, is an error. `told`: a warning before
+def refuse_in_chunks(measure, told=None):
     verdict,message = measure.verdict,measure.message
-    if message is None: return
     if verdict.off is not None:
-        raise ValueError(f"{verdict.name} in chunks does not add up to the loss of all outputs, so it needs them all. {message}")
+        why = message or f'{verdict.why[0].upper()}{verdict.why[1:]}.'
+        raise ValueError(f"{verdict.name} in chunks does not add up to the loss of all outputs, so it needs them all. {why}")
+    if message is None: return
     if verdict.once is not None or verdict.moves is not None and verdict.moves > 1e-4:
         raise ValueError(f"A loss in chunks is called once for each chunk. {message}")
-    if verdict.why is None: return warn(message, 'troubleshooting.html#the-loss-is-off')
-    raise ValueError(f"What {verdict.name} averages over could not be measured ({verdict.why}), so the losses of chunks might not add up. "
-                     "Compute it without chunks, or, if it is a mean over items, with check_loss=False.")
+    if verdict.why is not None:
+        raise ValueError(f"What {verdict.name} averages over could not be measured ({verdict.why}), so the losses of chunks might not add "
+                         "up. Compute it without chunks, or, if it is a mean over items, with check_loss=False.")
+    if message != told: warn(message, 'troubleshooting.html#the-loss-is-off')
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e012
 # The input of `head`, in the place of its outputs. `call(x)` computes these, default `head`, in the precision that
@@ -293,46 +278,38 @@ def position_dims(x, ys, info):
     return (dim,dim_y) if y.dim() > dim_y and y.shape[dim_y] == x.x.shape[dim] else (None,None)
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e017
-# The loss `f` of the head's outputs in `parts`, each weighted by what it averages over
+# The loss `f` of the head's outputs in `parts`, which count by `shares`
 class Chunks:
-    def __init__(self, f, x, parts, info, scaler=None, names=dict, values=None):
+    def __init__(self, f, x, parts, shares, scaler=None, names=dict, values=None):
         self.f,self.x = f,x
-        self.parts,self.info = parts,info
+        self.parts,self.shares = parts,shares
         self.scaler,self.names = scaler,names
         self.values = values if values is not None and values.holder is not None and len(parts) > 1 else None
-        dtype = torch.promote_types(x.x.dtype, torch.float32)
-        weights = [loss_weight(info, yb, n_items(cut(x.x)), dtype) for cut,yb in parts]
-        weights = [w.to(dtype) if isinstance(w, Tensor) else w for w in weights]
-        if info.reduction == 'sum': self.weights,self.total = [1.]*len(parts),1.
-        else: self.weights,self.total = weights,sum(weights)
 
-    # How much a part counts. Nothing, if none of its targets does: its loss is NaN then
-    def share(self, weight):
-        if not isinstance(weight, Tensor): return weight/self.total
-        return torch.where(weight > 0, weight/self.total, 0.)
-
-    def loss(self, part, yb, weight):
+    # Of chunk `i`, and its share
+    def loss(self, i, part, yb):
         out = self.x.outputs(part)
-        if isinstance(weight, Tensor): ignore_empty(out, weight)
-        with torch.autocast(self.x.x.device.type, enabled=False) if self.x.amp is not None else nullcontext(): loss = self.f(out, *yb)
-        if self.values is not None: self.values.add(self.i, len(part), map_tensors(Tensor.detach, out), yb, weigh_by(self.info))
-        return loss
+        self.shares.open(i, out)
+        with torch.autocast(self.x.x.device.type, enabled=False) if self.x.amp is not None else nullcontext():
+            try: loss = self.f(out, *yb)
+            except Exception as e:
+                if is_out_of_memory(e) or not self.shares.is_measured: raise
+                raise ValueError(f"{name_of(self.f)} cannot be called with a chunk of the outputs ({type(e).__name__}: {e}): compute it "
+                                 "without chunks.") from e
+        if self.values is not None: self.values.add(i, len(part), map_tensors(Tensor.detach, out), yb, self.shares.weigh)
+        return self.shares.close(i, loss, out, yb)
 
     # The sum of the parts' losses. `each(loss, share, cut, part)` gets every part before the next is computed
     def value(self, each=None, grads=False):
-        values = []
         if self.values is not None: self.values.begin(0)
         with self.x.precision():                                               # once, so that the weights are converted once
-            for self.i,((cut,yb),weight) in enumerate(zip(self.parts, self.weights)):
-                part,share = cut(self.x.x).detach().requires_grad_(grads),self.share(weight)
-                loss = self.loss(part, yb, weight)
+            for i,(cut,yb) in enumerate(self.parts):
+                part = cut(self.x.x).detach().requires_grad_(grads)
+                loss,share = self.loss(i, part, yb)
                 if each is not None: each(loss, share, cut, part)
-                loss = loss.detach()
-                values.append(loss*share if not isinstance(weight, Tensor) else torch.where(weight > 0, loss, 0.)*share)
-        if self.values is not None: self.values.join(0, self.weights, self.info.reduction != 'sum')
-        # no view, so that callbacks may add to it in place
-        value = without_class(sum(values)).clone()
-        return value if not isinstance(self.total, Tensor) else torch.where(self.total > 0, value, math.nan)
+        shares,value = self.shares,self.shares.end()
+        if self.values is not None: self.values.join(0, shares.weights, shares.is_mean, shares.divided, shares.once)
+        return without_class(value).clone()                                    # no view, so that callbacks may add to it in place
 
     # Value, and the gradients of the input (if `wanted` says so) and of the head's parameters, times `scale`
     def gradients(self, wanted, scale):
@@ -349,7 +326,9 @@ class Chunks:
             for total,g in zip(of_ps, found[bool(wanted):]):
                 if g is not None: total.add_(g)
         with torch.enable_grad(): value = functional_call(_Calls(self.x.head), leaves, (partial(self.value, add, wanted),))
-        return value.detach(),[of_x, *of_ps]
+        grads = [of_x, *of_ps]
+        if self.shares.factor is not None: grads = [None if g is None else g.mul_(self.shares.factor) for g in grads]
+        return value.detach(),grads
 
     # An error if a gradient would be lost: the loss must depend on nothing else that has one than `known`
     def check(self, loss, known, own):
@@ -357,7 +336,7 @@ class Chunks:
         leaves += [f.variable for f in nodes_of(loss) if type(f).__name__ == 'AccumulateGrad']
         other = next((t for t in leaves if id(t) not in known), None)
         if other is None: return
-        name,names = getattr(self.f, '__name__', type(self.f).__name__),{**self.names(), **own}
+        name,names = name_of(self.f),{**self.names(), **own}
         what = f"{names[other]}, of shape" if other in names else "a tensor that is not the model's and requires a gradient, of shape"
         raise ValueError(f"{name} in chunks depends on {what} {tuple(other.shape)}, besides the head's input and parameters: it would get "
                          "no gradient. If the loss computes with it: add this term in a callback's `after_loss`, to `learn.loss_grad`, or "
@@ -393,3 +372,90 @@ class _InChunks(torch.autograd.Function):
         grads,ctx.grads = ctx.grads,None
         factor = grad/ctx.scale
         return None,*[None if g is None else g.mul_(factor) for g in grads]
+
+# %% ../../nbs/api/core/16_chunks.ipynb #c0a3e024
+# By a rule of their targets
+class ByRule:
+    counted = factor = None
+    divided,once,is_measured = (),0.,False
+    def __init__(self, info, x, parts):
+        dtype = torch.promote_types(x.x.dtype, torch.float32)
+        weights = [loss_weight(info, yb, n_items(cut(x.x)), dtype) for cut,yb in parts]
+        weights = [w.to(dtype) if isinstance(w, Tensor) else w for w in weights]
+        self.is_mean = info.reduction != 'sum'
+        self.weights,self.total = (weights, sum(weights)) if self.is_mean else ([1.]*len(parts), 1.)
+        self.weigh = weigh_by(info)
+        self.values = []
+
+    # The outputs of chunk `i` are there
+    def open(self, i, out):
+        if isinstance(self.weights[i], Tensor): ignore_empty(out, self.weights[i])
+
+    # And its loss: returns that which is to be differentiated, and its share. Nothing, if none of its targets counts: it is NaN then
+    def close(self, i, loss, out, yb):
+        weight,value = self.weights[i],loss.detach()
+        share = weight/self.total
+        if isinstance(weight, Tensor): share,value = (torch.where(weight > 0, v, 0.) for v in (share, value))
+        self.values.append(value*share)
+        return loss,share
+
+    # The value of all
+    def end(self):
+        value = sum(self.values)
+        return value if not isinstance(self.total, Tensor) else torch.where(self.total > 0, value, math.nan)
+
+# As they are measured, with a `LossMeasure`. What the whole divides by is known after the last one: until then gradients are divided by `near`,
+# a power of two. `is_own`: are these chunks a step of it?
+class ByMeasure:
+    is_mean = is_measured = True
+    def __init__(self, measure, parts, is_own):
+        self.measure,self.is_own = measure,is_own
+        self.n_parts = len(parts)
+        self.near = self.dtype = None
+        self.of_parts = []
+        self.nothing = 0.                                  # the value, if nothing counts: NaN, if the losses of chunks are not finite then
+        plan = [Items((), ys, n_items(ys)) for _,ys in parts]
+        if is_own: measure.begin_step(plan)
+        else: measure.begin_chunks(plan)
+
+    def weigh(self, part):
+        w = self.measure.weigh([part])
+        return w and w[0]
+
+    def open(self, i, out): pass
+
+    def close(self, i, loss, out, yb):
+        measure,self.dtype = self.measure,loss.dtype
+        self.nothing = self.nothing + 0*loss.detach()
+        items = items_of(out, yb)
+        measure.keep_within(items.numel//4)                # as it looks at several times as many
+        counted = measure.measure(items, loss)
+        if counted is None: refuse_in_chunks(measure)
+        if counted.adds.dim(): raise ValueError(by_columns.format(measure.verdict.name))
+        self.of_parts.append(counted)
+        divided_by = counted.divided(measure.block, measure.once)
+        if counted.seed is not None: loss = as_beside_others(loss, out, counted.seed, divided_by)
+        ignore_empty(out, (counted.adds > 0) | loss.detach().isfinite())
+        if self.near is None: self.near = power_of_two(torch.maximum(counted.adds*self.n_parts, divided_by))
+        return loss,divided_by/self.near
+
+    def end(self):
+        measure = self.measure
+        self.counted = Together(self.of_parts, measure, self.nothing)
+        self.weights,self.divided,self.once = [c.adds for c in self.of_parts],[c.divided_by for c in self.of_parts],measure.once
+        # alone, nothing counts; beside others, something may
+        total = self.counted.divided_by if self.is_own else self.counted.divided(measure.block, measure.once)
+        value = self.counted.numerator/total
+        self.factor = torch.where(total > 0, self.near/total, 0.)
+        if self.is_own:
+            told = measure.message
+            measure.end_step()
+            refuse_in_chunks(measure, told)
+        return torch.where(total > 0, value, self.nothing).to(self.dtype)
+
+def name_of(f): return getattr(f, '__name__', type(f).__name__)
+
+# The next one above `v`, of the same type; 1 for 0
+def power_of_two(v): return torch.where(v > 0, v.log2().ceil().exp2(), 1.)
+
+by_columns = "{} in chunks divides each column of the outputs by something else, so it needs them all. Compute it without chunks."

@@ -34,6 +34,10 @@ class Counted:
         self.silenced = False                          # does its own loss have no finite gradients, so that it got none?
         self.is_predicted,self.counts = False,None     # by the table, for which these are the targets?
 
+    # Does it get other gradients than its own loss has?
+    @property
+    def is_silent(self): return self.seed is not None
+
     # `unit`: of what it is counted in now, in that of before
     def use_unit(self, unit):
         if not self.waits: self.adds,self.divided_by,self.numerator = (v/unit for v in (self.adds, self.divided_by, self.numerator))
@@ -49,6 +53,29 @@ class Counted:
         adds,divided_by = self.of_block(i)
         if self.seed is None: return divided_by
         return torch.where(divided_by > 0, divided_by, (adds + once).clamp(min=1e-3))
+
+# Those of a micro-batch that was measured in parts, as they are known now
+class Together:
+    seed = seed_of_blocks = None
+    # own: of a loss of all of them which has no gradients
+    def __init__(self, parts, measure, own):
+        self.parts,self.measure,self.own = parts,measure,own
+        self.is_silent = any(c.is_silent for c in parts)
+        self.used = None                               # what its loss divided by, when gradients went back
+
+    @property
+    def adds(self): return sum(c.adds for c in self.parts)
+    @property
+    def divided_by(self): return divisor(self.parts, self.measure.extra)
+    @property
+    def numerator(self): return sum(c.numerator for c in self.parts)
+    def of_block(self, i): return self.adds,self.divided_by
+
+    # It stays, as gradients have gone back; where there were none, it is what is known now
+    def divided(self, i, once):
+        if self.used is None or not self.used[1]:
+            self.used = torch.maximum(self.divided_by, 1e-3*torch.ones_like(self.adds)),not any(c.waits for c in self.parts)
+        return self.used[0]
 
 # What they add, and what they divided by
 def numbers_of(counted): return [torch.stack([getattr(c, k) for c in counted]) for k in ('adds','divided_by')]
@@ -79,6 +106,11 @@ def as_beside_others(loss, pred, seed, divided_by):
     own = gradients_of(loss, pred)
     if own is None: return with_gradients(pred, wanted)
     return loss + with_gradients(pred, [w-g for w,g in zip(wanted, own)])
+
+# Those of the numerator
+def numerator_grads(counted, f, items):
+    if counted.seed is not None: return counted.seed
+    return [(counted.divided_by.to(g.dtype)*g).nan_to_num(0., 0., 0.) for g in loss_and_grads(f, items)[1]]
 
 # Gradients of `loss` with respect to the outputs; None if they are not finite
 def gradients_of(loss, pred):
@@ -114,6 +146,11 @@ class LossMeasure:
     # The place in training, for messages
     def at(self, where): self.where = where
 
+    # So many elements of outputs in a call of the loss, and kept, at most
+    def keep_within(self, most):
+        self.most = min(self.most, max(1, most))
+        self.references.room,self.audit.room = (min(o.room, max(1, most)) for o in (self.references, self.audit))
+
     # The loss may have changed: look closely, and audit
     def begin_epoch(self):
         self.next = self.next_close = self.n
@@ -135,6 +172,11 @@ class LossMeasure:
         self.is_whole = whole and all(o.looks_like(self.plan[0]) for o in self.plan)
         self.planned = None                                    # the divisor of each column
         self.references.plan = self.plan
+
+    # Those of the chunks of a micro-batch
+    def begin_chunks(self, plan):
+        k = max(o.n for o in plan)
+        self.references.plan = [*plan, *(o.some(slice(i, i+k)) for o in self.plan for i in range(0, o.n, k))]
 
     # What a micro-batch counts; None if that cannot be measured, as `message` tells. With its `loss` some looks are cheaper.
     # own: (value, gradients) of the loss that is really differentiated
@@ -176,6 +218,12 @@ class LossMeasure:
     # The same for the block in whose units the step is
     @property
     def once(self): return self.extra.reshape(-1)[self.block]
+
+    # What one loss of all items so far would divide by
+    @property
+    def divides(self):
+        if not self.counted: return 0.
+        return divisor(self.counted, self.extra).reshape(-1)[self.block]
 
     @property
     def is_sum(self):
@@ -275,8 +323,17 @@ def _closely(self:LossMeasure, items, own):
     limit = (10*self.reference.tol)**2
     if not all(look[0] <= limit for _,look in found): raise NotAMean('beside others its items have other gradients')
     counted = [c for c,_ in found]
-    if len(counted) > 1: return Counted(sum(c.adds for c in counted), divisor(counted, self.extra), sum(c.numerator for c in counted))
-    return counted[0] if self.reference.blocks.by is None else self._by_blocks(counted[0], items)
+    whole = counted[0] if len(counted) == 1 else self._of_groups(counted, items)
+    return whole if self.reference.blocks.by is None else self._by_blocks(whole, items)
+
+# The same of all groups together. Some may have gradients only beside others
+@patch
+def _of_groups(self:LossMeasure, counted, items):
+    seed = None
+    if any(c.seed is not None for c in counted):
+        grads = [numerator_grads(c, self.reference.f, g) for c,g in zip(counted, items.groups(self.most))]
+        seed = [torch.cat(gs) for gs in zip(*grads)]
+    return Counted(sum(c.adds for c in counted), divisor(counted, self.extra), sum(c.numerator for c in counted), seed)
 
 # Without a reference none of its items has a gradient: it waits for one. If not even its value is finite, its outputs get none so far
 @patch
@@ -739,7 +796,8 @@ class Audit:
     def keep(self, counted, items):
         if not self.due: return
         self.kept.append((counted, items))
-        while len(self.kept) > 2 and sum(o.numel for _,o in self.kept) > self.room: self._thin_out()
+        def has_more(): return len(self.kept) > 2 or any(o.n > 1 for _,o in self.kept)
+        while has_more() and sum(o.numel for _,o in self.kept) > self.room: self._thin_out()
 
     # Half of the items of each micro-batch, at random; where each has a single one, half of the micro-batches
     def _thin_out(self):
@@ -776,8 +834,7 @@ def _half(items, draw): return items.some(sorted(draw.sample(range(items.n), -(-
 def _accumulated(kept, ref, extra):
     D = divisor([c for c,_ in kept], extra)
     for c,items in kept:
-        grads = c.seed if c.seed_of_blocks is None else c.seed_of_blocks
-        if grads is None: grads = [c.divided_by.to(g.dtype)*g for g in loss_and_grads(ref.f, items)[1]]
+        grads = numerator_grads(c, ref.f, items) if c.seed_of_blocks is None else c.seed_of_blocks
         yield [(g/d).nan_to_num(0., 0., 0.) for g,d in zip(grads, ref.blocks.spread(D, grads))]
 
 def _as_wide(grads, items):
@@ -1034,8 +1091,17 @@ class References:
 @patch
 def keep(self:References, counted, items):
     ref = self.now
-    if (ref is None or not ref.adds) and sum(o.numel for _,o in self.waiting) < self.room: self.waiting.append((counted, items))
+    if ref is None or not ref.adds:
+        if sum(o.numel for _,o in self.waiting) < self.room: self.waiting.append((counted, items))
+        elif counted.waits: self._leave_out(counted)
     if items.n <= self.few and ref is not None and ref.base.n < self.few: self.spare = items.alone()
+
+# There is no room for it
+@patch
+def _leave_out(self:References, counted):
+    self.lost = True
+    counted.waits = False
+    counted.adds,counted.divided_by,counted.numerator = (0*v for v in (counted.adds, counted.divided_by, counted.numerator))
 
 # Beside another rank's reference
 @patch

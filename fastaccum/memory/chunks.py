@@ -63,6 +63,8 @@ class ChunkedHead(LoopCallback):
         head = get_model(model).get_submodule(name_of_head(get_model(self.learn.model), self.head))
         loss_func = HeadLoss(chunked := ChunkedLoss(self.learn.loss_func, head, self.n_chunks, **kwargs))
         chunked.belongs_to(get_model(model))
+        acc = accumulation_of(self.learn.cbs)
+        if acc is not None: chunked.goes_with(lambda: acc.weights.measuring.lend())
         with ExitStack() as stack:
             stack.enter_context(Later(head, defers, self.n_chunks).attached())
             for m in model.modules():
@@ -82,7 +84,7 @@ class ChunkedHead(LoopCallback):
     def _chunked(self): return self.learn.loss_func.chunked if isinstance(self.learn.loss_func, HeadLoss) else None
 
     def before_train(self):
-        if self._chunked is not None: self._chunked.times.begin_epoch()
+        if self._chunked is not None: self._chunked.begin_epoch()
     def before_batch(self):
         learn,self.deferred = self.learn,self.learn.training or self.only_loss
         if self._chunked is not None: self._chunked.comes_to(f'epoch {learn.epoch}, batch {learn.iter}')
@@ -149,6 +151,7 @@ class PassOn(OtherForward):
 # In the place of a Learner's loss: of outputs as before, and of the head's input in chunks. Attributes, copies and
 # pickles are those of the loss in whose place it is
 class HeadLoss:
+    in_chunks = True
     def __init__(self, chunked): vars(self).update(chunked=chunked, loss_of_outputs=chunked.loss_func, used=False)
     def __getattr__(self, k):
         if k[:2] == '__' or 'loss_of_outputs' not in vars(self): raise AttributeError(k)

@@ -11,6 +11,7 @@ from math import inf, nan
 from typing import NamedTuple
 from fastai.basics import *
 import torch.distributed as dist
+from ..accumulation.measuring import is_void
 from ..accumulation.ways import way_of
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
@@ -248,6 +249,7 @@ def add_up(self:Ranks, loss, weight, n_items):
     once = head.once/(head.onces or 1)
     total = max(head.weight + once, head.floor/(head.floors or 1)) if acc.normalize else 1
     if head.lost: total = nan
+    elif is_void(head): total = nan if head.infinite else inf
     mean = torch.tensor(head.loss/total if total else 0., dtype=loss.dtype, device=self.device)
     return mean,total,head.weight,int(head.items)
 
@@ -373,6 +375,9 @@ class Head(NamedTuple):
     renewed:bool = False
     news:bool = False
     lost:bool = False
+    divides:float = 0.
+    silent:bool = False
+    infinite:bool = False
     other1:float = 0.        # of a callback with `sums_over_ranks`
     other2:float = 0.
     place:int = 0

@@ -68,11 +68,16 @@ def classify(*cbs, bs=8, **kwargs):
                    loss_func=CrossEntropyLossFlat(), lr=.1, **kwargs)
 
 def masked(pred, y): return (F.cross_entropy(pred.flatten(0, 1), y.flatten(), reduction='none')*(y != 3).flatten()).sum()/(y != 3).sum()
+def floored(pred, y):
+    "No rule of the targets says what it divides by"
+    counts = (y < 3).flatten()
+    return (F.cross_entropy(pred.flatten(0, 1), y.flatten(), reduction='none')*counts).sum()/counts.sum().clamp(min=9)
+def weighted(pred, y): return F.cross_entropy(pred.flatten(0, 1), y.flatten(), torch.arange(1., n_words+1).to(pred))
 acc = GradientAccumulation
+def by_no_rule(loss_func, *cbs): return text, cbs, dict(loss_func=lambda: loss_func, data=lambda: next_words(False))
 setups = {
     'plain':          (text, [], {}),
     'tied':           (text, [], dict(model=partial(NextWord, tied=True))),
-    'accumulated':    (text, [lambda: acc(16)], {}),
     'split':          (text, [lambda: acc(16, micro_batch_size=3)], {}),
     'one item':       (text, [lambda: acc(8, micro_batch_size=1)], {}),
     'class weights':  (text, [lambda: acc(16, micro_batch_size=3)],
@@ -81,6 +86,12 @@ setups = {
     'sum':            (text, [lambda: acc(16, micro_batch_size=3)], dict(loss_func=lambda: CrossEntropyLossFlat(reduction='sum'), lr=.001)),
     'own loss':       (text, [lambda: acc(16, micro_batch_size=3)], dict(loss_func=lambda: masked, data=lambda: next_words(False))),
     'own, one step':  (text, [], dict(loss_func=lambda: masked, data=lambda: next_words(False))),
+    'floor':          by_no_rule(floored, lambda: acc(16, micro_batch_size=3)),
+    'floor, one step':by_no_rule(floored),
+    'floor, one item':by_no_rule(floored, lambda: acc(8, micro_batch_size=1)),
+    'floor, batches': by_no_rule(floored, lambda: acc(16)),
+    'floor, noise':   by_no_rule(floored, lambda: acc(16, micro_batch_size=3), GradientNoiseScale),
+    'own weights':    by_no_rule(weighted, lambda: acc(16, micro_batch_size=5)),
     'logged':         (text, [lambda: acc(16, micro_batch_size=3), StepLogger], {}),
     'noise scale':    (text, [lambda: acc(16, micro_batch_size=3), GradientNoiseScale], {}),
     'recomputed':     (text, [lambda: acc(16), lambda: ActivationCheckpointing(nn.TransformerEncoderLayer)], {}),
@@ -281,11 +292,13 @@ def test_as_the_big_batch():
     for result in check_callback(partial(ChunkedHead, 2)): assert result.exact, result
 
 @pytest.mark.slow
+@pytest.mark.parametrize('loss_func', [None, floored])
 @pytest.mark.parametrize('with_head', [True, False])
-def test_resume(with_head):
+def test_resume(with_head, loss_func):
     "To the bit; and a run may go on without it"
     def run(*cbs, head=True):
-        learn = text(acc(8, micro_batch_size=3), *cbs, *([ChunkedHead(4)] if head else []), model=partial(NextWord, dropout=.1))
+        learn = text(acc(8, micro_batch_size=3), *cbs, *([ChunkedHead(4)] if head else []), model=partial(NextWord, dropout=.1),
+                     loss_func=loss_func, data=next_words(loss_func is None))
         set_seed(2)
         return learn
     whole = run(TrainingCheckpoint('whole', every_steps=1))
@@ -387,7 +400,7 @@ refused = {
                    ValueError, 'several outputs'),
     'coupled':    (dict(cbs=lambda: acc(micro_batch_size=4, coupled=True)), {}, ValueError, 'with coupled the loss compares'),
     'compares':   (dict(loss_func=lambda: lambda pred, y: F.cross_entropy(pred[:,0]@pred[:,0].T, torch.arange(len(y)))),
-                   {}, ValueError, 'does not add up'),
+                   {}, ValueError, 'could not be measured .*without chunks'),
     'two means':  (dict(loss_func=lambda: LabelSmoothingCrossEntropyFlat(weight=torch.ones(n_words))), {}, ValueError, 'two means')}
 
 @pytest.mark.parametrize('name', refused)
