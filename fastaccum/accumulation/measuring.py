@@ -191,9 +191,21 @@ def count(self:MeasuredWeights, micro):
     if not is_early: return
     news = ranks.share_early(self)
     if news is None: return
+    if self._chunked is not None: return self._adopt_in_chunks(news)
     self.put_back(before)
     self.measure.adopt(news)
     self._count(micro)
+
+# What does its own loss say, if it has no gradients?
+@patch
+def _note_silent(self:MeasuredWeights, counted):
+    if counted.is_silent: self.silent.append(getattr(counted, 'own', self.learn.loss_grad).detach())
+
+# Chunks are not computed again: what they count is in that unit from here on
+@patch
+def _adopt_in_chunks(self:MeasuredWeights, news):
+    unit = self.measure.adopt(news)
+    self.counted.use_unit(1. if self.measure.take_settled() else unit)
 
 @patch
 def _count(self:MeasuredWeights, micro):
@@ -208,7 +220,7 @@ def _count(self:MeasuredWeights, micro):
     if not self.acc.losses: self.acc.open(normalize=True)
     if measure.stuck: self.facts.values.leave(measure.stuck)
     if self.counted is None: return self.cb.warn_of_loss()
-    if self.counted.is_silent: self.silent.append(getattr(self.counted, 'own', learn.loss_grad).detach())
+    self._note_silent(self.counted)
     if self.counted.seed is not None: self._replace_gradients()
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8ca1
@@ -217,7 +229,9 @@ def _count(self:MeasuredWeights, micro):
 def pass_over(self:MeasuredWeights, micro):
     self.counted = self.alone = None
     if not self.is_on or self._goes_elsewhere: return
-    self.alone = (self.learn.yb, micro.n) if self._chunked is None else self._chunked.counted
+    chunked = self._chunked
+    self.alone = (self.learn.yb, micro.n) if chunked is None else chunked.counted
+    if chunked is not None: self._note_silent(chunked.counted)
 
 @patch
 def _measure_alone(self:MeasuredWeights):

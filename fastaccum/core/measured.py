@@ -71,6 +71,10 @@ class Together:
     def numerator(self): return sum(c.numerator for c in self.parts)
     def of_block(self, i): return self.adds,self.divided_by
 
+    def use_unit(self, unit):
+        for c in self.parts: c.use_unit(unit)
+        if self.used is not None: self.used = self.used[0]/unit,self.used[1]
+
     # It stays, as gradients have gone back; where there were none, it is what is known now
     def divided(self, i, once):
         if self.used is None or not self.used[1]:
@@ -826,7 +830,10 @@ class Audit:
         grads = [[g*(o.n/n) for g in loss_and_grads(f, o)[1]] for o in parts]
         return _distance([torch.cat(o) for o in zip(*grads)], loss_and_grads(f, parts[0].join(*parts[1:]))[1])
 
-def _distance(ours, whole): return math.sqrt(float(square([o-w for o,w in zip(ours, whole)])/square(whole)))
+# Relative to the whole, which may have no gradients
+def _distance(ours, whole):
+    rest = square([o-w for o,w in zip(ours, whole)])
+    return math.sqrt(float(rest/square(whole))) if rest != 0 else 0.
 
 def _half(items, draw): return items.some(sorted(draw.sample(range(items.n), -(-items.n//2)))).alone()
 

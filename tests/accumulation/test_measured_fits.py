@@ -162,6 +162,22 @@ def test_items_that_count_only_beside_others():
     _,told = compared(by_positives, late, 2, None)            # there is no reference yet: those of the first step are left out
     assert len(told) == 1 and '100% of its items are left out' in told[0]
 
+def ends_without():
+    "The second half has no positive target"
+    return torch.cat([boxes()[:24], torch.zeros(24, 4).double()])
+
+@pytest.mark.parametrize('bs,mbs', [(24, 1), (24, 7), (8, None), (6, 4)])
+@pytest.mark.parametrize('finite', [True, False])
+def test_a_step_in_which_nothing_divides(bs, mbs, finite):
+    "Its items would count beside those of others, of which there are none: what its loss says then holds, 0 or no number"
+    def by_positives(p, y): return 0*p.sum() if finite and not y.any() else bce(p, y).sum()/y.sum()
+    off,told = compared(by_positives, ends_without, bs, mbs) if finite else (0., [])
+    assert off < 1e-9 and told == []
+    if not finite:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            for cbs,size in (((), 24), ((accumulated(mbs),), bs)): assert fit(by_positives, ends_without, *cbs, bs=size, n_epoch=1)[1].isnan().any()
+
 class Penalty(Callback):
     "A term that each item has, however many of its targets count"
     def after_loss(self):
