@@ -11,6 +11,7 @@ import math, random
 from typing import Any, NamedTuple
 from fastai.basics import *
 from ..core.accumulator import scale_grads
+from ..core.chunks import adds_of_parts
 from ..core.losses import LossInfo, ignored_values, item_weights, rules_of
 from ..core.measured import Items, as_beside_others, by_rule, factors, factors_off
 
@@ -323,7 +324,7 @@ def before_finish(self:MeasuredWeights):
 @patch
 def end_step(self:MeasuredWeights, told):
     if not self.rule.probed or self.is_shared: return
-    if self.heard is None and (told.lost or is_void(told)): scale_grads(self.acc.params, 0. if not (told.lost or told.infinite) else math.nan)
+    if self.heard is None and (told.lost or is_void(told)): scale_grads(self.acc.params, math.nan if told.lost or told.infinite else 0.)
     measure,is_on,told = self.measure,self.is_on,ifnone(self.heard, told)
     counted = measure.counted
     if is_on and (counted or measure.verdict.waits):
@@ -427,14 +428,14 @@ def _off(self:MeasuredWeights, counted, said, total, told):
 # targets. None for a sum
 @patch
 def of_part(self:MeasuredWeights, part):
-    if self._chunked is not None: return self._chunked.weigh(self.measure, part.pred, part.yb, [part.n])[0]
+    if self._chunked is not None: return adds_of_parts(self.measure, part.pred, part.yb, [part.n])[0]
     weights = self.measure.weigh([Items(part.pred, part.yb, part.n)])
     return weights and weights[0]
 
 # Of parts of the present micro-batch, of these sizes
 @patch
 def of_parts(self:MeasuredWeights, sizes):
-    if self._chunked is not None: return self._chunked.weigh(self.measure, self.learn.pred, self.learn.yb, sizes)
+    if self._chunked is not None: return adds_of_parts(self.measure, self.learn.pred, self.learn.yb, sizes)
     items,ends = Items(self.learn.pred, self.learn.yb, sum(sizes)),[0, *accumulate(sizes)]
     weights = self.measure.weigh([items.some(range(a, z)) for a,z in zip(ends, ends[1:])])
     return weights and [w[0] if isinstance(w, tuple) else w for w in weights]

@@ -369,7 +369,7 @@ def mean_loss(losses, weights, normalize=True, total=None):
     return _or_zero(loss*w, w).sum()/divisor,total
 
 # The same for losses that may have `divided` by something else than their weight. One without weight counts, too,
-# unless it is no number
+# unless it is no number. Where nothing counts, it is 0, or no number if one of them is none
 def mean_of_divided(divided, once, losses, weights, *_):
     if not losses: return torch.zeros(()),0
     loss = torch.stack(losses)
@@ -378,8 +378,9 @@ def mean_of_divided(divided, once, losses, weights, *_):
     w = stack(weights)
     on_device = isinstance(weights, Tensor) or any(isinstance(o, Tensor) for o in weights)
     total = (weights.sum() if isinstance(weights, Tensor) else w.sum()) if on_device else sum(weights)
-    loss = torch.where((w > 0) | loss.isfinite(), loss*stack(divided), 0.)
-    return (loss.sum()/larger(total + once, largest(divided))).to(loss.dtype),total
+    divisor = as_tensor(larger(total + once, largest(divided)), loss.device)
+    counted = torch.where((w > 0) | loss.isfinite(), loss*stack(divided), 0.)
+    return torch.where(divisor > 0, counted.sum()/divisor, (0*loss).sum()).to(loss.dtype),total
 
 # %% ../../nbs/api/core/01_accumulator.ipynb #48b0c002
 # What micro-batches of `loss_func` count, in a loop of one's own: known, or measured

@@ -74,16 +74,14 @@ class ChunkedLoss:
         self.counted = shares.counted
         return res
 
-    # The model whose head it is, and the place in training: messages name them
-    def belongs_to(self, model): self.model = model
+    # The model whose head it is, and the place in training: messages name them. `lent()` returns with what micro-batches of a step are
+    # measured, together, or None
+    def belongs_to(self, model, lent=None): self.model,self.lent = model,lent
     def comes_to(self, where): self.where = where
 
     # Look closely once more
     def begin_epoch(self):
         if self.measure is not None: self.measure.begin_epoch()
-
-    # Batches are parts of a step, whose micro-batches are measured together: `lent()` returns with what, or None
-    def goes_with(self, lent): self.lent = lent
 
     # After the first training batch in chunks: an error if the head has changed buffers in each of them
     def _check_buffers(self, head, before):
@@ -123,18 +121,6 @@ class ChunkedLoss:
         if not torch.is_grad_enabled(): measure = as_now(measure)
         measure.at(self.where)
         return measure
-
-    # What parts of a batch add, of these sizes, some items at a time
-    def weigh(self, measure, x, yb, sizes):
-        n = n_items(yb)
-        def adds(start, size): return sum(self._adds(measure, x, yb, n, start+i, k) for i,k in spans(size, -(-size*self.n_chunks//n)))
-        return [adds(*o) for o in zip(accumulate(sizes, initial=0), sizes)]
-
-    def _adds(self, measure, x, yb, n, *items):
-        cut = partial(cut_out, n=n, items=items)
-        with torch.no_grad(): out = x.outputs(cut(x.x))
-        w, = measure.weigh([items_of(out, map_tensors(cut, yb))])
-        return w[0] if isinstance(w, tuple) else w
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e022
 # Targets may be those of several positions of an output, one after the other
@@ -404,8 +390,8 @@ class ByRule:
         value = sum(self.values)
         return value if not isinstance(self.total, Tensor) else torch.where(self.total > 0, value, math.nan)
 
-# As they are measured, with a `LossMeasure`. What the whole divides by is known after the last one: until then gradients are divided by `near`,
-# a power of two. `is_own`: are these chunks a step of it?
+# As they are measured, with a `LossMeasure`. What the whole divides by is known after the last one: until then gradients are divided by
+# `near`, a power of two. `is_own`: are these chunks a step of it?
 class ByMeasure:
     is_mean = is_measured = True
     def __init__(self, measure, parts, is_own):
@@ -452,6 +438,16 @@ class ByMeasure:
             measure.end_step()
             refuse_in_chunks(measure, told)
         return torch.where(total > 0, value, self.nothing).to(self.dtype)
+
+# What parts of a batch add, of these sizes: a few items at a time
+def adds_of_parts(measure, x, yb, sizes):
+    n = n_items(yb)
+    def adds(*items):
+        cut = partial(cut_out, n=n, items=items)
+        with torch.no_grad(): out = x.outputs(cut(x.x))
+        w, = measure.weigh([items_of(out, map_tensors(cut, yb))])
+        return w[0] if isinstance(w, tuple) else w
+    return [sum(adds(start+i, k) for i,k in spans(size, -(-size*x.n_chunks//n))) for start,size in zip(accumulate(sizes, initial=0), sizes)]
 
 def name_of(f): return getattr(f, '__name__', type(f).__name__)
 

@@ -54,33 +54,6 @@ class Counted:
         if self.seed is None: return divided_by
         return torch.where(divided_by > 0, divided_by, (adds + once).clamp(min=1e-3))
 
-# Those of a micro-batch that was measured in parts, as they are known now
-class Together:
-    seed = seed_of_blocks = None
-    # own: of a loss of all of them which has no gradients
-    def __init__(self, parts, measure, own):
-        self.parts,self.measure,self.own = parts,measure,own
-        self.is_silent = any(c.is_silent for c in parts)
-        self.used = None                               # what its loss divided by, when gradients went back
-
-    @property
-    def adds(self): return sum(c.adds for c in self.parts)
-    @property
-    def divided_by(self): return divisor(self.parts, self.measure.extra)
-    @property
-    def numerator(self): return sum(c.numerator for c in self.parts)
-    def of_block(self, i): return self.adds,self.divided_by
-
-    def use_unit(self, unit):
-        for c in self.parts: c.use_unit(unit)
-        if self.used is not None: self.used = self.used[0]/unit,self.used[1]
-
-    # It stays, as gradients have gone back; where there were none, it is what is known now
-    def divided(self, i, once):
-        if self.used is None or not self.used[1]:
-            self.used = torch.maximum(self.divided_by, 1e-3*torch.ones_like(self.adds)),not any(c.waits for c in self.parts)
-        return self.used[0]
-
 # What they add, and what they divided by
 def numbers_of(counted): return [torch.stack([getattr(c, k) for c in counted]) for k in ('adds','divided_by')]
 
@@ -150,11 +123,6 @@ class LossMeasure:
     # The place in training, for messages
     def at(self, where): self.where = where
 
-    # So many elements of outputs in a call of the loss, and kept, at most
-    def keep_within(self, most):
-        self.most = min(self.most, max(1, most))
-        self.references.room,self.audit.room = (min(o.room, max(1, most)) for o in (self.references, self.audit))
-
     # The loss may have changed: look closely, and audit
     def begin_epoch(self):
         self.next = self.next_close = self.n
@@ -176,11 +144,6 @@ class LossMeasure:
         self.is_whole = whole and all(o.looks_like(self.plan[0]) for o in self.plan)
         self.planned = None                                    # the divisor of each column
         self.references.plan = self.plan
-
-    # Those of the chunks of a micro-batch
-    def begin_chunks(self, plan):
-        k = max(o.n for o in plan)
-        self.references.plan = [*plan, *(o.some(slice(i, i+k)) for o in self.plan for i in range(0, o.n, k))]
 
     # What a micro-batch counts; None if that cannot be measured, as `message` tells. With its `loss` some looks are cheaper.
     # own: (value, gradients) of the loss that is really differentiated
@@ -223,12 +186,6 @@ class LossMeasure:
     @property
     def once(self): return self.extra.reshape(-1)[self.block]
 
-    # What one loss of all items so far would divide by
-    @property
-    def divides(self):
-        if not self.counted: return 0.
-        return divisor(self.counted, self.extra).reshape(-1)[self.block]
-
     @property
     def is_sum(self):
         ref = self.reference
@@ -254,6 +211,53 @@ def end_step(self:LossMeasure, least=0.):
     if self.verdict.waits: self._say_how_far()
     self.audit.end_step(self.n_steps)
     self.begin_step()
+
+# %% ../../nbs/api/core/20_measured.ipynb #ea5ec7a2
+# Those of a micro-batch that was measured in parts, as they are known now
+class Together:
+    seed = seed_of_blocks = None
+    # own: of a loss of all of them which has no gradients
+    def __init__(self, parts, measure, own):
+        self.parts,self.measure,self.own = parts,measure,own
+        self.is_silent = any(c.is_silent for c in parts)
+        self.used = None                               # what its loss divides by, or 1e-3 where only others have gradients for it
+        self.is_sure = False                           # does that stay, as gradients have gone back?
+
+    @property
+    def adds(self): return sum(c.adds for c in self.parts)
+    @property
+    def divided_by(self): return divisor(self.parts, self.measure.extra)
+    @property
+    def numerator(self): return sum(c.numerator for c in self.parts)
+    def of_block(self, i): return self.adds,self.divided_by
+
+    def use_unit(self, unit):
+        for c in self.parts: c.use_unit(unit)
+        if self.used is not None: self.used = self.used/unit
+
+    def divided(self, i, once):
+        if not self.is_sure:
+            self.used = self.divided_by.clamp(min=1e-3*self.is_silent)
+            self.is_sure = not any(c.waits for c in self.parts)
+        return self.used
+
+# So many elements of outputs in a call of the loss, and kept, at most
+@patch
+def keep_within(self:LossMeasure, most):
+    self.most = min(self.most, max(1, most))
+    self.references.room,self.audit.room = (min(o.room, max(1, most)) for o in (self.references, self.audit))
+
+# Those of the chunks of a micro-batch
+@patch
+def begin_chunks(self:LossMeasure, plan):
+    k = max(o.n for o in plan)
+    self.references.plan = [*plan, *(o.some(slice(i, i+k)) for o in self.plan for i in range(0, o.n, k))]
+
+# What one loss of all items so far would divide by
+@patch(as_prop=True)
+def divides(self:LossMeasure):
+    if not self.counted: return 0.
+    return divisor(self.counted, self.extra).reshape(-1)[self.block]
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ed39a
 # By its gradients, or by its values, if the model computes it

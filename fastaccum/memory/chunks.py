@@ -62,9 +62,7 @@ class ChunkedHead(LoopCallback):
         "A context in which `model` may return the input of its head, of which the loss is computed with the function that it gives"
         head = get_model(model).get_submodule(name_of_head(get_model(self.learn.model), self.head))
         loss_func = HeadLoss(chunked := ChunkedLoss(self.learn.loss_func, head, self.n_chunks, **kwargs))
-        chunked.belongs_to(get_model(model))
-        acc = accumulation_of(self.learn.cbs)
-        if acc is not None: chunked.goes_with(lambda: acc.weights.measuring.lend())
+        chunked.belongs_to(get_model(model), lent_by(accumulation_of(self.learn.cbs)))
         with ExitStack() as stack:
             stack.enter_context(Later(head, defers, self.n_chunks).attached())
             for m in model.modules():
@@ -194,6 +192,9 @@ def check_learner(learn):
     if ranks_of(learn.cbs).one_target:
         raise ValueError("ChunkedHead computes the head after the model has run, when FullyShard no longer has its weights there: leave "
                          "out one of the two.")
+
+# What tells with what micro-batches are measured. Weights come with the first batch
+def lent_by(acc): return None if acc is None else lambda: acc.weights.measuring.lend()
 
 # May a callback read the outputs in validation?
 def reads_outputs(cb): return _may_read_pred(cb) or hears(cb, ('after_pred', 'after_loss'))

@@ -176,7 +176,15 @@ def test_a_step_in_which_nothing_divides(bs, mbs, finite):
     if not finite:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
-            for cbs,size in (((), 24), ((accumulated(mbs),), bs)): assert fit(by_positives, ends_without, *cbs, bs=size, n_epoch=1)[1].isnan().any()
+            runs = [fit(by_positives, ends_without, *cbs, bs=size, n_epoch=1) for cbs,size in (((), 24), ([accumulated(mbs)], bs))]
+        assert all(ours.isnan().any() for _,ours,*_ in runs)
+
+def test_the_row_of_a_step_in_which_nothing_counts():
+    "It is 0 for a loss with a floor"
+    def floored(p, y): return (bce(p, y)*y).sum()/y.sum().clamp(min=1)
+    for bs,mbs in ((24, 7), (8, None)):
+        runs = [fit(floored, ends_without, *cbs, bs=size, n_epoch=1) for cbs,size in (((), 24), ([accumulated(mbs)], bs))]
+        assert runs[0][-1] == 0. == runs[1][-1] and runs[1][2] == []
 
 class Penalty(Callback):
     "A term that each item has, however many of its targets count"
