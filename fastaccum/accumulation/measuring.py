@@ -36,6 +36,8 @@ class Trust:
         self.next = 0                    # the step that is measured next
         self.is_unmeasured = False       # can the loss not be measured?
         self.is_new = False              # has the loss other options since the last step?
+        self.ratios = {}                 # what each rule said -> in which unit of the measure, and what was measured divided by it
+        self.began = self.length = 0     # the step with which the epoch began; how many there were in the last one
 
     # In this step, as it stands until it ends
     @property
@@ -58,6 +60,7 @@ class Trust:
     def _forget(self):
         self.rules = None
         self.agreed = self.next = 0
+        self.ratios = {}
 
     # What any rank has found: are there other options, and can the loss not be measured?
     def end_step(self, is_new, is_unmeasured):
@@ -77,12 +80,20 @@ class Trust:
     # At random, the same in each run
     def _agree(self):
         self.agreed += 1
-        self.next = self.n + 1 + round(self.n*random.Random(self.n).uniform(.5, 1.5))
+        draw = random.Random(self.n)
+        self.next = self.n + 1 + min(round(self.n*draw.uniform(.5, 1.5)), draw.randint(1, self.length or self.n+1))
+
+    # How far is the ratio of what was measured to what the rule says from that of the steps before? Units of other steps are others
+    def off(self, rule, unit, ratio):
+        before = self.ratios.setdefault(str(rule), [unit, ratio])
+        if before[0] != unit: before = self.ratios[str(rule)] = [unit, ratio]
+        return abs(ratio/before[1] - 1) if before[1] else math.inf
 
     # Is it another one? Not known by an event, as a fit may go on with what was saved at the end of an epoch
     def begin_epoch(self, epoch):
         if epoch == self.epoch: return False
         self.epoch,self.next = epoch,self.n
+        self.began,self.length = self.n,self.n-self.began
         return True
 
     def state_dict(self): return dict(vars(self))
@@ -408,6 +419,7 @@ def _vote(self:MeasuredWeights, counted, told):
     of_all_ranks,trust = self.cb.ranks.of_all_ranks,self.trust
     totals = of_all_ranks({rule: float(sum(adds for adds,_ in weights)) for rule,weights in said.items()})
     off = {rule: self._off(counted, weights, sum(t.get(rule, 0.) for t in totals), told) for rule,weights in said.items()}
+    off = {rule: v if v is None else max(v, self._off_steps(rule, counted, said[rule])) for rule,v in off.items()}
     limit = 10*self.measure.tol if said else 0.
     votes = {rule: None if v is None else v < limit for rule,v in off.items()}
     if votes.get(trust.rule) is False: self.measure.note_change(off[trust.rule])
@@ -422,6 +434,13 @@ def _off(self:MeasuredWeights, counted, said, total, told):
     if len(now) < 2 and now > 1-1e-6: return None          # it is all of the step
     off = factors_off(factors(said, total), now)
     return off if off == off else None                     # nothing counts
+
+# The same in comparison with the steps before: all of a step may be alike. No step shows that a loss is a sum: it may be below a floor
+@patch
+def _off_steps(self:MeasuredWeights, rule, counted, said):
+    measure,adds = self.measure,float(sum(w for w,_ in said))
+    if self.rule.declared.by(rule).reduction == 'sum': return math.inf
+    return self.trust.off(rule, measure.unit, float(sum(c.adds for c in counted))/adds) if adds else 0.
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #2827688d
 # What a part adds, and what its loss divides by, if that is something else, in any unit: `part` has its prediction and

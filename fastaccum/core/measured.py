@@ -113,6 +113,7 @@ class LossMeasure:
         self.most = most
         self.first_grads = ()                                  # gradients of outputs in the first call
         self.n = self.n_steps = self.predicted = 0             # micro-batches, steps
+        self.unit = 0                                          # how often has that changed in which is counted?
         self.where = ''                                        # the place in training, for messages
         self.next = self.next_close = 0                        # the next micro-batch that is looked at, and closely
         self.least = math.inf                                  # the smallest divisor that was just what is added
@@ -299,7 +300,13 @@ def _find(self:LossMeasure, f, items, closely=True):
 @patch
 def _begin_unit(self:LossMeasure):
     self.floor = Floor()
-    if self.references.is_first: self.table,self.least = Table(),math.inf
+    if self.references.is_first: self._change_unit()
+
+# What was counted before cannot be compared with what comes
+@patch
+def _change_unit(self:LossMeasure):
+    self.unit += 1
+    self.table,self.least = Table(),math.inf
 
 # How far is a second call from the first, of the same copy of the loss?
 @patch
@@ -540,9 +547,9 @@ def _restore(self:LossMeasure, items):
     with self.look(self.loss_func) as look: is_other = self.references.restore(look.loss, items)
     if not is_other: return
     self.floor = Floor()
-    self.table,self.least = Table(),math.inf
+    self._change_unit()
 
-_own_state = 'n','n_steps','predicted','next','next_close','least','most'
+_own_state = 'n','n_steps','predicted','next','next_close','least','most','unit'
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e8822
 # A reference of its own, which other ranks do not have yet: as a state, plain values and tensors

@@ -148,6 +148,22 @@ def test_a_rule_is_trusted_until_it_is_wrong():
     off,told = compared(Changing(), classes, 8, 3, Late(), trusted, check=True, n_epoch=12)
     assert off < 1e-9 and len(told) == 1 and '%' in told[0] and trusted.said == 'measured at each micro-batch'
 
+def in_blocks():
+    "Each step has another class, so that each by itself is a mean over items"
+    return torch.arange(8).repeat_interleave(6)%4
+def positives_late():
+    "The first steps have none, so that a floor looks like a sum"
+    return torch.cat([torch.zeros(24, 4), (torch.rand(24, 4) < .5).float()]).double()
+
+@pytest.mark.parametrize('loss,targets', {
+    'class weights': (lambda p, y: F.cross_entropy(p, y, torch.arange(1., 5.).double()), in_blocks),
+    'floor': (lambda p, y: bce(p, y).sum()/y.sum().clamp(min=1), positives_late)}.values(), ids=['class weights','floor'])
+def test_steps_that_are_alike_prove_no_rule(loss, targets):
+    for mbs in (1, 4):
+        before,whole,*_ = fit(loss, targets, bs=6)
+        _,ours,told,_ = fit(loss, targets, GradientAccumulation(6, micro_batch_size=mbs), bs=6)
+        assert float((ours-whole).norm()/(whole-before).norm()) < 1e-9 and told == []
+
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_what_is_not_finite_stays_so(value):
     "No items count beside others whose loss is not finite either"
