@@ -115,7 +115,7 @@ class Forecast:
 
     def _divisor(self):
         block,once = self.measure.block,self.measure.once
-        adds,divided_by = zip(*[(c.of_block(block)[0], c.divided(block, once)) for c in self.counted])
+        adds,divided_by = zip(*[c.of_block(block) for c in self.counted])
         return float(torch.maximum(sum(adds) + once, torch.stack(divided_by).max()))
 
     # All parts went forward: the gradients are divided by what their loss divides by

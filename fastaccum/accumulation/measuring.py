@@ -74,14 +74,16 @@ class Trust:
         asked = [*dict.fromkeys(rule for vote in votes for rule in vote)]
         if not asked: return
         refused,agreed = ({rule for vote in votes for rule,says in vote.items() if says is it} for it in (False, True))
-        self.rules = [rule for rule in ifnone(self.rules, asked) if rule not in refused]
+        before,self.rules = self.rules,[rule for rule in ifnone(self.rules, asked) if rule not in refused]
+        if before and self.rules[:1] != before[:1]: self.agreed = 0
         if self.rules and self.rules[0] in agreed: self._agree()
 
     # At random, the same in each run
     def _agree(self):
         self.agreed += 1
         draw = random.Random(self.n)
-        self.next = self.n + 1 + min(round(self.n*draw.uniform(.5, 1.5)), draw.randint(1, self.length or self.n+1))
+        pause = round(self.n*draw.uniform(.5, 1.5))
+        self.next = self.n + 1 + (min(pause, draw.randint(1, self.length)) if self.length else pause)
 
     # How far is the ratio of what was measured to what the rule says from that of the steps before? Units of other steps are others
     def off(self, rule, unit, ratio):
@@ -419,7 +421,7 @@ def _vote(self:MeasuredWeights, counted, told):
     of_all_ranks,trust = self.cb.ranks.of_all_ranks,self.trust
     totals = of_all_ranks({rule: float(sum(adds for adds,_ in weights)) for rule,weights in said.items()})
     off = {rule: self._off(counted, weights, sum(t.get(rule, 0.) for t in totals), told) for rule,weights in said.items()}
-    off = {rule: v if v is None else max(v, self._off_steps(rule, counted, said[rule])) for rule,v in off.items()}
+    off = {rule: max(v, self._off_steps(rule, counted, said[rule])) if v is not None and v < math.inf else v for rule,v in off.items()}
     limit = 10*self.measure.tol if said else 0.
     votes = {rule: None if v is None else v < limit for rule,v in off.items()}
     if votes.get(trust.rule) is False: self.measure.note_change(off[trust.rule])
@@ -430,6 +432,7 @@ def _vote(self:MeasuredWeights, counted, told):
 @patch
 def _off(self:MeasuredWeights, counted, said, total, told):
     if any(c.seed is not None for c in counted): return math.inf
+    if not sum(adds for adds,_ in said): return math.inf if any(c.divided_by > 0 for c in counted) else None
     now = factors([(c.adds, c.divided_by) for c in counted], told.weight*self.unit, float(self.measure.extra))
     if len(now) < 2 and now > 1-1e-6: return None          # it is all of the step
     off = factors_off(factors(said, total), now)
@@ -438,9 +441,8 @@ def _off(self:MeasuredWeights, counted, said, total, told):
 # The same in comparison with the steps before: all of a step may be alike. No step shows that a loss is a sum: it may be below a floor
 @patch
 def _off_steps(self:MeasuredWeights, rule, counted, said):
-    measure,adds = self.measure,float(sum(w for w,_ in said))
     if self.rule.declared.by(rule).reduction == 'sum': return math.inf
-    return self.trust.off(rule, measure.unit, float(sum(c.adds for c in counted))/adds) if adds else 0.
+    return self.trust.off(rule, self.measure.unit, float(sum(c.adds for c in counted))/float(sum(adds for adds,_ in said)))
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #2827688d
 # What a part adds, and what its loss divides by, if that is something else, in any unit: `part` has its prediction and

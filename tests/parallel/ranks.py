@@ -145,6 +145,16 @@ def positives():
     y[torch.rand(len(y), generator=torch.Generator().manual_seed(0)) < .6] = 0
     return run(x, y, loss=loss, micro_batch_size=2)
 @case
+def no_positives():
+    "Steps of which no item is positive have no gradients; in others, items of one rank count beside the positives of the other"
+    x,y = data(97, 2)
+    def loss(p, t):
+        each = F.binary_cross_entropy_with_logits(p[:,0], t.float(), reduction='sum')
+        return each/t.sum() if t.any() else each*0
+    y[torch.rand(len(y), generator=torch.Generator().manual_seed(0)) < .6] = 0
+    y[38:85] = 0
+    return run(x, y, loss=loss, micro_batch_size=2)
+@case
 def sum_loss(): return run(*data(97), loss=nn.MSELoss(reduction='sum'), fit=lambda l: l.fit(2, 1e-3))
 @case
 def micro_batches(): return run(*data(97), micro_batch_size=(3, 5)[rank])

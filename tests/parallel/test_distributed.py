@@ -53,8 +53,8 @@ def same_values(one, a, b, eps=1e-6):
     close([list(v) for v in a['values']], [list(v) for v in one['values']], eps)
 
 equal = ['ragged', 'rank_without_items', 'more_ranks_than_items', 'class_weights', 'label_smoothing', 'tokens',
-         'chunked', 'chunked_measured', 'chunked_early', 'unit_tokens', 'rows_by_length', 'positives', 'sum_loss', 'micro_batches',
-         'per_loader_batch', 'overlap', 'one_cycle',
+         'chunked', 'chunked_measured', 'chunked_early', 'unit_tokens', 'rows_by_length', 'positives', 'no_positives', 'sum_loss',
+         'micro_batches', 'per_loader_batch', 'overlap', 'one_cycle',
          'drop', 'carry', 'schedule', 'layer_groups', 'unused', 'fine_tune', 'early_stopping', 'several_fits',
          'short_epoch', 'after_an_exception', 'distrib_ctx', 'lr_find',
          'out_of_memory_forward_first', 'out_of_memory_forward_last', 'out_of_memory_backward_first',
