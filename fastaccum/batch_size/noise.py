@@ -260,6 +260,7 @@ class MicroNorms:
         self.parts = []                # an attempt that ran out of memory may have left some
 
     def _take(self, g):
+        if g is None: return               # a function of its own, as of bitsandbytes, may return none
         if g.is_sparse: g = g.coalesce().values()
         self.grads.append(g.detach())
         self.size += g.numel()
