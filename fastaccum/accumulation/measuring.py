@@ -449,8 +449,8 @@ def _off_steps(self:MeasuredWeights, rule, counted, said):
 # targets. None for a sum
 @patch
 def of_part(self:MeasuredWeights, part):
-    if self._chunked is not None: return adds_of_parts(self.measure, part.pred, part.yb, [part.n])[0]
-    weights = self.measure.weigh([Items(part.pred, part.yb, part.n)])
+    if self._chunked is not None: weights = adds_of_parts(self.measure, part.pred, part.yb, [part.n])
+    else: weights = self.measure.weigh([Items(part.pred, part.yb, part.n)])
     return weights and weights[0]
 
 # Of parts of the present micro-batch, of these sizes

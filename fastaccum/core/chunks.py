@@ -65,13 +65,15 @@ class ChunkedLoss:
         info = self._look_up(f, yb)
         parts = cut_batch(x, yb, self.n_chunks, info)
         measure = self._measure_of(f, parts) if self.rule.probed else None
-        shares = ByRule(info, x, parts) if measure is None else ByMeasure(measure, parts, measure is self.measure)
+        is_own = measure is not None and measure is self.measure
+        shares = ByRule(info, x, parts) if measure is None else ByMeasure(measure, parts, is_own or not torch.is_grad_enabled())
         run = Chunks(f, x, parts, shares, self.scaler, self._named, self.values)
         if not torch.is_grad_enabled(): return run.value()
         before = None if self.looked or len(run.parts) < 2 else buffers_of(x.head)
         res = _InChunks.apply(run, x.x, *(p for _,p in trained(x.head)))
         if before is not None: self._check_buffers(x.head, before)
         self.counted = shares.counted
+        if is_own: self._end_step()
         return res
 
     # The model whose head it is, and the place in training: messages name them. `lent()` returns with what micro-batches of a step are
@@ -114,13 +116,19 @@ class ChunkedLoss:
     # With what the chunks are measured; None, if a single one is all that the loss averages over. A validation leaves it as it is
     def _measure_of(self, f, parts):
         measure = None if self.lent is None else self.lent()
+        if len(parts) == 1 and (measure is None or not torch.is_grad_enabled()): return None
         if measure is None:
-            if len(parts) == 1: return None
             if self.measure is None or self.measure.loss_func is not f: self.measure = LossMeasure(f, always=self.rule.always)
             measure = self.measure
         if not torch.is_grad_enabled(): measure = as_now(measure)
-        measure.at(self.where)
+        measure.at(self.where or 'a later call')
         return measure
+
+    # Do the chunks of this batch add up?
+    def _end_step(self):
+        told = self.measure.message
+        self.measure.end_step()
+        refuse_in_chunks(self.measure, told)
 
 # %% ../../nbs/api/core/16_chunks.ipynb #c0a3e022
 # Targets may be those of several positions of an output, one after the other
@@ -282,8 +290,9 @@ class Chunks:
                 if is_out_of_memory(e) or not self.shares.is_measured: raise
                 raise ValueError(f"{name_of(self.f)} cannot be called with a chunk of the outputs ({type(e).__name__}: {e}): compute it "
                                  "without chunks.") from e
+        res = self.shares.close(i, loss, out, yb)
         if self.values is not None: self.values.add(i, len(part), map_tensors(Tensor.detach, out), yb, self.shares.weigh)
-        return self.shares.close(i, loss, out, yb)
+        return res
 
     # The sum of the parts' losses. `each(loss, share, cut, part)` gets every part before the next is computed
     def value(self, each=None, grads=False):
@@ -391,17 +400,17 @@ class ByRule:
         return value if not isinstance(self.total, Tensor) else torch.where(self.total > 0, value, math.nan)
 
 # As they are measured, with a `LossMeasure`. What the whole divides by is known after the last one: until then gradients are divided by
-# `near`, a power of two. `is_own`: are these chunks a step of it?
+# `near`, a power of two. `is_whole`: are these chunks all that the loss averages over?
 class ByMeasure:
     is_mean = is_measured = True
-    def __init__(self, measure, parts, is_own):
-        self.measure,self.is_own = measure,is_own
+    def __init__(self, measure, parts, is_whole):
+        self.measure,self.is_whole = measure,is_whole
         self.n_parts = len(parts)
         self.near = self.dtype = None
         self.of_parts = []
         self.nothing = 0.                                  # the value, if nothing counts: NaN, if the losses of chunks are not finite then
         plan = [Items((), ys, n_items(ys)) for _,ys in parts]
-        if is_own: measure.begin_step(plan)
+        if is_whole: measure.begin_step(plan)
         else: measure.begin_chunks(plan)
 
     def weigh(self, part):
@@ -430,16 +439,12 @@ class ByMeasure:
         self.counted = Together(self.of_parts, measure, self.nothing)
         self.weights,self.divided,self.once = [c.adds for c in self.of_parts],[c.divided_by for c in self.of_parts],measure.once
         # alone, nothing counts; beside others, something may
-        total = self.counted.divided_by if self.is_own else self.counted.divided(measure.block, measure.once)
+        total = self.counted.divided_by if self.is_whole else self.counted.divided(measure.block, measure.once)
         value = self.counted.numerator/total
         self.factor = torch.where(total > 0, self.near/total, 0.)
-        if self.is_own:
-            told = measure.message
-            measure.end_step()
-            refuse_in_chunks(measure, told)
         return torch.where(total > 0, value, self.nothing).to(self.dtype)
 
-# What parts of a batch add, of these sizes: a few items at a time
+# What parts of a batch add, of these sizes: a few items at a time. None for a sum
 def adds_of_parts(measure, x, yb, sizes):
     n = n_items(yb)
     def adds(*items):
@@ -447,6 +452,7 @@ def adds_of_parts(measure, x, yb, sizes):
         with torch.no_grad(): out = x.outputs(cut(x.x))
         w, = measure.weigh([items_of(out, map_tensors(cut, yb))])
         return w[0] if isinstance(w, tuple) else w
+    if measure.is_sum: return None
     return [sum(adds(start+i, k) for i,k in spans(size, -(-size*x.n_chunks//n))) for start,size in zip(accumulate(sizes, initial=0), sizes)]
 
 def name_of(f): return getattr(f, '__name__', type(f).__name__)

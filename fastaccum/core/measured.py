@@ -242,11 +242,10 @@ class Together:
             self.is_sure = not any(c.waits for c in self.parts)
         return self.used
 
-# So many elements of outputs in a call of the loss, and kept, at most
+# So many elements of outputs in a call of the loss, and for the audit, at most
 @patch
 def keep_within(self:LossMeasure, most):
-    self.most = min(self.most, max(1, most))
-    self.references.room,self.audit.room = (min(o.room, max(1, most)) for o in (self.references, self.audit))
+    self.most,self.audit.room = (min(v, max(1, most)) for v in (self.most, self.audit.room))
 
 # Those of the chunks of a micro-batch
 @patch

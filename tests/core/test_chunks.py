@@ -339,6 +339,20 @@ def test_by_no_rule_where_nothing_counts():
         assert found == value if value == 0. else found.isnan()
         assert not any(g.any() for g in grads)
 
+class Parts:
+    "It keeps what it is made of"
+    def __call__(self, pred, y):
+        self.main,self.n = by_floor(5)(pred, y),float(len(y))
+        return self.main
+
+def test_values_of_a_loss_that_is_measured():
+    f,head,y = Parts(),linear(),torch.arange(40)%n_cls
+    loss = ChunkedLoss(f, head, 8)
+    for seed in range(3):
+        x = torch.randn(40, width)
+        loss(x.requires_grad_(), y).backward()
+        assert rel_err(f.main, by_floor(5)(head(x), y)) < 2e-6 and f.n == 40.
+
 def test_by_no_rule_in_large():
     "Each group of items by itself could be a mean over items"
     x,y = texts(holes['alike in groups'])
