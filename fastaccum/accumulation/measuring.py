@@ -369,7 +369,7 @@ def tell(self:MeasuredWeights, weight):
     measure,is_on,counts = self.measure,self.is_on,bool(self.acc.losses)
     return Told(weight, measuring=is_on and counts, ruled=counts and not is_on, unmeasured=measure.verdict.is_unknown,
                 renewed=self.trust.is_new, news=is_on and measure.has_news, lost=is_on and measure.is_lost,
-                divides=measure.divides if is_on else 0., silent=bool(self.silent),
+                divides=measure.divides if is_on and (self.silent or self.cb.ranks.world > 1) else 0., silent=bool(self.silent),
                 infinite=bool(self.silent) and not torch.stack(self.silent).isfinite().all())
 
 # The sum over all ranks

@@ -28,7 +28,7 @@ def model(folder, p):
     import peft
     bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.float32)
     base = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=bits, device_map='cpu')
-    # bitsandbytes 0.50 lays out the weights anew in the first validation, on CPUs with AVX512-BF16, and only for layers of 64 inputs or more
+    # in the first validation bitsandbytes lays out weights anew on CPUs with AVX512-BF16, for layers of 64 inputs or more
     for m in base.modules():
         if hasattr(m, 'support_avx512bf16_for_cpu'): m.support_avx512bf16_for_cpu = False
     set_seed(1)
