@@ -124,9 +124,11 @@ class LossMeasure:
     # The place in training, for messages
     def at(self, where): self.where = where
 
-    # The loss may have changed: look closely, and audit
+    # The loss may have changed: look closely, also for another floor, and audit
     def begin_epoch(self):
         self.next = self.next_close = self.n
+        self.floor,self.least = Floor(),math.inf
+        self.references.begin_epoch()
         self.audit.renew(self.n_steps)
 
     # `plan`: the micro-batches of this step, if its targets are all known: `Items` of any outputs
@@ -1035,6 +1037,7 @@ class References:
         self.saved = None                                      # a `state_dict`, until the next items come
         self.is_news = False                                   # is the present one not another rank's, and not told to others?
         self.lives = False                                     # has any item had a gradient?
+        self.unsure = False                                    # may the loss have another floor than when it was chosen?
         self.begin_step()
 
     def begin_step(self, plan=()):
@@ -1043,6 +1046,8 @@ class References:
         self.settled = False                                   # is it known now what was counted without it?
         self.fresh = False                                     # was the reference measured with the present loss?
         self.lost = False                                      # are items left out, since their own loss has no gradients?
+
+    def begin_epoch(self): self.unsure = True
 
     @property
     def why_none(self): return 'a few of its items have no gradients of their own' if self.lives else 'its gradients are zero'
@@ -1152,11 +1157,19 @@ def _renew(self:References, f, items):
     try:
         ref.renew(f)
         ref.meet(items)
+        if self.unsure: self._lift(f)
     except (Stuck, NotAMean): raise
     except NotMeasured: self.now = self.spare = None
     else:
         if self.plan and ref.has_dead: self.now = None
         elif ref.base.n < self.few and self.spare is not None: self._grow(f)
+
+# Above a floor, if there is a higher one now
+@patch
+def _lift(self:References, f):
+    self.unsure = False
+    new = Reference(f, self.now.base, self.now.blocks)
+    if new.items.n > self.now.items.n and new.adds: self.replace(f, new)
 
 # A single item beside another one does not show what is done to items of different kinds
 @patch

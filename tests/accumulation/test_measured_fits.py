@@ -178,6 +178,18 @@ def test_items_that_count_only_beside_others():
     _,told = compared(by_positives, late, 2, None)            # there is no reference yet: those of the first step are left out
     assert len(told) == 1 and '100% of its items are left out' in told[0]
 
+@pytest.mark.parametrize('check', ['always', True])
+def test_a_floor_that_rises(check):
+    "From one epoch to the next, so that what was measured before is below it. Where a rule was trusted, it is told"
+    class Rising:
+        least = 2.
+        def __call__(self, p, y): return (bce(p, y)*y).sum()/y.sum().clamp(min=self.least)
+    class Rise(Callback):
+        def before_epoch(self): self.learn.loss_func.least = 2. + 6*self.learn.epoch
+    for bs,mbs in ((24, 7), (24, 1), (8, None)):
+        off,told = compared(Rising(), boxes, bs, mbs, Rise(), check=check, n_epoch=3)
+        assert off < 1e-9 and (told == [] or check is True and len(told) == 1 and 'has changed' in told[0]), (off, told)
+
 def ends_without():
     "The second half has no positive target"
     return torch.cat([boxes()[:24], torch.zeros(24, 4).double()])

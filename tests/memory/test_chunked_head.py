@@ -15,6 +15,7 @@ from fastaccum.batch_size.noise import GradientNoiseScale
 from fastaccum.precision.callback import MixedPrecision
 from fastaccum.core.chunks import HeadInput
 from fastaccum.core.memory import PeakMemory
+from fastaccum.core import FastaccumWarning
 from test_checkpoint import Interrupt, new_process
 from test_fastai import applications, quiet
 
@@ -329,6 +330,25 @@ def test_a_changed_loss():
         learn.fit(1)
         return learn
     same(run(ChunkedHead(2)), run())
+
+class Rising:
+    least = 5.
+    def __call__(self, pred, y):
+        counts = (y < 3).flatten()
+        return (F.cross_entropy(pred.flatten(0, 1), y.flatten(), reduction='none')*counts).sum()/counts.sum().clamp(min=self.least)
+class Rise(Callback):
+    def before_epoch(self): self.learn.loss_func.least = 5. + 20*self.learn.epoch
+
+@pytest.mark.parametrize('k', [None, 3])
+def test_a_floor_that_rises(k):
+    "From one epoch to the next: in training and validation, which is in one piece without it"
+    def run(*cbs):
+        learn = text(*([] if k is None else [acc(16, micro_batch_size=k)]), Rise(), *cbs, loss_func=Rising(), data=next_words(False))
+        learn.fit(3)
+        return learn
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', FastaccumWarning)
+        same(run(ChunkedHead(4)), run(), 3e-6)
 
 def test_two_fits():
     learn,plain = text(ChunkedHead(4)),text()
