@@ -337,7 +337,7 @@ def before_finish(self:MeasuredWeights):
 @patch
 def end_step(self:MeasuredWeights, told):
     if not self.rule.probed or self.is_shared: return
-    if self.heard is None and (told.lost or is_void(told)): scale_grads(self.acc.params, math.nan if told.lost or told.infinite else 0.)
+    if self.heard is None and left_of(told) != 1: scale_grads(self.acc.params, left_of(told))
     measure,is_on,told = self.measure,self.is_on,ifnone(self.heard, told)
     counted = measure.counted
     if is_on and (counted or measure.verdict.waits):
@@ -360,8 +360,12 @@ class Told(NamedTuple):
     silent:bool=False        # do any of them have gradients only beside others?
     infinite:bool=False      # and is the loss of one of these not finite?
 
-# Is the loss of all items like those of its micro-batches, of which each has gradients only beside others? Then the step has none
-def is_void(told): return bool(told.silent and not told.divides > 0)
+# By what are the gradients of a step multiplied, in the end? Where each micro-batch has gradients only beside others, the loss of all items
+# has none either, as its own have none: 0 or, where these are not finite, NaN
+def left_of(told):
+    is_void = bool(told.silent and not told.divides > 0)
+    if told.lost or is_void and told.infinite: return math.nan
+    return 0. if is_void else 1.
 
 @patch
 def tell(self:MeasuredWeights, weight):
@@ -420,29 +424,26 @@ def _vote(self:MeasuredWeights, counted, told):
     said = {rule: [of[rule] for of in self.said] for rule in self.said[0] if all(rule in of for of in self.said)} if can_tell else {}
     of_all_ranks,trust = self.cb.ranks.of_all_ranks,self.trust
     totals = of_all_ranks({rule: float(sum(adds for adds,_ in weights)) for rule,weights in said.items()})
-    off = {rule: self._off(counted, weights, sum(t.get(rule, 0.) for t in totals), told) for rule,weights in said.items()}
-    off = {rule: max(v, self._off_steps(rule, counted, said[rule])) if v is not None and v < math.inf else v for rule,v in off.items()}
+    off = {rule: self._off(rule, counted, weights, sum(t.get(rule, 0.) for t in totals), told) for rule,weights in said.items()}
     limit = 10*self.measure.tol if said else 0.
     votes = {rule: None if v is None else v < limit for rule,v in off.items()}
     if votes.get(trust.rule) is False: self.measure.note_change(off[trust.rule])
     trust.hear(of_all_ranks(votes))
 
 # By how much is a rule off? None if that cannot be seen. `counted`: what was measured; `total`: what all micro-batches add according to
-# the rule. Where items get other gradients than their own loss gives them, no rule is enough
+# the rule. Where items get other gradients than their own loss gives them, no rule is
+# enough. All micro-batches of a step may be alike, so steps are compared, too. No step shows that a loss is a sum: it may be below a floor
 @patch
-def _off(self:MeasuredWeights, counted, said, total, told):
+def _off(self:MeasuredWeights, rule, counted, said, total, told):
     if any(c.seed is not None for c in counted): return math.inf
-    if not sum(adds for adds,_ in said): return math.inf if any(c.divided_by > 0 for c in counted) else None
+    adds = float(sum(w for w,_ in said))
+    if not adds: return math.inf if any(c.divided_by > 0 for c in counted) else None
     now = factors([(c.adds, c.divided_by) for c in counted], told.weight*self.unit, float(self.measure.extra))
     if len(now) < 2 and now > 1-1e-6: return None          # it is all of the step
     off = factors_off(factors(said, total), now)
-    return off if off == off else None                     # nothing counts
-
-# The same in comparison with the steps before: all of a step may be alike. No step shows that a loss is a sum: it may be below a floor
-@patch
-def _off_steps(self:MeasuredWeights, rule, counted, said):
+    if off != off: return None                             # nothing counts
     if self.rule.declared.by(rule).reduction == 'sum': return math.inf
-    return self.trust.off(rule, self.measure.unit, float(sum(c.adds for c in counted))/float(sum(adds for adds,_ in said)))
+    return max(off, self.trust.off(rule, self.measure.unit, float(sum(c.adds for c in counted))/adds))
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #2827688d
 # What a part adds, and what its loss divides by, if that is something else, in any unit: `part` has its prediction and

@@ -11,7 +11,7 @@ from ..core.accumulator import as_weight, check_scalar
 from ..core.losses import at_least, ignore_empty
 from ..core.values import weigh_by
 from .packed import not_known
-from .measuring import MeasuredWeights, Weight, is_void
+from .measuring import MeasuredWeights, Weight, left_of
 from .replaced import ReplacedLoss, term_reaches_outputs
 
 # %% auto #0
@@ -210,7 +210,7 @@ def finish(self:Weights):
     told = self.measuring.before_finish()
     loss = self.acc.finish()
     self.measuring.end_step(told)
-    if self.measuring.heard is None and is_void(told): loss = loss*(math.nan if told.infinite else 0.)
+    if self.measuring.heard is None and left_of(told) != 1: loss = loss*left_of(told)
     return loss
 
 # What a part of a micro-batch averages over, in any unit: `part` has its prediction and targets. None for a sum

@@ -22,6 +22,7 @@ from .measured import Items, LossMeasure, Together, as_beside_others, as_now
 from .memory import is_out_of_memory
 from .microbatch import map_tensors, part_sizes, tensors_in
 from .private import check_parts, plain_tensors
+from .untouched import name_of
 from .values import LossValues, weigh_by
 from .warnings import warn
 from .watch import batchnorms, buffers_of, changed_buffers, nodes_of
@@ -286,7 +287,7 @@ class Chunks:
         self.shares.open(i, out)
         with torch.autocast(self.x.x.device.type, enabled=False) if self.x.amp is not None else nullcontext():
             try: loss = self.f(out, *yb)
-            except Exception as e:
+            except (IndexError, RuntimeError, TypeError, ValueError) as e:
                 if is_out_of_memory(e) or not self.shares.is_measured: raise
                 raise ValueError(f"{name_of(self.f)} cannot be called with a chunk of the outputs ({type(e).__name__}: {e}): compute it "
                                  "without chunks.") from e
@@ -454,8 +455,6 @@ def adds_of_parts(measure, x, yb, sizes):
         return w[0] if isinstance(w, tuple) else w
     if measure.is_sum: return None
     return [sum(adds(start+i, k) for i,k in spans(size, -(-size*x.n_chunks//n))) for start,size in zip(accumulate(sizes, initial=0), sizes)]
-
-def name_of(f): return getattr(f, '__name__', type(f).__name__)
 
 # The next one above `v`, of the same type; 1 for 0
 def power_of_two(v): return torch.where(v > 0, v.log2().ceil().exp2(), 1.)

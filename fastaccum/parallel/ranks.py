@@ -11,7 +11,7 @@ from math import inf, nan
 from typing import NamedTuple
 from fastai.basics import *
 import torch.distributed as dist
-from ..accumulation.measuring import is_void
+from ..accumulation.measuring import left_of
 from ..accumulation.ways import way_of
 from ..core.accumulator import scale_grads
 from ..core.memory import device_of
@@ -248,8 +248,7 @@ def add_up(self:Ranks, loss, weight, n_items):
     for cb in self.summing: cb.summed_over_ranks((head.other1, head.other2), head.weight, head.items)
     once = head.once/(head.onces or 1)
     total = max(head.weight + once, head.floor/(head.floors or 1)) if acc.normalize else 1
-    if head.lost: total = nan
-    elif is_void(head): total = nan if head.infinite else inf
+    if left_of(head) != 1: total = inf if left_of(head) == 0 else nan
     mean = torch.tensor(head.loss/total if total else 0., dtype=loss.dtype, device=self.device)
     return mean,total,head.weight,int(head.items)
 
