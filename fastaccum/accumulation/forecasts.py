@@ -38,6 +38,7 @@ class Forecasts:
 
     def _begin(self, loss_func):
         self.measure = LossMeasure(loss_func)
+        self.measure.can_look_back = True
         (divisor,state),self.saved = self.saved,(None, None)
         self.divisor = divisor
         if state is None: return
@@ -101,7 +102,7 @@ class Forecast:
     def _measured(self, items):
         own = self._own(items) if self.measure.n else None
         counted = self.measure.measure(items, own and own[0], own)
-        if counted is None or counted.seed is not None: return counted,counted and counted.seed
+        if counted is None or counted.is_seeded: return counted,counted and counted.seed
         divided_by = counted.of_block(self.measure.block)[1]
         return counted,[g*divided_by.to(g.dtype) for g in (own or self._own(items))[1]]
 
@@ -121,6 +122,7 @@ class Forecast:
     # All parts went forward: the gradients are divided by what their loss divides by
     def close(self):
         if not self.counted: return
+        self.measure.look_back()
         total = self._divisor()
         if not 0 < total < math.inf: return
         factor = self.divided_by/total

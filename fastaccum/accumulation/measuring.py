@@ -160,6 +160,7 @@ class MeasuredWeights:
         if self.trust.begin_epoch(self.learn.__dict__.get('epoch', 0)): measure.begin_epoch()
         measure.begin_step()
         self.trust.begin_step()
+        measure.can_look_back = not self.asks_rules          # these are compared with what each loss divides by
 
     @property
     def measure(self): return self.facts.measure_of(self.facts.loss_of(self.learn))
@@ -213,7 +214,7 @@ def count(self:MeasuredWeights, micro):
 # What does its own loss say, if it has no gradients?
 @patch
 def _note_silent(self:MeasuredWeights, counted):
-    if counted.is_silent: self.silent.append(getattr(counted, 'own', self.learn.loss_grad).detach())
+    if counted.is_silent: self.silent.append(ifnone(counted.own, self.learn.loss_grad.detach()))
 
 # Chunks are not computed again: what they count is in that unit from here on
 @patch
@@ -266,7 +267,7 @@ def of(self:MeasuredWeights, micro):
     acc.add_once(self.measure.once)
     nominal = torch.where(divided_by > 0, divided_by, 1.)
     share, = acc.shares([adds], micro.counts, nominal, divided_by=[divided_by])
-    if counted.seed is not None: learn.loss = (counted.numerator/divided_by).to(learn.loss.dtype)
+    if counted.is_seeded: learn.loss = counted.value(learn.loss, divided_by)
     return Weight(adds, divided_by),share.to(learn.loss_grad.dtype)
 
 @patch
@@ -331,7 +332,16 @@ def _replace_gradients(self:MeasuredWeights):
 @patch
 def before_finish(self:MeasuredWeights):
     self.heard,self.unit = None,1.
+    if self.is_on: self._look_back()
     return self.tell(self.acc.mean()[1])
+
+# Does the loss of the last micro-batch divide by more than it adds?
+@patch
+def _look_back(self:MeasuredWeights):
+    if not self.measure.look_back() or None in self.step or len(self.step) != len(self.acc.losses): return
+    last = self.step[-1]
+    if last.is_silent: self.silent.append(last.own)
+    self.acc.divide_last_by(self._divided_by(last))
 
 # `told`: by this rank
 @patch
@@ -341,7 +351,7 @@ def end_step(self:MeasuredWeights, told):
     measure,is_on,told = self.measure,self.is_on,ifnone(self.heard, told)
     counted = measure.counted
     if is_on and (counted or measure.verdict.waits):
-        measure.end_step(told.weight*self.unit)
+        measure.end_step(0. if self.heard is None else told.weight*self.unit)
         self.off = measure.audited
     self.trust.end_step(told.renewed > 0, told.unmeasured > 0 or self.heard is None and measure.verdict.is_unknown)
     if told.measuring and self.asks_rules and not told.renewed: self._vote(counted, told)
@@ -435,7 +445,7 @@ def _vote(self:MeasuredWeights, counted, told):
 # enough. All micro-batches of a step may be alike, so steps are compared, too. No step shows that a loss is a sum: it may be below a floor
 @patch
 def _off(self:MeasuredWeights, rule, counted, said, total, told):
-    if any(c.seed is not None for c in counted): return math.inf
+    if any(c.is_seeded for c in counted): return math.inf
     adds = float(sum(w for w,_ in said))
     if not adds: return math.inf if any(c.divided_by > 0 for c in counted) else None
     now = factors([(c.adds, c.divided_by) for c in counted], told.weight*self.unit, float(self.measure.extra))

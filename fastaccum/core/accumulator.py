@@ -203,6 +203,15 @@ class GradientAccumulator(TellsNames):
         self._planned = -1
         self._computed = None
 
+    def divide_last_by(self,
+        divided_by:float|Tensor # What the last loss divides by
+    ) -> None:
+        "The last loss is divided by something else than was supposed. Its gradients stay"
+        before,self._divided[-1] = self._divided[-1],divided_by
+        self.losses[-1] = (self.losses[-1]*before/divided_by).to(self.losses[-1].dtype)
+        self._planned = -1
+        self._computed = None
+
     def count_for_all(self,
         n_items:int # Items of the accumulated batch on all ranks
     ) -> None:
@@ -245,6 +254,7 @@ class GradientAccumulator(TellsNames):
     # -- the step
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
         "Turn the gradients into those of the accumulated batch, and return its loss on the device. The next `add` starts a new one"
+        if self.weigher is not None: self.weigher.look_back(self)
         (loss,weight),n_items = self.mean(),self.n_items
         if self.reduce is not None: loss,weight,n_items = self.reduce(loss, weight, self._n_own, self.target)
         elif self.normalize and self.losses and self._planned != n_items:
@@ -388,6 +398,7 @@ class LossWeigher:
     def __init__(self, loss_func, reduce=None):
         self.loss_func,self.told = loss_func,None
         self.measure = None if is_known(loss_func) and not LossInfo(loss_func).inexact else LossMeasure(loss_func, cure=cure)
+        if self.measure is not None: self.measure.can_look_back = True
         if reduce is not None and self.measure is not None:
             raise ValueError("With `reduce` each rank would measure loss_func in units of its own: leave loss_func out, and pass "
                              "weight=, what the loss averaged over, to `add`.")
@@ -411,13 +422,18 @@ class LossWeigher:
             acc.revise(*zip(*(c.of_block(measure.block) for c in measure.counted[:-1])))
         acc.add_once(measure.once)
         adds,divided_by = counted.of_block(measure.block)[0],counted.divided(measure.block, measure.once)
-        if counted.seed is not None:
+        if counted.is_seeded:
             seeded = as_beside_others(loss, pred, counted.seed, divided_by)
-            loss = seeded + ((counted.numerator/divided_by).to(seeded.dtype) - seeded.detach())
+            loss = seeded + (counted.value(loss.detach(), divided_by) - seeded.detach())
         return loss,adds,divided_by,torch.where(divided_by > 0, divided_by, 1.)
 
     def begin_step(self):
         if self.measure is not None: self.measure.begin_step()
+
+    # Does the last loss divide by more than it adds?
+    def look_back(self, acc):
+        if self.measure is None or not self.measure.look_back() or len(self.measure.counted) != len(acc.losses): return
+        acc.divide_last_by(self.measure.counted[-1].divided(0, self.measure.once))
 
     # The gradients are those of the step. What is not finite in the big batch is not so here
     def end_step(self, params):

@@ -13,6 +13,7 @@ from functools import partial
 import math, random
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad as pad_tensor
 from fastcore.basics import patch
 from .losses import LossInfo, leaves, loss_weight, map_leaves, with_leaves
@@ -25,18 +26,18 @@ __all__ = []
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e90a2
 # What a micro-batch counts, in units of the first reference: tensors on the device of its outputs
 class Counted:
-    def __init__(self, adds, divided_by, numerator, seed=None):
+    def __init__(self, adds, divided_by, numerator, seed=None, own=None):
         self.adds,self.divided_by = adds,divided_by    # what it adds to the divisor of the big batch; what its own loss divided by
         self.numerator = numerator                     # its loss before that division
         self.seed = seed                               # gradients of the numerator, if those of its own loss do not serve
         self.seed_of_blocks = None                     # those of each block, in its own units
+        self.is_seeded = seed is not None              # did it get such, also if they are no longer kept?
+        self.is_silent = seed is not None              # and has its own loss none?
+        self.is_supposed = False                       # is what its own loss divided by not seen?
+        self.own = own                                 # the value of that
         self.waits = False                             # is there no reference yet by which it is known?
         self.silenced = False                          # does its own loss have no finite gradients, so that it got none?
         self.is_predicted,self.counts = False,None     # by the table, for which these are the targets?
-
-    # Does it get other gradients than its own loss has?
-    @property
-    def is_silent(self): return self.seed is not None
 
     # `unit`: of what it is counted in now, in that of before
     def use_unit(self, unit):
@@ -51,8 +52,14 @@ class Counted:
     # adds `once`, or by too little to matter
     def divided(self, i, once):
         adds,divided_by = self.of_block(i)
-        if self.seed is None: return divided_by
+        if not self.is_seeded: return divided_by
         return torch.where(divided_by > 0, divided_by, (adds + once).clamp(min=1e-3))
+
+    # The value of the loss for the row of the step: what callbacks have made of it shrinks as it does
+    def value(self, loss, divided_by):
+        beside,own = self.numerator/divided_by,self.own
+        if own is None: return beside.to(loss.dtype)
+        return torch.where(own.isfinite() & (own != 0), loss*(beside/own), beside).to(loss.dtype)
 
 # What they add, and what they divided by
 def numbers_of(counted): return [torch.stack([getattr(c, k) for c in counted]) for k in ('adds','divided_by')]
@@ -73,43 +80,49 @@ def joint_value(counted, extra=0.):
     total = torch.stack([c.numerator for c in counted]).sum()
     return torch.where(D > 0, total/D, 0.)
 
-# A loss with these gradients of the outputs, to be differentiated instead of its own
-def with_gradients(pred, seed):
-    return sum((t*g.to(t.dtype)).sum() for t,g in zip(float_tensors(pred), seed) if t.requires_grad)
-
 # `loss`, with the gradients of the outputs that it has beside others, instead of its own. What depends on something else, stays
 def as_beside_others(loss, pred, seed, divided_by):
-    wanted = [g/divided_by.to(g.dtype) for g in seed]
-    own = gradients_of(loss, pred)
-    if own is None: return with_gradients(pred, wanted)
-    return loss + with_gradients(pred, [w-g for w,g in zip(wanted, own)])
+    given = [(t, g) for t,g in zip(float_tensors(pred), seed) if t.requires_grad]
+    if not given: return loss
+    outputs,grads = zip(*given)
+    scaled = {}
+    # these come after all others, which are dropped
+    for i,t in enumerate(outputs): t.register_hook(lambda g, i=i: scaled.pop(i, g))
+    return _Given.apply(scaled, grads, divided_by, loss, *outputs)
+
+# A finite value; in the backward pass, `scaled` gets the gradients of the outputs
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scaled, grads, divided_by, loss, *outputs):
+        ctx.scaled,ctx.dtypes = scaled,[t.dtype for t in outputs]
+        ctx.save_for_backward(divided_by, *grads)
+        return loss.nan_to_num(0., 0., 0.)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        divided_by,*grads = ctx.saved_tensors
+        found = [(g*(grad/divided_by).to(g.dtype)).to(dtype) for g,dtype in zip(grads, ctx.dtypes)]
+        ctx.scaled.update(enumerate(found))
+        return None,None,None,grad,*found
 
 # Those of the numerator
 def numerator_grads(counted, f, items):
     if counted.seed is not None: return counted.seed
     return [(counted.divided_by.to(g.dtype)*g).nan_to_num(0., 0., 0.) for g in loss_and_grads(f, items)[1]]
 
-# Gradients of `loss` with respect to the outputs; None if they are not finite
-def gradients_of(loss, pred):
-    ts = float_tensors(pred)
-    wanted = [t for t in ts if t.requires_grad]
-    grads = [None]*len(wanted)
-    if loss.requires_grad: grads = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
-    found = iter([torch.zeros_like(t) if g is None else g for t,g in zip(wanted, grads)])
-    res = [next(found) if t.requires_grad else torch.zeros_like(t) for t in ts]
-    return res if all(bool(g.isfinite().all()) for g in res) else None
+
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ec774
 # What the micro-batches of a loss count, during a fit: each is measured beside reference items.
 #
-# look: context in which the loss may be called, as its attribute `loss`; can_wait: are graphs kept until there is a reference?
-# always: audit each step; most: elements of outputs in a call of the loss; room: elements that are kept; cure: what messages say is to be
-# written
+# look: context in which the loss may be called, as its attribute `loss`; always: audit each step; most: elements of outputs in a call
+# of the loss; room: elements that are kept; cure: what messages say is to be written
 class LossMeasure:
-    def __init__(self, loss_func, look=None, can_wait=False, always=False, cure=None, most=2**21, room=2**22):
+    def __init__(self, loss_func, look=None, always=False, cure=None, most=2**21, room=2**22):
         self.loss_func,self.look = loss_func,look or Look
         self.verdict = Verdict(getattr(loss_func, '__name__', type(loss_func).__name__), cure)
-        self.references,self.audit,self.floor,self.table = References(can_wait, room),Audit(always, room),Floor(),Table()
+        self.references,self.audit,self.floor,self.table = References(room),Audit(always, room),Floor(),Table()
         self.most = most
         self.first_grads = ()                                  # gradients of outputs in the first call
         self.n = self.n_steps = self.predicted = 0             # micro-batches, steps
@@ -119,6 +132,7 @@ class LossMeasure:
         self.least = math.inf                                  # the smallest divisor that was just what is added
         self.audited = None                                    # how far the gradient of the last step was off, if it was looked at
         self.values = None                                     # a `ValueMeasure`, if the model computes the loss
+        self.can_look_back = False                             # does `look_back` come before each step ends?
         self.begin_step()
 
     # The place in training, for messages
@@ -135,6 +149,8 @@ class LossMeasure:
     def begin_step(self, plan=()):
         self.counted,self.looks = [],[]
         self.supposed = 0                                      # micro-batches whose own divisor was not looked at
+        self.last = None                                       # the last one, if it is such: a `Counted` and its items
+        self.read = None                                       # numbers of the step, on the host
         self.block = 0                                         # the block of outputs in whose units the step is
         self.references.begin_step()
         self.audit.begin_step(self.n_steps)
@@ -152,6 +168,8 @@ class LossMeasure:
     # own: (value, gradients) of the loss that is really differentiated
     def measure(self, items, loss=None, own=None):
         if self.references.saved is not None: self._restore(items)
+        if self.counted and not self.audit.due: self.counted[-1].seed = None                # it has gone back
+        self.last = self.read = None
         table = self.table
         counts = table.counts(items.yb, items.n)
         if self.verdict.why is not None: return self._unmeasured(items, counts, loss)
@@ -201,6 +219,30 @@ class LossMeasure:
         return str(self.verdict) if self.n or self.verdict.why else 'not looked at: each step was one micro-batch, which needs no weight'
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ec775
+# What micro-batches count, in one reading from the device
+@patch
+def _on_host(self:LossMeasure):
+    if self.read is None:
+        looks = torch.stack(self.looks) if self.looks else ()
+        self.read = on_host(*numbers_of(self.counted), self.extra, looks)
+    return self.read
+
+# Before a step ends. If fewer targets count in it than ever in a micro-batch, there may be a floor, or a loss without gradients: the last
+# micro-batch is looked at closely. Returns whether it divides by something else than what it adds
+@patch
+def look_back(self:LossMeasure):
+    if self.last is None or self.verdict.why is not None: return False
+    adds,*_ = self._on_host()
+    if self.least*(1-1e-6) <= float(adds.sum()) < math.inf: return False
+    (counted,items),self.last,self.read = self.last,None,None
+    try: seen = self._looked_at(items, None, None)
+    except NotMeasured as e:
+        self._refuse(e)
+        return False
+    self.supposed -= 1
+    counted.divided_by,counted.is_supposed,counted.is_silent = seen.divided_by,False,seen.is_silent
+    return True
+
 # Do gradients and divisors add up? least: what the step divides by at least, if others have a part of it
 @patch
 def end_step(self:LossMeasure, least=0.):
@@ -219,6 +261,7 @@ def end_step(self:LossMeasure, least=0.):
 # Those of a micro-batch that was measured in parts, as they are known now
 class Together:
     seed = seed_of_blocks = None
+    is_seeded = False                                  # its chunks were
     # own: of a loss of all of them which has no gradients
     def __init__(self, parts, measure, own):
         self.parts,self.measure,self.own = parts,measure,own
@@ -253,6 +296,7 @@ def keep_within(self:LossMeasure, most):
 @patch
 def begin_chunks(self:LossMeasure, plan):
     k = max(o.n for o in plan)
+    self.can_look_back = False
     self.references.plan = [*plan, *(o.some(slice(i, i+k)) for o in self.plan for i in range(0, o.n, k))]
 
 # What one loss of all items so far would divide by
@@ -360,22 +404,39 @@ def _nothing(self:LossMeasure, f, items):
     counted = Counted(n, n, n*own)
     if not bool(own.isfinite()):
         finite = all(bool(t.isfinite().all()) for t in float_tensors(items.pred))
-        counted = Counted(n*0, n*0, n*0, [torch.zeros_like(g) for g in grads] if finite else None)
+        counted = Counted(n*0, n*0, n*0, [torch.zeros_like(g) for g in grads] if finite else None, own)
         counted.silenced = finite
     counted.waits = True
     return counted
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ee12b
-# In one call of the loss and one reading from the device, once larger and smaller micro-batches were looked at closely
+# In one call of the loss, once larger and smaller micro-batches were looked at closely
 @patch
 def _at_a_glance(self:LossMeasure, f, items, loss):
     if loss is None or not 8 <= self.n < self.next_close: return None
     self._find(f, items, closely=False)
     ref = self.reference
     if ref is None or ref.blocks.by is not None: return None
-    return self._adds_only(items, loss) if ref.adds else self._adds_nothing(items, loss)
+    if not ref.adds: return self._adds_nothing(items, loss)
+    is_first = self.n_steps == 0                           # then none has been looked at yet
+    if is_first or not self.can_look_back or items.numel > self.most: return self._adds_only(items, loss)
+    return self._beside_others(items, loss)
 
-# Only what it adds: its own loss divided by that, too, if one that added less did
+# With the gradients that it has beside the reference, nothing has to be read from the device: they are right, whether its own loss
+# divided by what it adds or not
+@patch
+def _beside_others(self:LossMeasure, items, loss):
+    counted,look = self.reference.beside(items)
+    self.looks.append(look)
+    self.supposed += 1
+    self.last = counted,items
+    own,d = loss.detach().sum(),counted.adds + self.extra
+    is_plain = own.isfinite() & (counted.adds >= self.least)
+    counted.divided_by,counted.numerator = d,torch.where(is_plain, d*own, counted.numerator)
+    counted.own = own
+    return counted
+
+# Large outputs are not kept twice. Only what it adds: its own loss divided by that, too, if one that added less did
 @patch
 def _adds_only(self:LossMeasure, items, loss):
     found = [self.reference.adds_of(g) for g in items.groups(self.most)]
@@ -400,7 +461,9 @@ def _adds_nothing(self:LossMeasure, items, loss):
 def _supposed(self:LossMeasure, adds, loss):
     self.supposed += 1
     d = adds + self.extra
-    return Counted(adds, d, d*(math.nan if loss is None else loss.detach().sum()))
+    counted = Counted(adds, d, d*(math.nan if loss is None else loss.detach().sum()))
+    counted.is_supposed = True
+    return counted
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5eb01a
 @patch
@@ -419,15 +482,13 @@ def _learn(self:LossMeasure, counted, w, d, extra):
     w,d,extra = float(w),float(d),float(extra)
     off = None if counted.counts is None else self.table.learn(counted.counts, w)
     if off is not None and self.predicted: self.verdict.found_change(off)
-    if w > 0 and abs(d-w-extra) <= 10*self.reference.tol*(1+w): self.least = min(self.least, w)
+    if w > 0 and not counted.is_supposed and abs(d-w-extra) <= 10*self.reference.tol*(1+w): self.least = min(self.least, w)
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ebb6b
 @patch
 def _check_step(self:LossMeasure, least):
     ref = self.reference
-    adds,divided_by = numbers_of(self.counted)
-    looks = torch.stack(self.looks) if self.looks else ()
-    adds,divided_by,extra,looks,least = on_host(adds, divided_by, self.extra, looks, least)
+    adds,divided_by,extra,looks = self._on_host()
     total = _divisor(adds, divided_by, extra)
     offs = [0.]
     if not all(c.is_predicted for c in self.counted):
@@ -571,6 +632,7 @@ def told(self:LossMeasure): self.references.told()
 @patch
 def adopt(self:LossMeasure, news):
     old,waiting = self.reference,self.references.waiting
+    self.read = None
     self.references.adopt(news)
     try:
         unit = 1. if old is None else self._unit_of(news, old)
@@ -936,19 +998,11 @@ class Reference:
 # these, and how much of a sum comes once. `own`: value and gradients of the loss that is really differentiated
 @patch
 def measure(self:Reference, part, own=None):
-    wide = self.meet(self._with_numbers(part))
-    value,both = loss_and_grads(self.f, self.items.join(wide))
+    value,a,rest,padded,theirs = self._join(part)
     own,mine = loss_and_grads(self.f, part) if own is None else own
-    ours,theirs = zip(*((g[:len(o)],g[len(o):]) for g,o in zip(both, self.alone)))
-    a,rest = self.blocks.shrink(ours, self.alone, self.size)
-    rest = rest/square(ours)
     is_own,is_finite = own.isfinite(),value.isfinite()
-    usable = (a > 1e-9) | ~is_finite                       # what chooses may leave out all reference items
-    a = torch.where(usable, a, self.items.n/(self.items.n + part.n))
-    rest = torch.where(usable.all(), rest, 1.)
-    padded,theirs = theirs,[_narrowed(t, part.n, (len(g)//part.n, *g.shape[1:])) for t,g in zip(theirs, mine)]
     beside = self.blocks.dot(theirs, theirs)               # how much its items count there
-    size = beside.sum() if wide is part else square(padded)
+    size = beside.sum() if part.shapes == self.items.shapes else square(padded)
     b,left = self.blocks.shrink(theirs, mine)
     left = left + size - beside.sum()                      # what its padding counts
 
@@ -961,9 +1015,32 @@ def measure(self:Reference, part, own=None):
     left = torch.where(seen.all(), left, 0.)
     seed = None
     if self.blocks.by is not None or bool(silent.any() | ~is_own & is_finite):
-        seed = [g*self.scale/c for g,c in zip(theirs, self.blocks.spread(a, theirs))]
-    counted = Counted(adds*self.scale, torch.where(silent, 0., divided)*self.scale, numerator*self.scale, seed)
+        seed = [g*c for g,c in zip(theirs, self.blocks.spread(self.scale/a, theirs))]
+    counted = Counted(adds*self.scale, torch.where(silent, 0., divided)*self.scale, numerator*self.scale, seed, own)
     return counted,torch.stack([rest, left, size, once])
+
+# The loss of the reference and the items: its value, by what the gradients of the reference shrink, what is left of them, and the
+# gradients of the items, with their padding and without
+@patch
+def _join(self:Reference, part):
+    wide = self.meet(self._with_numbers(part))
+    value,(ours,padded) = loss_and_grads_of_each(self.f, [self.items, wide])
+    a,rest = self.blocks.shrink(ours, self.alone, self.size)
+    usable = (a > 1e-9) | ~value.isfinite()                # what chooses may leave out all reference items
+    a = torch.where(usable, a, self.items.n/(self.items.n + part.n))
+    rest = torch.where(usable.all(), rest/square(ours), 1.)
+    theirs = [_narrowed(g, part.n, (len(t)//part.n, *t.shape[1:])) for g,t in zip(padded, float_tensors(part.pred))]
+    return value,a,rest,padded,theirs
+
+# What the items add, and the gradients that they have beside the reference. Their own loss is not seen
+@patch
+def beside(self:Reference, part):
+    value,a,rest,_,theirs = self._join(part)
+    adds,zero = 1/a-1,torch.zeros_like(rest)
+    seed = [g*c for g,c in zip(theirs, self.blocks.spread(self.scale/a, theirs))]
+    counted = Counted(adds*self.scale, adds*self.scale, (value*(1+adds) - self.value)*self.scale, seed)
+    counted.is_supposed,counted.is_silent = True,False
+    return counted,torch.stack([rest, zero, zero, zero])
 
 # What the items add, from the gradients of the reference alone: less than half of the work. What their own loss divided by is not seen
 @patch
@@ -1030,8 +1107,8 @@ def test(self:Reference, total, most):
 # The reference of a fit: chosen from the first micro-batch that has one, measured again in each step, replaced by one that shows more.
 # room: elements of outputs that are kept of micro-batches that wait
 class References:
-    def __init__(self, can_wait=False, room=2**22):
-        self.can_wait,self.room,self.now,self.spare = can_wait,room,None,None
+    def __init__(self, room=2**22):
+        self.room,self.now,self.spare = room,None,None
         self.is_first = True
         self.few = 4                                           # how many items it should have
         self.saved = None                                      # a `state_dict`, until the next items come
@@ -1144,9 +1221,7 @@ def _settle(self:References):
 def _settle_all(self:References, c, now):
     c.divided_by,c.numerator,c.waits = now.divided_by,now.numerator,False
     c.silenced = c.silenced and not bool(now.numerator.isfinite())
-    if now.seed is None: return
-    if self.can_wait: c.seed = now.seed
-    elif bool(square(now.seed) > 0): self.lost = True
+    if now.seed is not None and bool(square(now.seed) > 0): self.lost = True
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e9d94
 # Once a step: the loss may be another one now, or in another mode, for which these items are none; or nothing may have counted in some
@@ -1419,19 +1494,30 @@ class NotAMean(NotMeasured):                           # gradients beside other 
 
 # Value of the loss, and its gradients with respect to the outputs of `items`, in float32 at least. `beside`: items that stand after them
 def loss_and_grads(f, items, *beside):
-    columns = list(zip(*(leaves(o.pred, is_leaf=partial(_has_objects, o.n)) for o in (items, *beside))))
-    own = [_exact(os[0]).detach().requires_grad_() if _has_grad(os[0]) else None for os in columns]
-    wanted = [t for t in own if t is not None]
-    if not wanted: raise NotMeasured('its outputs are no numbers with gradients')
-    if any(len(t)%items.n for t in wanted): raise NotMeasured('its outputs have no rows for each item')
-    rest = items.put(pred=()).join(*(o.put(pred=()) for o in beside))           # copies: the loss may change them
-    with torch.enable_grad(), torch.autocast(wanted[0].device.type, enabled=False), rest.seen():
-        args = [_alone(_joined(*os)) if t is None else torch.cat([t, *map(_exact, os[1:])]) for t,os in zip(own, columns)]
-        pred = with_leaves(items.pred, args, partial(_has_objects, items.n))
-        loss,grads = _call(f, pred, map_leaves(_exact, rest.yb), wanted)
+    value,(grads,) = loss_and_grads_of_each(f, [items, *beside], 1)
+    return value,grads
+
+# The same of the first `k` of these parts; of all of them, if it is not given
+def loss_and_grads_of_each(f, parts, k=None):
+    first,k = parts[0],k or len(parts)
+    columns = list(zip(*(leaves(o.pred, is_leaf=partial(_has_objects, o.n)) for o in parts)))
+    are_wanted = [_has_grad(os[0]) for os in columns]
+    if not any(are_wanted): raise NotMeasured('its outputs are no numbers with gradients')
+    columns = [[*map(_wanted, os[:k]), *map(_exact, os[k:])] if w else os for w,os in zip(are_wanted, columns)]
+    wanted = [[os[i] for w,os in zip(are_wanted, columns) if w] for i in range(k)]
+    if any(len(t)%first.n for t in wanted[0]): raise NotMeasured('its outputs have no rows for each item')
+    rest = first.put(pred=()).join(*(o.put(pred=()) for o in parts[1:]))        # copies: the loss may change them
+    with torch.enable_grad(), torch.autocast(wanted[0][0].device.type, enabled=False), rest.seen():
+        args = [torch.cat(os) if w else _alone(_joined(*os)) for w,os in zip(are_wanted, columns)]
+        pred = with_leaves(first.pred, args, partial(_has_objects, first.n))
+        loss,grads = _call(f, pred, map_leaves(_exact, rest.yb), sum(wanted, []))
     computed = loss.grad_fn is not None or any(loss is o for o in args)
     if computed and all(g is None for g in grads): raise NotMeasured('it does not depend on the outputs')
-    return loss.detach().sum(),[_in_double(torch.zeros_like(t) if g is None else _plain(g)) for t,g in zip(wanted, grads)]
+    grads = iter(grads)
+    return loss.detach().sum(),[[_grad_of(t, next(grads)) for t in ts] for ts in wanted]
+
+def _wanted(t): return _exact(t).detach().requires_grad_()
+def _grad_of(t, g): return _in_double(torch.zeros_like(t) if g is None else _plain(g))
 
 # (fastai's `as_subclass` takes as long as the loss)
 def _plain(t): return t if type(t) is Tensor else t.as_subclass(Tensor)

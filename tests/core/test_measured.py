@@ -6,7 +6,7 @@ from quick import quickly
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from fastaccum.core import measured
-from fastaccum.core.measured import Items, LossMeasure, ValueMeasure, divisor, joint_value, loss_and_grads
+from fastaccum.core.measured import Items, LossMeasure, Reference, ValueMeasure, divisor, joint_value, loss_and_grads
 
 class LiveMemory(TorchDispatchMode):
     "Peak bytes of tensors that come and go inside a `with` block, on a CPU; `known` ones do not count"
@@ -223,10 +223,14 @@ def accumulated(m, parts, plan=True):
     "(gradients with respect to all outputs, as they are accumulated; the loss), or None if it is not measured"
     items = [items_of(p) for p in parts]
     m.begin_step(items if plan else ())
-    counted = [m.measure(o) for o in items]
-    if None in counted: return None
+    counted,seeds = [],[]
+    for o in items:
+        c = m.measure(o, m.loss_func(o.pred, *o.yb) if m.can_look_back else None)
+        if c is None: return None
+        counted.append(c)
+        seeds.append(c.seed or [g*c.divided_by.to(g.dtype) for g in loss_and_grads(m.loss_func, o)[1]])
+    m.look_back()
     D = divisor(counted, m.extra).reshape(-1)[m.block]
-    seeds = [c.seed or [g*c.divided_by.to(g.dtype) for g in loss_and_grads(m.loss_func, o)[1]] for c,o in zip(counted, items)]
     return [torch.cat(o)/D for o in zip(*seeds)],joint_value(counted, m.extra)
 
 def off_by(m, parts, plan=True, f=None):
@@ -257,6 +261,23 @@ def test_exact_or_found_out(name, sizes, seed, dtype):
     off = max(off_by(m, cut(batch_of(make), sizes)) for _ in range(2))
     if name in exact: assert off < limit[dtype] and m.message is None, (off, m.message)
     else: assert off < limit[dtype] or m.message, off
+
+@pytest.mark.parametrize('seed', seeds)
+@pytest.mark.parametrize('sizes', [(7,), (1,), whole_sizes], ids=str)
+@pytest.mark.parametrize('name', [n for n in exact if n not in ('columns','sum_by_64')])
+def test_beside_others(name, sizes, seed, dtype, monkeypatch):
+    """Gradients are those beside the reference, with no reading from the device before the step ends: also where a loss is at its floor,
+    has no gradients, or is not finite. Few items count in some steps, and none at all in others"""
+    f,make = exact[name]
+    torch.manual_seed(seed)
+    m,seen,beside = LossMeasure(f),[],Reference.beside
+    m.can_look_back = True
+    monkeypatch.setattr(Reference, 'beside', lambda *args: seen.append(1) or beside(*args))
+    for i in range(12):
+        whole = batch_of(make, empty=((0, 2), (0, 1, 2, 3), (1, 2, 3, 4, 5))[i%3])
+        off = off_by(m, cut(whole, sizes), plan=i < 3)
+        assert off < limit[dtype] and m.message is None, (i, off, m.message)
+    assert seen
 
 @pytest.mark.parametrize('name', exact)
 def test_in_groups(name, dtype):
@@ -303,16 +324,14 @@ def test_what_cannot_wait_is_told(name, dtype):
     assert off_by(m, parts, plan=False) < limit[dtype]
 
 def test_waits(dtype):
-    "Who keeps the graph of such a micro-batch is exact from the first step on"
+    "What such a micro-batch adds is told later"
     torch.manual_seed(1)
-    m = LossMeasure(no_floor, can_wait=True)
+    m = LossMeasure(no_floor)
     parts = cut(batch_of(labels), (7,))
     counted = [m.measure(items_of(p)) for p in parts[:1]]
     assert counted[0].waits
     counted += [m.measure(items_of(p)) for p in parts[1:]]
-    assert not any(c.waits for c in counted)
-    m.begin_step()
-    assert off_by(LossMeasure(no_floor, can_wait=True), parts, plan=False) < limit[dtype]
+    assert not any(c.waits for c in counted) and abs(counted[0].adds) < 1e-6 and counted[-1].adds > 1e-3
 
 def test_nothing_counts():
     "A step in which nothing has a gradient: its loss is finite where that of the big batch is"
@@ -533,9 +552,12 @@ def test_divisor_of_each_output(sizes, dtype):
     m = LossMeasure(heads)
     for _ in range(2):
         m.begin_step(parts)
-        cs = [m.measure(o) for o in parts]
+        cs,given = [],[]
+        for o in parts:
+            cs.append(m.measure(o))
+            given.append(cs[-1].seed)
         D = divisor(cs, m.extra)[m.block]
-        for ours,grad in zip(zip(*(c.seed for c in cs)), loss_and_grads(heads, parts[0].join(*parts[1:]))[1]):
+        for ours,grad in zip(zip(*given), loss_and_grads(heads, parts[0].join(*parts[1:]))[1]):
             assert (torch.cat(ours)/D - grad).norm() < limit[dtype]*grad.norm()
         m.end_step()
     assert m.message is None and str(m.reference.blocks) == 'each output'
