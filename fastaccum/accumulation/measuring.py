@@ -158,9 +158,9 @@ class MeasuredWeights:
         if not self.rule.probed or self.is_shared: return
         measure = self.measure                   # of another loss: then trust begins again, too
         if self.trust.begin_epoch(self.learn.__dict__.get('epoch', 0)): measure.begin_epoch()
-        measure.begin_step()
         self.trust.begin_step()
-        measure.can_look_back = not self.asks_rules          # these are compared with what each loss divides by
+        measure.begin_step(closely=self.asks_rules)          # rules are compared with what each loss divides by
+        measure.can_look_back = True
 
     @property
     def measure(self): return self.facts.measure_of(self.facts.loss_of(self.learn))

@@ -145,15 +145,17 @@ class LossMeasure:
         self.references.begin_epoch()
         self.audit.renew(self.n_steps)
 
-    # `plan`: the micro-batches of this step, if its targets are all known: `Items` of any outputs
-    def begin_step(self, plan=()):
+    # `plan`: the micro-batches of this step, if its targets are all known: `Items` of any outputs. `closely`: look at all of them so, and
+    # audit the step
+    def begin_step(self, plan=(), closely=False):
         self.counted,self.looks = [],[]
         self.supposed = 0                                      # micro-batches whose own divisor was not looked at
         self.last = None                                       # the last one, if it is such: a `Counted` and its items
         self.read = None                                       # numbers of the step, on the host
         self.block = 0                                         # the block of outputs in whose units the step is
         self.references.begin_step()
-        self.audit.begin_step(self.n_steps)
+        self.closely = closely
+        self.audit.begin_step(self.n_steps, closely)
         if self.values is not None: self.values.begin_step()
         self.begin_batch(plan)
 
@@ -413,7 +415,7 @@ def _nothing(self:LossMeasure, f, items):
 # In one call of the loss, once larger and smaller micro-batches were looked at closely
 @patch
 def _at_a_glance(self:LossMeasure, f, items, loss):
-    if loss is None or not 8 <= self.n < self.next_close: return None
+    if loss is None or self.closely or not 8 <= self.n < self.next_close: return None
     self._find(f, items, closely=False)
     ref = self.reference
     if ref is None or ref.blocks.by is not None: return None
@@ -861,9 +863,9 @@ class Audit:
         self.next = 0
         self.begin_step(0)
 
-    def begin_step(self, n_steps):
+    def begin_step(self, n_steps, due=False):
         self.kept = []
-        self.due = self.always or n_steps >= self.next
+        self.due = due or self.always or n_steps >= self.next
         self.is_thin = False                                   # are only some of the items kept?
 
     def end_step(self, n_steps): self.next = max(self.next, 2*n_steps) if self.due else self.next
