@@ -38,7 +38,6 @@ class Forecasts:
 
     def _begin(self, loss_func):
         self.measure = LossMeasure(loss_func)
-        self.measure.can_look_back = True
         (divisor,state),self.saved = self.saved,(None, None)
         self.divisor = divisor
         if state is None: return
@@ -101,7 +100,7 @@ class Forecast:
     # loss may be called
     def _measured(self, items):
         own = self._own(items) if self.measure.n else None
-        counted = self.measure.measure(items, own and own[0], own)
+        counted = self.measure.measure(items, own and own[0], own, takes_seed=True)
         if counted is None or counted.is_seeded: return counted,counted and counted.seed
         divided_by = counted.of_block(self.measure.block)[1]
         return counted,[g*divided_by.to(g.dtype) for g in (own or self._own(items))[1]]

@@ -13,7 +13,7 @@ from fastai.basics import *
 from ..core.accumulator import scale_grads
 from ..core.chunks import adds_of_parts
 from ..core.losses import LossInfo, ignored_values, item_weights, rules_of
-from ..core.measured import Items, as_beside_others, by_rule, factors, factors_off
+from ..core.measured import Items, as_beside_others, by_rule, factors, factors_off, is_of_outputs
 
 # %% auto #0
 __all__ = []
@@ -160,7 +160,6 @@ class MeasuredWeights:
         if self.trust.begin_epoch(self.learn.__dict__.get('epoch', 0)): measure.begin_epoch()
         self.trust.begin_step()
         measure.begin_step(closely=self.asks_rules)          # rules are compared with what each loss divides by
-        measure.can_look_back = True
 
     @property
     def measure(self): return self.facts.measure_of(self.facts.loss_of(self.learn))
@@ -230,7 +229,7 @@ def _count(self:MeasuredWeights, micro):
     if self._goes_elsewhere: return measure.leave()
     measure.at('epoch {}, batch {}'.format(*self.batch.place))
     if self._chunked is not None: self.counted = self._chunked.counted
-    else: self.counted = measure.measure(Items(learn.pred, learn.yb, micro.n, micro.xb, self.batch.shown.others), learn.loss_grad)
+    else: self.counted = self._measured(Items(learn.pred, learn.yb, micro.n, micro.xb, self.batch.shown.others))
     if measure.values is not None and self.cb.ranks.world > 1: self._refuse_values()
     if not self.acc.losses: self.acc.open(normalize=True)
     if measure.stuck: self.facts.values.leave(measure.stuck)
@@ -239,6 +238,11 @@ def _count(self:MeasuredWeights, micro):
     if self.counted.seed is not None: self._replace_gradients()
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8ca1
+@patch
+def _measured(self:MeasuredWeights, items):
+    learn = self.learn
+    return self.measure.measure(items, learn.loss_grad, takes_seed=is_of_outputs(learn.loss_grad, learn.pred))
+
 # It is all of a step, and needs no weight. It is remembered, as its step may be cancelled, and go on with others
 @patch
 def pass_over(self:MeasuredWeights, micro):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from .checks import is_count
 from .losses import LossInfo, at_least, ignore_empty, is_known, loss_weight, n_items  # your own loop needs the last two
-from .measured import Items, LossMeasure, as_beside_others, as_now
+from .measured import Items, LossMeasure, as_beside_others, as_now, is_of_outputs
 from .spelling import TellsNames
 from .warnings import warn
 
@@ -398,7 +398,6 @@ class LossWeigher:
     def __init__(self, loss_func, reduce=None):
         self.loss_func,self.told = loss_func,None
         self.measure = None if is_known(loss_func) and not LossInfo(loss_func).inexact else LossMeasure(loss_func, cure=cure)
-        if self.measure is not None: self.measure.can_look_back = True
         if reduce is not None and self.measure is not None:
             raise ValueError("With `reduce` each rank would measure loss_func in units of its own: leave loss_func out, and pass "
                              "weight=, what the loss averaged over, to `add`.")
@@ -415,7 +414,7 @@ class LossWeigher:
     def _measured(self, acc, loss, n, pred, yb):
         measure = self.measure
         measure.at('a later step')
-        counted = measure.measure(Items(pred, yb, n), loss)
+        counted = measure.measure(Items(pred, yb, n), loss, takes_seed=is_of_outputs(loss, pred))
         if counted is None:                    # by items, in the unit of the step
             return loss,n*acc.mean()[1]/acc.n_items if acc.losses else n,None,None
         if measure.take_settled() and 0 < len(acc.losses) == len(measure.counted)-1:

@@ -14,6 +14,7 @@ import math, random
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import pad as pad_tensor
 from fastcore.basics import patch
 from .losses import LossInfo, leaves, loss_weight, map_leaves, with_leaves
@@ -85,26 +86,50 @@ def as_beside_others(loss, pred, seed, divided_by):
     given = [(t, g) for t,g in zip(float_tensors(pred), seed) if t.requires_grad]
     if not given: return loss
     outputs,grads = zip(*given)
-    scaled = {}
-    # these come after all others, which are dropped
-    for i,t in enumerate(outputs): t.register_hook(lambda g, i=i: scaled.pop(i, g))
-    return _Given.apply(scaled, grads, divided_by, loss, *outputs)
+    value = loss.detach().nan_to_num(0., 0., 0.)
+    own = None if is_of_outputs(loss, pred) else gradients_of(loss, outputs)
+    if own is None: return _Given.apply(value, grads, divided_by, *outputs)
+    return loss + _Given.apply(0*value, [g - o*divided_by.to(g.dtype) for g,o in zip(grads, own)], divided_by, *outputs)
 
-# A finite value; in the backward pass, `scaled` gets the gradients of the outputs
+# A number, with these gradients of the outputs, divided
 class _Given(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scaled, grads, divided_by, loss, *outputs):
-        ctx.scaled,ctx.dtypes = scaled,[t.dtype for t in outputs]
+    def forward(ctx, value, grads, divided_by, *outputs):
+        ctx.dtypes = [t.dtype for t in outputs]
         ctx.save_for_backward(divided_by, *grads)
-        return loss.nan_to_num(0., 0., 0.)
+        return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         divided_by,*grads = ctx.saved_tensors
-        found = [(g*(grad/divided_by).to(g.dtype)).to(dtype) for g,dtype in zip(grads, ctx.dtypes)]
-        ctx.scaled.update(enumerate(found))
-        return None,None,None,grad,*found
+        return None,None,None,*[(g*(grad/divided_by).to(g.dtype)).to(dtype) for g,dtype in zip(grads, ctx.dtypes)]
+
+# Does the loss depend on nothing but the outputs?
+def is_of_outputs(loss, pred):
+    ends = {(e.node, e.output_nr) for e in map(get_gradient_edge, filter(_has_graph, float_tensors(pred)))}
+    seen,todo = set(),[(loss.grad_fn, 0)]
+    while todo:
+        edge = todo.pop()
+        node,_ = edge
+        if node is None or edge in ends or node in seen: continue
+        if not node.next_functions: return False               # of a parameter, say
+        seen.add(node)
+        todo += node.next_functions
+    return True
+
+def _has_graph(t): return t.requires_grad
+
+# Gradients of `loss` with respect to the outputs, one of which may be computed from another; None if they are not finite
+def gradients_of(loss, outputs):
+    found = [torch.zeros_like(t) for t in outputs]
+    def take(i, g):
+        found[i] = g
+        return torch.zeros_like(g)                             # no part of that of another one
+    handles = [t.register_hook(partial(take, i)) for i,t in enumerate(outputs)]
+    torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+    for h in handles: h.remove()
+    return found if all(bool(g.isfinite().all()) for g in found) else None
 
 # Those of the numerator
 def numerator_grads(counted, f, items):
@@ -132,7 +157,6 @@ class LossMeasure:
         self.least = math.inf                                  # the smallest divisor that was just what is added
         self.audited = None                                    # how far the gradient of the last step was off, if it was looked at
         self.values = None                                     # a `ValueMeasure`, if the model computes the loss
-        self.can_look_back = False                             # does `look_back` come before each step ends?
         self.begin_step()
 
     # The place in training, for messages
@@ -167,8 +191,9 @@ class LossMeasure:
         self.references.plan = self.plan
 
     # What a micro-batch counts; None if that cannot be measured, as `message` tells. With its `loss` some looks are cheaper.
-    # own: (value, gradients) of the loss that is really differentiated
-    def measure(self, items, loss=None, own=None):
+    # own: (value, gradients) of the loss that is really differentiated; takes_seed: does it take the gradients of a seed at no cost, and
+    # is `look_back` called before the step ends?
+    def measure(self, items, loss=None, own=None, takes_seed=False):
         if self.references.saved is not None: self._restore(items)
         if self.counted and not self.audit.due: self.counted[-1].seed = None                # it has gone back
         self.last = self.read = None
@@ -177,7 +202,7 @@ class LossMeasure:
         if self.verdict.why is not None: return self._unmeasured(items, counts, loss)
         counted = None if counts is None or loss is None or self.audit.due else self._predicted(counts, loss)
         if counted is None:
-            try: counted = self._found(items, loss, own)
+            try: counted = self._found(items, loss, own, takes_seed)
             except NotMeasured as e:
                 self._refuse(e)
                 return self._unmeasured(items, counts, loss)
@@ -237,7 +262,7 @@ def look_back(self:LossMeasure):
     adds,*_ = self._on_host()
     if self.least*(1-1e-6) <= float(adds.sum()) < math.inf: return False
     (counted,items),self.last,self.read = self.last,None,None
-    try: seen = self._looked_at(items, None, None)
+    try: seen = self._looked_at(items)
     except NotMeasured as e:
         self._refuse(e)
         return False
@@ -298,7 +323,6 @@ def keep_within(self:LossMeasure, most):
 @patch
 def begin_chunks(self:LossMeasure, plan):
     k = max(o.n for o in plan)
-    self.can_look_back = False
     self.references.plan = [*plan, *(o.some(slice(i, i+k)) for o in self.plan for i in range(0, o.n, k))]
 
 # What one loss of all items so far would divide by
@@ -310,9 +334,9 @@ def divides(self:LossMeasure):
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ed39a
 # By its gradients, or by its values, if the model computes it
 @patch
-def _found(self:LossMeasure, items, loss, own):
+def _found(self:LossMeasure, items, loss, own, takes_seed):
     if self.values is None:
-        try: return self._looked_at(items, loss, own)
+        try: return self._looked_at(items, loss, own, takes_seed)
         except (Stuck, NotAMean): raise
         except NotMeasured:
             if self.n or not hasattr(self.loss_func, 'values'): raise
@@ -321,19 +345,19 @@ def _found(self:LossMeasure, items, loss, own):
 
 # If memory runs out, its groups are made smaller
 @patch
-def _looked_at(self:LossMeasure, items, loss, own):
+def _looked_at(self:LossMeasure, items, loss=None, own=None, takes_seed=False):
     one = items.numel//items.n
     with self.look(self.loss_func) as look:
         while True:
-            try: return self._in_groups(look, items, loss, own)
+            try: return self._in_groups(look, items, loss, own, takes_seed)
             except Exception as e:
                 if not is_out_of_memory(e): raise
             if self.most <= one: raise NotMeasured('OutOfMemoryError: memory runs out beside a single item')
             self.most = max(min(self.most, items.numel)//4, one)
 
 @patch
-def _in_groups(self:LossMeasure, look, items, loss, own):
-    counted = self._at_a_glance(look.loss, items, loss)
+def _in_groups(self:LossMeasure, look, items, loss, own, takes_seed):
+    counted = self._at_a_glance(look.loss, items, loss, takes_seed)
     if counted is None: counted = self._in_full(look, items, own)
     counted.adds = counted.adds.clamp(min=0)
     self.references.keep(counted, items)
@@ -414,15 +438,14 @@ def _nothing(self:LossMeasure, f, items):
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ee12b
 # In one call of the loss, once larger and smaller micro-batches were looked at closely
 @patch
-def _at_a_glance(self:LossMeasure, f, items, loss):
+def _at_a_glance(self:LossMeasure, f, items, loss, takes_seed):
     if loss is None or self.closely or not 8 <= self.n < self.next_close: return None
     self._find(f, items, closely=False)
     ref = self.reference
     if ref is None or ref.blocks.by is not None: return None
     if not ref.adds: return self._adds_nothing(items, loss)
-    is_first = self.n_steps == 0                           # then none has been looked at yet
-    if is_first or not self.can_look_back or items.numel > self.most: return self._adds_only(items, loss)
-    return self._beside_others(items, loss)
+    takes_seed = takes_seed and self.n_steps > 0 and items.numel <= self.most              # the end of a step tells whether it is a mean
+    return self._beside_others(items, loss) if takes_seed else self._adds_only(items, loss)
 
 # With the gradients that it has beside the reference, nothing has to be read from the device: they are right, whether its own loss
 # divided by what it adds or not

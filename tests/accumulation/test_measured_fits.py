@@ -76,11 +76,14 @@ class Losses(Callback):
 class NoValidation(Callback):
     def before_validate(self): raise CancelValidException
 
-def fit(loss, targets, *cbs, bs=24, seed=0, n_epoch=2):
+def mlp(): return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+def fit(loss, targets, *cbs, bs=24, seed=0, n_epoch=2, model=mlp):
     "Weights before and after, warnings, and the last step's loss"
     set_seed(seed)
-    y,x = targets(),torch.randn(48, 6).double()
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    y = targets()
+    x = torch.randn(len(y), 6).double()
+    model = model().double()
     before,dl = flat(model),DataLoader(list(zip(x, y)), bs=bs)
     learn = Learner(DataLoaders(dl, dl, device='cpu'), model, loss_func=loss, opt_func=SGD, lr=.1, cbs=[*cbs, Losses(), NoValidation()])
     learn.remove_cbs([learn.progress, learn.recorder])                 # whose smooth loss is float32
@@ -313,3 +316,30 @@ def test_after_running_out_of_memory_it_is_the_same_to_the_bit():
         return flat(learn.model)
     sizes = [run(accumulated(k), Full) for k in (3, 'auto')]           # 24, 12, 6, 3
     assert torch.equal(*sizes)
+
+class WithFeatures(nn.Module):
+    "Of its outputs one is computed from the other"
+    def __init__(self):
+        super().__init__()
+        self.body,self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()),nn.Linear(8, 4)
+    def forward(self, x):
+        features = self.body(x)
+        return self.head(features),features
+
+class Decay(Callback):
+    "A term of the weights"
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad + .01*self.model.head.weight.square().sum()
+
+@pytest.mark.parametrize('cbs', [[], [Decay]], ids=['', 'Decay'])
+@pytest.mark.parametrize('bs,mbs', splits)
+def test_an_output_computed_from_another(bs, mbs, cbs):
+    "Gradients are those beside others, for both of them; also in steps in which few targets count, or none. Those of a term stay"
+    def few(): return boxes()*(torch.rand(48, 1) < .3)
+    def targets(): return torch.cat([boxes(), few(), few(), few(), torch.zeros(48, 4).double()])
+    def loss(p, y):
+        divisor = (1+y).sum() if cbs else y.sum().clamp(min=5)                 # at a floor, a term comes with each micro-batch
+        return ((bce(p[0], y)*(1+y)).sum() + .3*(p[1].square().sum(1)*(1+y[:,0])).sum())/divisor
+    for check in (True, 'always'):
+        off,told = compared(loss, targets, bs, mbs, *[cb() for cb in cbs], check=check, n_epoch=3, model=WithFeatures)
+        assert off < 1e-9 and told == [], (check, off, told)

@@ -219,13 +219,13 @@ def cut(whole, sizes):
     while ends[-1] < n: ends += [ends[-1]+k for k in torch.tensor(sizes).cumsum(0).tolist()]
     return [tuple(t[a:z] for t in whole) for a,z in zip(ends, ends[1:]) if a < n]
 
-def accumulated(m, parts, plan=True):
+def accumulated(m, parts, plan=True, takes_seed=False):
     "(gradients with respect to all outputs, as they are accumulated; the loss), or None if it is not measured"
     items = [items_of(p) for p in parts]
     m.begin_step(items if plan else ())
     counted,seeds = [],[]
     for o in items:
-        c = m.measure(o, m.loss_func(o.pred, *o.yb) if m.can_look_back else None)
+        c = m.measure(o, m.loss_func(o.pred, *o.yb), takes_seed=True) if takes_seed else m.measure(o)
         if c is None: return None
         counted.append(c)
         seeds.append(c.seed or [g*c.divided_by.to(g.dtype) for g in loss_and_grads(m.loss_func, o)[1]])
@@ -233,9 +233,9 @@ def accumulated(m, parts, plan=True):
     D = divisor(counted, m.extra).reshape(-1)[m.block]
     return [torch.cat(o)/D for o in zip(*seeds)],joint_value(counted, m.extra)
 
-def off_by(m, parts, plan=True, f=None):
+def off_by(m, parts, plan=True, f=None, takes_seed=False):
     "How far the gradient of a step is from that of one loss of all its outputs; NaN if it is not measured"
-    res = accumulated(m, parts, plan)
+    res = accumulated(m, parts, plan, takes_seed)
     whole,grads = loss_and_grads(f or m.loss_func, items_of(parts[0]).join(*map(items_of, parts[1:])))
     m.end_step()
     if res is None: return math.nan
@@ -271,11 +271,10 @@ def test_beside_others(name, sizes, seed, dtype, monkeypatch):
     f,make = exact[name]
     torch.manual_seed(seed)
     m,seen,beside = LossMeasure(f),[],Reference.beside
-    m.can_look_back = True
     monkeypatch.setattr(Reference, 'beside', lambda *args: seen.append(1) or beside(*args))
     for i in range(12):
         whole = batch_of(make, empty=((0, 2), (0, 1, 2, 3), (1, 2, 3, 4, 5))[i%3])
-        off = off_by(m, cut(whole, sizes), plan=i < 3)
+        off = off_by(m, cut(whole, sizes), plan=i < 3, takes_seed=True)
         assert off < limit[dtype] and m.message is None, (i, off, m.message)
     assert seen
 
