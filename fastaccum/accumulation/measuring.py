@@ -238,10 +238,12 @@ def _count(self:MeasuredWeights, micro):
     if self.counted.seed is not None: self._replace_gradients()
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8ca1
+# The loss that is differentiated may have more terms than the one that is measured
 @patch
 def _measured(self:MeasuredWeights, items):
-    learn = self.learn
-    return self.measure.measure(items, learn.loss_grad, takes_seed=is_of_outputs(learn.loss_grad, learn.pred))
+    loss = self.learn.loss_grad
+    is_whole = self.facts.replaced is not None or self.cb.loop.now.changed is None
+    return self.measure.measure(items, loss, takes_seed=is_whole and is_of_outputs(loss, self.learn.pred))
 
 # It is all of a step, and needs no weight. It is remembered, as its step may be cancelled, and go on with others
 @patch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from .checks import is_count
 from .losses import LossInfo, at_least, ignore_empty, is_known, loss_weight, n_items  # your own loop needs the last two
-from .measured import Items, LossMeasure, as_beside_others, as_now, is_of_outputs
+from .measured import Items, LossMeasure, as_beside_others, as_now
 from .spelling import TellsNames
 from .warnings import warn
 
@@ -254,7 +254,6 @@ class GradientAccumulator(TellsNames):
     # -- the step
     def finish(self) -> Tensor: # The accumulated loss: the weighted mean, or the sum if not `normalize`
         "Turn the gradients into those of the accumulated batch, and return its loss on the device. The next `add` starts a new one"
-        if self.weigher is not None: self.weigher.look_back(self)
         (loss,weight),n_items = self.mean(),self.n_items
         if self.reduce is not None: loss,weight,n_items = self.reduce(loss, weight, self._n_own, self.target)
         elif self.normalize and self.losses and self._planned != n_items:
@@ -414,7 +413,7 @@ class LossWeigher:
     def _measured(self, acc, loss, n, pred, yb):
         measure = self.measure
         measure.at('a later step')
-        counted = measure.measure(Items(pred, yb, n), loss, takes_seed=is_of_outputs(loss, pred))
+        counted = measure.measure(Items(pred, yb, n), loss)
         if counted is None:                    # by items, in the unit of the step
             return loss,n*acc.mean()[1]/acc.n_items if acc.losses else n,None,None
         if measure.take_settled() and 0 < len(acc.losses) == len(measure.counted)-1:
@@ -428,11 +427,6 @@ class LossWeigher:
 
     def begin_step(self):
         if self.measure is not None: self.measure.begin_step()
-
-    # Does the last loss divide by more than it adds?
-    def look_back(self, acc):
-        if self.measure is None or not self.measure.look_back() or len(self.measure.counted) != len(acc.losses): return
-        acc.divide_last_by(self.measure.counted[-1].divided(0, self.measure.once))
 
     # The gradients are those of the step. What is not finite in the big batch is not so here
     def end_step(self, params):

@@ -343,3 +343,18 @@ def test_an_output_computed_from_another(bs, mbs, cbs):
     for check in (True, 'always'):
         off,told = compared(loss, targets, bs, mbs, *[cb() for cb in cbs], check=check, n_epoch=3, model=WithFeatures)
         assert off < 1e-9 and told == [], (check, off, told)
+
+def test_a_term_that_comes_later_is_kept():
+    "Also before it is found out"
+    def loss(p, y): return (each(p, y)*(1+y)).sum()/(1+y).sum()
+    class Sometimes(Callback):
+        weight = 0.
+        def after_loss(self):
+            if self.training and self.learn.iter%8 == 6: self.learn.loss_grad = self.loss_grad + self.weight*self.pred.square().mean()
+    def run(weight):
+        cb = Sometimes()
+        cb.weight = weight
+        before,after,*_ = fit(loss, classes, accumulated(None, True), cb, bs=4)
+        return before,after
+    (before,without),(_,with_term) = run(0.),run(3.)
+    assert (with_term-without).norm() > .05*(without-before).norm()
