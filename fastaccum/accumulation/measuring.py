@@ -238,12 +238,13 @@ def _count(self:MeasuredWeights, micro):
     if self.counted.seed is not None: self._replace_gradients()
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8ca1
-# The loss that is differentiated may have more terms than the one that is measured
+# The loss that is differentiated may have more terms than the one that is measured, and keep values that count by what it divides by
 @patch
 def _measured(self:MeasuredWeights, items):
-    loss = self.learn.loss_grad
-    is_whole = self.facts.replaced is not None or self.cb.loop.now.changed is None
-    return self.measure.measure(items, loss, takes_seed=is_whole and is_of_outputs(loss, self.learn.pred))
+    loss,facts = self.learn.loss_grad,self.facts
+    is_measured = facts.replaced is not None or self.cb.loop.now.changed is None
+    takes_seed = is_measured and not facts.values.kinds and is_of_outputs(loss, self.learn.pred)
+    return self.measure.measure(items, loss, takes_seed=takes_seed)
 
 # It is all of a step, and needs no weight. It is remembered, as its step may be cancelled, and go on with others
 @patch

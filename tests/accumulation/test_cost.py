@@ -1,5 +1,5 @@
 "What accumulation costs: host syncs, multiplications, memory"
-import pytest, simulated
+import pytest
 from reference import *
 from bench.measure import OpCounter, SyncCounter
 from fastaccum.core.memory import StorageFollower
@@ -131,38 +131,3 @@ def test_memory(name):
     ours = peak_of_learner(data, bs, model, acc, *([kwargs['cb']()] if 'cb' in kwargs else []), loss_func=kwargs['loss_func'])
     whole = peak_of_learner(data, 64, model, loss_func=kwargs['loss_func'])
     assert ours < hand + .05*n_params and whole > hand + .2*n_params
-
-# --- a loss that is measured in each micro-batch
-
-class Waits(Callback):
-    "How often did the host wait for the device in each step?"
-    order = 95
-    def before_fit(self): self.n,self.of_steps = 0,[]
-    def after_batch(self):
-        if not self.training: return
-        n,self.n = self.n,simulated.waits.n
-        self.of_steps.append(self.n-n)
-    most_often = property(lambda self: max(sorted(set(self.of_steps)), key=self.of_steps.count))
-
-def classes_weighted(p, y):
-    w = 1.+y.float()
-    return (F.cross_entropy(p, y, reduction='none')*w).sum()/w.sum()
-
-def labels_with_floor(p, y):
-    is_one = F.one_hot(y, 4)*(y > 2)[:,None].float()
-    return F.binary_cross_entropy_with_logits(p, is_one, reduction='sum')/is_one.sum().clamp(min=2)
-
-@pytest.mark.slow
-@pytest.mark.skipif(devices.GPU != '', reason='the simulated device counts')
-@pytest.mark.parametrize('loss', [classes_weighted, labels_with_floor])
-def test_waits_for_a_measured_loss(loss):
-    "Twice in most steps, as they begin and as they end, however many micro-batches they have"
-    def most_often(loss, **acc):
-        torch.manual_seed(0)
-        data,cb = Data(torch.randn(400, 6), torch.randint(4, (400,))),Waits()
-        learn = learner(data, 16, GradientAccumulation(16, **acc), cb, model=simulated.move(mlp(n_out=4)), loss_func=loss)
-        learn.dls.device = torch.device('sim')
-        with simulated.waits: learn.fit(1, .01)
-        return cb.most_often
-    known = most_often(nn.CrossEntropyLoss(), micro_batch_size=4)
-    assert [most_often(loss, micro_batch_size=k) for k in (8, 2)] == [known+2]*2

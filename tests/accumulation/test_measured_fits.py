@@ -358,3 +358,23 @@ def test_a_term_that_comes_later_is_kept():
         return before,after
     (before,without),(_,with_term) = run(0.),run(3.)
     assert (with_term-without).norm() > .05*(without-before).norm()
+
+class Kept(Callback):
+    "What a loss keeps in each step"
+    def before_fit(self): self.values = []
+    def before_step(self): self.values.append(float(self.learn.loss_func.kept))
+
+def test_values_that_a_loss_keeps():
+    "They count by what it divides by, also at its floor"
+    class Keeps(nn.Module):
+        def forward(self, p, y):
+            res = bce(p, y).sum()/y.sum().clamp(min=5)
+            self.kept = res.detach()
+            return res
+    def targets(): return torch.cat([boxes(), boxes()*(torch.rand(48, 1) < .3), torch.zeros(24, 4).double()])
+    runs = []
+    for cbs in ([], [accumulated(4)]):
+        cb = Kept()
+        fit(Keeps(), targets, *cbs, cb, n_epoch=4)
+        runs.append(cb.values)
+    assert runs[1] == pytest.approx(runs[0], rel=1e-8)
