@@ -81,6 +81,7 @@ def joint_value(counted, extra=0.):
     total = torch.stack([c.numerator for c in counted]).sum()
     return torch.where(D > 0, total/D, 0.)
 
+# %% ../../nbs/api/core/20_measured.ipynb #ea5e7a02
 # `loss`, with the gradients of the outputs that it has beside others, instead of its own. What depends on something else, stays
 def as_beside_others(loss, pred, seed, divided_by):
     given = [(t, g) for t,g in zip(float_tensors(pred), seed) if t.requires_grad]
@@ -107,7 +108,7 @@ class _Given(torch.autograd.Function):
 
 # Does the loss depend on nothing but the outputs?
 def is_of_outputs(loss, pred):
-    ends = {(e.node, e.output_nr) for e in map(get_gradient_edge, filter(_has_graph, float_tensors(pred)))}
+    ends = {(e.node, e.output_nr) for e in (get_gradient_edge(t) for t in float_tensors(pred) if t.requires_grad)}
     seen,todo = set(),[(loss.grad_fn, 0)]
     while todo:
         edge = todo.pop()
@@ -117,8 +118,6 @@ def is_of_outputs(loss, pred):
         seen.add(node)
         todo += node.next_functions
     return True
-
-def _has_graph(t): return t.requires_grad
 
 # Gradients of `loss` with respect to the outputs, one of which may be computed from another; None if they are not finite
 def gradients_of(loss, outputs):
@@ -131,12 +130,10 @@ def gradients_of(loss, outputs):
     for h in handles: h.remove()
     return found if all(bool(g.isfinite().all()) for g in found) else None
 
-# Those of the numerator
+# Those of the numerator of its loss
 def numerator_grads(counted, f, items):
     if counted.seed is not None: return counted.seed
     return [(counted.divided_by.to(g.dtype)*g).nan_to_num(0., 0., 0.) for g in loss_and_grads(f, items)[1]]
-
-
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ec774
 # What the micro-batches of a loss count, during a fit: each is measured beside reference items.
@@ -230,15 +227,6 @@ class LossMeasure:
     @property
     def extra(self): return torch.zeros(()) if self.reference is None else self.reference.extra
 
-    # The same for the block in whose units the step is
-    @property
-    def once(self): return self.extra.reshape(-1)[self.block]
-
-    @property
-    def is_sum(self):
-        ref = self.reference
-        return self.n_steps > 0 and self.n >= 4 and self.verdict.why is None and ref is not None and not ref.adds
-
     @property
     def message(self): return self.verdict.message
     def __str__(self):
@@ -283,6 +271,15 @@ def end_step(self:LossMeasure, least=0.):
     if self.verdict.waits: self._say_how_far()
     self.audit.end_step(self.n_steps)
     self.begin_step()
+
+# What each call adds once, in the block in whose units the step is
+@patch(as_prop=True)
+def once(self:LossMeasure): return self.extra.reshape(-1)[self.block]
+
+@patch(as_prop=True)
+def is_sum(self:LossMeasure):
+    ref = self.reference
+    return self.n_steps > 0 and self.n >= 4 and self.verdict.why is None and ref is not None and not ref.adds
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ec7a2
 # Those of a micro-batch that was measured in parts, as they are known now
