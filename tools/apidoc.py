@@ -58,7 +58,7 @@ called_by_modules = {
                             'warn_of_loss keeps train_batch give_up_batch is_done predict constant',
     'GradientAccumulationSchedule': 'size_at', 'AdaptiveGradientAccumulation': 'size_at plan',
     'GradientNoiseScale': 'rank_sums summed_over_ranks',
-    'GradientAccumulator': 'so_far rollback settled counted set_target count_for_all correct add_once once revise divide_last_by '
+    'GradientAccumulator': 'so_far rollback settled counted set_target count_for_all correct add_once once revise divide '
                            'reopen least_divisor',
     'LossRule': 'is_sum declares_sum may_be_nan key',
     'DynamicLossScaler': 'may_give_up reset_step',

@@ -198,10 +198,9 @@ class Shown:
         yb = self.learn.yb
         return self.may_change and (yb is not micro.yb or getattr(first(yb), '_version', None) != self.version)
 
-    # Context in which the Learner's batch has these inputs and targets: a loss may read them there
-    @contextmanager
-    def others(self, xb, yb):
-        with _replacing(self.learn, 'xb', xb), _replacing(self.learn, 'yb', yb): yield
+    # Shows others to a loss. Who keeps it does not keep this batch
+    @property
+    def others(self): return partial(shown_to_loss, self.learn)
 
     def __exit__(self, *_):
         if self.is_cut: self.learn.xb,self.learn.yb = self.xb,self.yb
@@ -209,6 +208,11 @@ class Shown:
 
     def _put(self, values):
         for (d,k),v in zip(self.places, values): d[k] = v
+
+# Context in which the Learner's batch has these inputs and targets: a loss may read them there
+@contextmanager
+def shown_to_loss(learn, xb, yb):
+    with _replacing(learn, 'xb', xb), _replacing(learn, 'yb', yb): yield
 
 _replacing = contextmanager(replacing_yield)
 

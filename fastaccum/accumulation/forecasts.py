@@ -101,7 +101,8 @@ class Forecast:
     def _measured(self, items):
         own = self._own(items) if self.measure.n else None
         counted = self.measure.measure(items, own and own[0], own, takes_seed=True)
-        if counted is None or counted.is_seeded: return counted,counted and counted.seed
+        if counted is None: return None,()
+        if counted.is_seeded: return counted,[g/counted.seed_unit for g in counted.seed]
         divided_by = counted.of_block(self.measure.block)[1]
         return counted,[g*divided_by.to(g.dtype) for g in (own or self._own(items))[1]]
 

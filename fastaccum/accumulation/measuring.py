@@ -23,7 +23,7 @@ __all__ = []
 class Weight(NamedTuple):
     adds:Any             # to the divisor of the big batch's loss
     divided_by:Any=None  # what its own loss divided by, if that is something else
-    n_sharing:int=1      # how many ranks share the loss: these numbers are the part of one
+    n_sharing:Any=1      # how many ranks share the loss: these numbers are the part of one; 0: it shows no floor
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #c6a53a02
 # Does a rule of the targets say what micro-batches count, or are those of this step measured?
@@ -275,7 +275,7 @@ def of(self:MeasuredWeights, micro):
     nominal = torch.where(divided_by > 0, divided_by, 1.)
     share, = acc.shares([adds], micro.counts, nominal, divided_by=[divided_by])
     if counted.is_seeded: learn.loss = counted.value(learn.loss, divided_by)
-    return Weight(adds, divided_by),share.to(learn.loss_grad.dtype)
+    return Weight(adds, divided_by, counted.shows_floor(self.measure.block)),share.to(learn.loss_grad.dtype)
 
 @patch
 def _adds(self:MeasuredWeights, counted): return counted.of_block(self.measure.block)[0]
@@ -333,7 +333,7 @@ uneven_mean = ("A callback takes the mean of the loss function's values, in whic
 @patch
 def _replace_gradients(self:MeasuredWeights):
     learn,counted = self.learn,self.counted
-    learn.loss_grad = as_beside_others(learn.loss_grad, learn.pred, counted.seed, self._divided_by(counted))
+    learn.loss_grad = as_beside_others(learn.loss_grad, learn.pred, counted, self._divided_by(counted))
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6233255
 @patch
@@ -342,13 +342,13 @@ def before_finish(self:MeasuredWeights):
     if self.is_on: self._look_back()
     return self.tell(self.acc.mean()[1])
 
-# Does the loss of the last micro-batch divide by more than it adds?
+# Does a loss divide by more than it adds?
 @patch
 def _look_back(self:MeasuredWeights):
-    if not self.measure.look_back() or None in self.step or len(self.step) != len(self.acc.losses): return
-    last = self.step[-1]
-    if last.is_silent: self.silent.append(last.own)
-    self.acc.divide_last_by(self._divided_by(last))
+    counted,step = self.measure.look_back(),self.step[:len(self.acc.losses)]
+    if counted is None or counted not in step: return
+    if counted.is_silent: self.silent.append(counted.own)
+    self.acc.divide(step.index(counted), self._divided_by(counted), counted.shows_floor(self.measure.block))
 
 # `told`: by this rank
 @patch

@@ -175,7 +175,7 @@ class GradientAccumulator(TellsNames):
         weight:float|Tensor, # Its weight
         n_items:int,         # Number of items in it
         divided_by=None,     # What the loss divided by, if that is not its weight
-        n_sharing:int=1      # How many ranks share this loss: `weight` and `divided_by` are this one's part
+        n_sharing:int=1      # How many ranks share this loss: `weight` and `divided_by` are this one's part. 0: it shows no floor
     ) -> None:
         "Count a micro-batch. Nothing is computed before `mean` or `finish`"
         if divided_by is not None or self._divided:
@@ -203,12 +203,14 @@ class GradientAccumulator(TellsNames):
         self._planned = -1
         self._computed = None
 
-    def divide_last_by(self,
-        divided_by:float|Tensor # What the last loss divides by
+    def divide(self,
+        i:int, # Number of a micro-batch
+        divided_by:float|Tensor, # What its loss divides by
+        n_sharing:int=1 # As for `count`
     ) -> None:
-        "The last loss is divided by something else than was supposed. Its gradients stay"
-        before,self._divided[-1] = self._divided[-1],divided_by
-        self.losses[-1] = (self.losses[-1]*before/divided_by).to(self.losses[-1].dtype)
+        "It divides by something else than was supposed. Its gradients stay"
+        before,self._divided[i],self._sharing[i] = self._divided[i],divided_by,n_sharing
+        self.losses[i] = (self.losses[i]*before/divided_by).to(self.losses[i].dtype)
         self._planned = -1
         self._computed = None
 
@@ -421,7 +423,7 @@ class LossWeigher:
         acc.add_once(measure.once)
         adds,divided_by = counted.of_block(measure.block)[0],counted.divided(measure.block, measure.once)
         if counted.is_seeded:
-            seeded = as_beside_others(loss, pred, counted.seed, divided_by)
+            seeded = as_beside_others(loss, pred, counted, divided_by)
             loss = seeded + (counted.value(loss.detach(), divided_by) - seeded.detach())
         return loss,adds,divided_by,torch.where(divided_by > 0, divided_by, 1.)
 

@@ -430,7 +430,7 @@ class ByMeasure:
         if counted.adds.dim(): raise ValueError(by_columns.format(measure.verdict.name))
         self.of_parts.append(counted)
         divided_by = counted.divided(measure.block, measure.once)
-        if counted.seed is not None: loss = as_beside_others(loss, out, counted.seed, divided_by)
+        if counted.seed is not None: loss = as_beside_others(loss, out, counted, divided_by)
         ignore_empty(out, (counted.adds > 0) | loss.detach().isfinite())
         if self.near is None: self.near = power_of_two(torch.maximum(counted.adds*self.n_parts, divided_by))
         return loss,divided_by/self.near

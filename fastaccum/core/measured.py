@@ -31,6 +31,7 @@ class Counted:
         self.adds,self.divided_by = adds,divided_by    # what it adds to the divisor of the big batch; what its own loss divided by
         self.numerator = numerator                     # its loss before that division
         self.seed = seed                               # gradients of the numerator, if those of its own loss do not serve
+        self.seed_unit = 1.                            # divided by this
         self.seed_of_blocks = None                     # those of each block, in its own units
         self.is_seeded = seed is not None              # did it get such, also if they are no longer kept?
         self.is_silent = seed is not None              # and has its own loss none?
@@ -48,6 +49,9 @@ class Counted:
     def of_block(self, i):
         if not self.adds.dim(): return self.adds,self.divided_by
         return self.adds[i],self.divided_by[i]
+
+    # Was it seen what its own loss divided by?
+    def shows_floor(self, i): return 0 if self.is_supposed else self.of_block(i)[1] > 0
 
     # What its loss divided by. One without gradients, whose items count beside others, divided by what they add and what each call
     # adds `once`, or by too little to matter
@@ -83,9 +87,10 @@ def joint_value(counted, extra=0.):
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e7a02
 # `loss`, with the gradients of the outputs that it has beside others, instead of its own. What depends on something else, stays
-def as_beside_others(loss, pred, seed, divided_by):
-    given = [(t, g) for t,g in zip(float_tensors(pred), seed) if t.requires_grad]
+def as_beside_others(loss, pred, counted, divided_by):
+    given = [(t, g) for t,g in zip(float_tensors(pred), counted.seed) if t.requires_grad]
     if not given: return loss
+    divided_by = divided_by*counted.seed_unit
     outputs,grads = zip(*given)
     value = loss.detach().nan_to_num(0., 0., 0.)
     own = None if is_of_outputs(loss, pred) else gradients_of(loss, outputs)
@@ -132,7 +137,7 @@ def gradients_of(loss, outputs):
 
 # Those of the numerator of its loss
 def numerator_grads(counted, f, items):
-    if counted.seed is not None: return counted.seed
+    if counted.seed is not None: return [g/counted.seed_unit for g in counted.seed]
     return [(counted.divided_by.to(g.dtype)*g).nan_to_num(0., 0., 0.) for g in loss_and_grads(f, items)[1]]
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ec774
@@ -154,6 +159,7 @@ class LossMeasure:
         self.least = math.inf                                  # the smallest divisor that was just what is added
         self.audited = None                                    # how far the gradient of the last step was off, if it was looked at
         self.values = None                                     # a `ValueMeasure`, if the model computes the loss
+        self.inputs = Inputs()
         self.begin_step()
 
     # The place in training, for messages
@@ -171,7 +177,7 @@ class LossMeasure:
     def begin_step(self, plan=(), closely=False):
         self.counted,self.looks = [],[]
         self.supposed = 0                                      # micro-batches whose own divisor was not looked at
-        self.last = None                                       # the last one, if it is such: a `Counted` and its items
+        self.unseen = []                                       # these with their items, if they got the gradients beside others
         self.read = None                                       # numbers of the step, on the host
         self.block = 0                                         # the block of outputs in whose units the step is
         self.references.begin_step()
@@ -193,7 +199,8 @@ class LossMeasure:
     def measure(self, items, loss=None, own=None, takes_seed=False):
         if self.references.saved is not None: self._restore(items)
         if self.counted and not self.audit.due: self.counted[-1].seed = None                # it has gone back
-        self.last = self.read = None
+        self.read = None
+        items.inputs = self.inputs
         table = self.table
         counts = table.counts(items.yb, items.n)
         if self.verdict.why is not None: return self._unmeasured(items, counts, loss)
@@ -208,7 +215,7 @@ class LossMeasure:
             self.next = self.n + self._pause()
         self.n += 1
         self.counted.append(counted)
-        self.audit.keep(counted, items)
+        self.audit.keep(counted, items.to_be_kept())
         return counted
 
     # In a fifth to three fifths of the micro-batches so far: at random, the same in each run
@@ -242,21 +249,21 @@ def _on_host(self:LossMeasure):
         self.read = on_host(*numbers_of(self.counted), self.extra, looks)
     return self.read
 
-# Before a step ends. If fewer targets count in it than ever in a micro-batch, there may be a floor, or a loss without gradients: the last
-# micro-batch is looked at closely. Returns whether it divides by something else than what it adds
+# Before a step ends. If fewer targets count in it than ever in a micro-batch, there may be a floor, or a loss without gradients: the
+# micro-batch in which most count is looked at closely. Returns what it counts, if that has changed
 @patch
 def look_back(self:LossMeasure):
-    if self.last is None or self.verdict.why is not None: return False
+    if not self.unseen or self.verdict.why is not None: return None
     adds,*_ = self._on_host()
-    if self.least*(1-1e-6) <= float(adds.sum()) < math.inf: return False
-    (counted,items),self.last,self.read = self.last,None,None
+    if self.least*(1-1e-6) <= float(adds.sum()) < math.inf: return None
+    of = dict(zip(self.counted, adds.tolist()))
+    counted,items = max(self.unseen, key=lambda o: of[o[0]])
+    self.unseen,self.read = [],None
     try: seen = self._looked_at(items)
-    except NotMeasured as e:
-        self._refuse(e)
-        return False
+    except NotMeasured as e: return self._refuse(e)
     self.supposed -= 1
     counted.divided_by,counted.is_supposed,counted.is_silent = seen.divided_by,False,seen.is_silent
-    return True
+    return counted
 
 # Do gradients and divisors add up? least: what the step divides by at least, if others have a part of it
 @patch
@@ -286,6 +293,7 @@ def is_sum(self:LossMeasure):
 class Together:
     seed = seed_of_blocks = None
     is_seeded = False                                  # its chunks were
+    def shows_floor(self, i): return self.divided_by > 0
     # own: of a loss of all of them which has no gradients
     def __init__(self, parts, measure, own):
         self.parts,self.measure,self.own = parts,measure,own
@@ -357,7 +365,7 @@ def _in_groups(self:LossMeasure, look, items, loss, own, takes_seed):
     counted = self._at_a_glance(look.loss, items, loss, takes_seed)
     if counted is None: counted = self._in_full(look, items, own)
     counted.adds = counted.adds.clamp(min=0)
-    self.references.keep(counted, items)
+    self.references.keep(counted, items.to_be_kept())
     return counted
 
 @patch
@@ -441,7 +449,8 @@ def _at_a_glance(self:LossMeasure, f, items, loss, takes_seed):
     ref = self.reference
     if ref is None or ref.blocks.by is not None: return None
     if not ref.adds: return self._adds_nothing(items, loss)
-    takes_seed = takes_seed and self.n_steps > 0 and items.numel <= self.most              # the end of a step tells whether it is a mean
+    has_room = sum(o.numel for _,o in self.unseen) + items.numel <= self.most
+    takes_seed = takes_seed and has_room and self.n_steps > 0                  # the end of a step tells whether it is a mean
     return self._beside_others(items, loss) if takes_seed else self._adds_only(items, loss)
 
 # With the gradients that it has beside the reference, nothing has to be read from the device: they are right, whether its own loss
@@ -451,11 +460,11 @@ def _beside_others(self:LossMeasure, items, loss):
     counted,look = self.reference.beside(items)
     self.looks.append(look)
     self.supposed += 1
-    self.last = counted,items
-    own,d = loss.detach().sum(),counted.adds + self.extra
-    is_plain = own.isfinite() & (counted.adds >= self.least)
-    counted.divided_by,counted.numerator = d,torch.where(is_plain, d*own, counted.numerator)
-    counted.own = own
+    self.unseen.append((counted, items.to_be_kept()))
+    own,d,ref = loss.detach().sum(),counted.adds + self.extra,self.reference
+    # if its own loss divided by what it adds, its value has less rounding
+    is_plain = (d*own - counted.numerator).abs() <= self.tol*(counted.numerator.abs() + ref.scale*ref.value.abs())
+    counted.own,counted.divided_by,counted.numerator = own,d,torch.where(is_plain, d*own, counted.numerator)
     return counted
 
 # Large outputs are not kept twice. Only what it adds: its own loss divided by that, too, if one that added less did
@@ -1059,8 +1068,8 @@ def _join(self:Reference, part):
 def beside(self:Reference, part):
     value,a,rest,_,theirs = self._join(part)
     adds,zero = 1/a-1,torch.zeros_like(rest)
-    seed = [g*c for g,c in zip(theirs, self.blocks.spread(self.scale/a, theirs))]
-    counted = Counted(adds*self.scale, adds*self.scale, (value*(1+adds) - self.value)*self.scale, seed)
+    counted = Counted(adds*self.scale, adds*self.scale, (value*(1+adds) - self.value)*self.scale, theirs)
+    counted.seed_unit = (a/self.scale).to(theirs[0].dtype)
     counted.is_supposed,counted.is_silent = True,False
     return counted,torch.stack([rest, zero, zero, zero])
 
@@ -1356,15 +1365,16 @@ class Choice:
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e96c4
 # Outputs and targets of `n` items. `xb`: inputs that the loss may look at; `shown(xb, yb)`: context in which it finds them
 class Items:
-    def __init__(self, pred, yb, n, xb=(), shown=None):
+    def __init__(self, pred, yb, n, xb=(), shown=None, inputs=None):
         self.pred = map_leaves(_detached, pred)
         self.yb = tuple(yb) if isinstance(yb, (tuple,list)) else (yb,)
         self.n,self.xb,self.shown = n,xb,shown
+        self.inputs = inputs or Inputs()
 
     # Those of other outputs or targets, and of as many items unless `n` says otherwise
     def put(self, pred=None, yb=None, n=None, xb=None):
         or_own = lambda o, own: own if o is None else o
-        return Items(or_own(pred, self.pred), or_own(yb, self.yb), n or self.n, or_own(xb, self.xb), self.shown)
+        return Items(or_own(pred, self.pred), or_own(yb, self.yb), n or self.n, or_own(xb, self.xb), self.shown, self.inputs)
 
     # For checkpoints
     def as_dict(self): return dict(pred=self.pred, yb=self.yb, n=self.n, xb=list(self.xb))
@@ -1373,7 +1383,7 @@ class Items:
     def like_dict(self, d):
         device = float_tensors(self.pred)[0].device
         pred,yb,xb = map_leaves(lambda o: o.to(device) if isinstance(o, Tensor) else o, (d['pred'], tuple(d['yb']), d['xb']))
-        return Items(pred, yb, d['n'], xb, self.shown)
+        return Items(pred, yb, d['n'], xb, self.shown, self.inputs)
 
     def _map(self, f, *others):
         parts = self,*others
@@ -1395,6 +1405,9 @@ class Items:
 
     # Context in which a loss finds the inputs
     def seen(self): return nullcontext() if self.shown is None else self.shown(self.xb, self.yb)
+
+    # Until the step ends: without the inputs, unless the loss looks at them
+    def to_be_kept(self): return self if self.inputs.are_read else self.put(xb=())
 
     # Without the batch that they were taken from
     def alone(self): return self.put(xb=() if self.shown is None else [self.xb[i] for i in range(len(self.xb))])
@@ -1452,9 +1465,15 @@ class Items:
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e7928
 # Inputs that are cut or joined only if the loss looks at them
 class _Lazy:
+    is_read = False
     def __init__(self, get, n): self.get,self.n = get,n
     def __len__(self): return self.n
-    def __getitem__(self, i): return self.get(range(self.n)[i])
+    def __getitem__(self, i):
+        self.is_read = True
+        return self.get(range(self.n)[i])
+
+# Has the loss looked at inputs?
+class Inputs: are_read = False
 
 def _is_plain(o):
     if isinstance(o, (list,tuple)): return type(o) in (list,tuple) and all(map(_is_plain, o))
@@ -1533,6 +1552,7 @@ def loss_and_grads_of_each(f, parts, k=None):
         args = [torch.cat(os) if w else _alone(_joined(*os)) for w,os in zip(are_wanted, columns)]
         pred = with_leaves(first.pred, args, partial(_has_objects, first.n))
         loss,grads = _call(f, pred, map_leaves(_exact, rest.yb), sum(wanted, []))
+    first.inputs.are_read = first.inputs.are_read or rest.xb.is_read
     computed = loss.grad_fn is not None or any(loss is o for o in args)
     if computed and all(g is None for g in grads): raise NotMeasured('it does not depend on the outputs')
     grads = iter(grads)

@@ -131,3 +131,23 @@ def test_memory(name):
     ours = peak_of_learner(data, bs, model, acc, *([kwargs['cb']()] if 'cb' in kwargs else []), loss_func=kwargs['loss_func'])
     whole = peak_of_learner(data, 64, model, loss_func=kwargs['loss_func'])
     assert ours < hand + .05*n_params and whole > hand + .2*n_params
+
+def by_weights(p, y):
+    w = 1. + (y > 0).float()
+    return ((p-y).square()*w).sum()/w.sum()
+
+@pytest.mark.parametrize('check', [True, 'always'])
+def test_memory_of_a_measured_loss(check):
+    "Loader batches of a step that went by are not kept, nor the one that reference items come from: inputs are larger than all else"
+    class Wide:
+        n_inputs = 2**14
+        def __init__(self, n): self.n = n
+        def __len__(self): return self.n
+        def __getitem__(self, i): return torch.full((self.n_inputs,), i*1e-4),torch.full((4,), (-1.)**i)
+    def peak(loss, k):
+        dls = DataLoaders(*[DataLoader(Wide(n), bs=8) for n in (2*8*k, 1)])
+        learn = Learner(dls, nn.Linear(Wide.n_inputs, 4), loss_func=loss, opt_func=SGD, lr=1e-6, cbs=GradientAccumulation(8*k, check_loss=check))
+        with StorageFollower() as mem, learn.no_bar(), learn.no_logging(): learn.fit(2)
+        return mem.peak/(8*Wide.n_inputs*4)                    # in loader batches
+    known = peak(nn.MSELoss(), 8)
+    assert peak(by_weights, 8) < known+1 and peak(by_weights, 16) < known+1

@@ -228,7 +228,7 @@ def accumulated(m, parts, plan=True, takes_seed=False):
         c = m.measure(o, m.loss_func(o.pred, *o.yb), takes_seed=True) if takes_seed else m.measure(o)
         if c is None: return None
         counted.append(c)
-        seeds.append(c.seed or [g*c.divided_by.to(g.dtype) for g in loss_and_grads(m.loss_func, o)[1]])
+        seeds.append(measured.numerator_grads(c, m.loss_func, o))
     m.look_back()
     D = divisor(counted, m.extra).reshape(-1)[m.block]
     return [torch.cat(o)/D for o in zip(*seeds)],joint_value(counted, m.extra)
