@@ -146,7 +146,8 @@ def test_memory_of_a_measured_loss(check):
         def __getitem__(self, i): return torch.full((self.n_inputs,), i*1e-4),torch.full((4,), (-1.)**i)
     def peak(loss, k):
         dls = DataLoaders(*[DataLoader(Wide(n), bs=8) for n in (2*8*k, 1)])
-        learn = Learner(dls, nn.Linear(Wide.n_inputs, 4), loss_func=loss, opt_func=SGD, lr=1e-6, cbs=GradientAccumulation(8*k, check_loss=check))
+        acc = GradientAccumulation(8*k, check_loss=check)
+        learn = Learner(dls, nn.Linear(Wide.n_inputs, 4), loss_func=loss, opt_func=SGD, lr=1e-6, cbs=acc)
         with StorageFollower() as mem, learn.no_bar(), learn.no_logging(): learn.fit(2)
         return mem.peak/(8*Wide.n_inputs*4)                    # in loader batches
     known = peak(nn.MSELoss(), 8)
