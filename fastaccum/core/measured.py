@@ -1410,7 +1410,7 @@ class Items:
     def to_be_kept(self): return self if self.inputs.are_read else self.put(xb=())
 
     # Without the batch that they were taken from
-    def alone(self): return self.put(xb=() if self.shown is None else [self.xb[i] for i in range(len(self.xb))])
+    def alone(self): return self.put(xb=[self.xb[i] for i in range(len(self.xb))] if self.inputs.are_read else ())
 
     def copies(self, m): return self.join(*[self]*(m-1))
 

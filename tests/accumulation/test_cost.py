@@ -138,7 +138,7 @@ def by_weights(p, y):
 
 @pytest.mark.parametrize('check', [True, 'always'])
 def test_memory_of_a_measured_loss(check):
-    "Loader batches of a step that went by are not kept, nor the one that reference items come from: inputs are larger than all else"
+    "Inputs, here larger than all else, are not kept: neither of loader batches that went by, nor of reference items"
     class Wide:
         n_inputs = 2**14
         def __init__(self, n): self.n = n
@@ -151,4 +151,4 @@ def test_memory_of_a_measured_loss(check):
         with StorageFollower() as mem, learn.no_bar(), learn.no_logging(): learn.fit(2)
         return mem.peak/(8*Wide.n_inputs*4)                    # in loader batches
     known = peak(nn.MSELoss(), 8)
-    assert peak(by_weights, 8) < known+1 and peak(by_weights, 16) < known+1
+    assert peak(by_weights, 8) < known+.1 and peak(by_weights, 16) < known+.1
