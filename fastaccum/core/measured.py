@@ -593,7 +593,7 @@ def _refuse(self:LossMeasure, error):
 @patch
 def _unmeasured(self:LossMeasure, items, counts, loss):
     verdict = self.verdict
-    if verdict.waits: self.audit.keep(None, items)
+    if verdict.waits: self.audit.keep(None, items.to_be_kept())
     w = self.table.predict(counts) if verdict.was_known and counts is not None and self.reference is not None else None
     return None if w is None else self._supposed(torch.tensor(w, dtype=torch.float64), loss)
 
