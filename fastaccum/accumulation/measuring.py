@@ -243,7 +243,7 @@ def _count(self:MeasuredWeights, micro):
 def _measured(self:MeasuredWeights, items):
     loss,facts = self.learn.loss_grad,self.facts
     is_measured = facts.replaced is not None or self.cb.loop.now.changed is None
-    takes_seed = is_measured and not facts.values.kinds and is_of_outputs(loss, self.learn.pred)
+    takes_seed = is_measured and not facts.values.kept_now() and is_of_outputs(loss, self.learn.pred)
     return self.measure.measure(items, loss, takes_seed=takes_seed)
 
 # It is all of a step, and needs no weight. It is remembered, as its step may be cancelled, and go on with others

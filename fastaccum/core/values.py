@@ -48,12 +48,17 @@ class LossValues:
         self._before,self.parts = dict(vars(self.holder)),[o for o in self.parts if o[0] < start]
         self._start = sum(n for _,n,*_ in self.parts)
 
+    # The names of what was put there since then
+    def kept_now(self):
+        if self.holder is None: return []
+        return [k for k,v in vars(self.holder).items() if v is not self._before.get(k) and leaves_of(v)]
+
     # A micro-batch has been counted, as number `i` of its accumulated batch. `weigh(part)`: what a part of it averages
     # over, None for a sum; `xb`, `shown`: see `Items`; `rows`: the places of its items in the loader batch, if they do not
     # follow those before
     def add(self, i, n, pred, yb, weigh, rows=None, xb=(), shown=None):
         held = vars(self.holder)
-        new = [k for k,v in held.items() if k not in (*self.fits, *self.given) and v is not self._before.get(k) and leaves_of(v)]
+        new = [k for k in self.kept_now() if k not in (*self.fits, *self.given)]
         unsure = [k for k,left in self._looks.items() if left]
         if new or unsure: self._look(new + unsure, Items(pred, yb, n, xb, shown), weigh)
         done = sum(n for _,n,*_ in self.parts)
