@@ -159,7 +159,7 @@ class MeasuredWeights:
         measure = self.measure                   # of another loss: then trust begins again, too
         if self.trust.begin_epoch(self.learn.__dict__.get('epoch', 0)): measure.begin_epoch()
         self.trust.begin_step()
-        measure.begin_step(closely=self.asks_rules)          # rules are compared with what each loss divides by
+        measure.begin_step(thorough=self.asks_rules)         # rules are compared with what each loss divides by
 
     @property
     def measure(self): return self.facts.measure_of(self.facts.loss_of(self.learn))
@@ -229,7 +229,7 @@ def _count(self:MeasuredWeights, micro):
     if self._goes_elsewhere: return measure.leave()
     measure.at('epoch {}, batch {}'.format(*self.batch.place))
     if self._chunked is not None: self.counted = self._chunked.counted
-    else: self.counted = self._measured(Items(learn.pred, learn.yb, micro.n, micro.xb, self.batch.shown.others))
+    else: self.counted = self._measured(self._items(micro.n))
     if measure.values is not None and self.cb.ranks.world > 1: self._refuse_values()
     if not self.acc.losses: self.acc.open(normalize=True)
     if measure.stuck: self.facts.values.leave(measure.stuck)
@@ -238,6 +238,12 @@ def _count(self:MeasuredWeights, micro):
     if self.counted.seed is not None: self._replace_gradients()
 
 # %% ../../nbs/api/accumulation/17_measuring.ipynb #a6eb8ca1
+# Those of the present micro-batch
+@patch
+def _items(self:MeasuredWeights, n):
+    learn = self.learn
+    return Items(learn.pred, learn.yb, n, learn.xb, self.batch.shown.others)
+
 # The loss that is differentiated may have more terms than the one that is measured, and keep values that count by what it divides by
 @patch
 def _measured(self:MeasuredWeights, items):
@@ -468,13 +474,13 @@ def _off(self:MeasuredWeights, rule, counted, said, total, told):
 @patch
 def of_part(self:MeasuredWeights, part):
     if self._chunked is not None: weights = adds_of_parts(self.measure, part.pred, part.yb, [part.n])
-    else: weights = self.measure.weigh([Items(part.pred, part.yb, part.n)])
+    else: weights = self.measure.weigh([part])
     return weights and weights[0]
 
 # Of parts of the present micro-batch, of these sizes
 @patch
 def of_parts(self:MeasuredWeights, sizes):
     if self._chunked is not None: return adds_of_parts(self.measure, self.learn.pred, self.learn.yb, sizes)
-    items,ends = Items(self.learn.pred, self.learn.yb, sum(sizes)),[0, *accumulate(sizes)]
+    items,ends = self._items(sum(sizes)),[0, *accumulate(sizes)]
     weights = self.measure.weigh([items.some(range(a, z)) for a,z in zip(ends, ends[1:])])
     return weights and [w[0] if isinstance(w, tuple) else w for w in weights]

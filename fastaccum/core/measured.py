@@ -172,23 +172,24 @@ class LossMeasure:
         self.references.begin_epoch()
         self.audit.renew(self.n_steps)
 
-    # `plan`: the micro-batches of this step, if its targets are all known: `Items` of any outputs. `closely`: look at all of them so, and
-    # audit the step
-    def begin_step(self, plan=(), closely=False):
+    # `plan`: the micro-batches of this step, if its targets are all known: `Items` of any outputs. `thorough`: look at all of them closely,
+    # and audit the step
+    def begin_step(self, plan=(), thorough=False):
         self.counted,self.looks = [],[]
         self.supposed = 0                                      # micro-batches whose own divisor was not looked at
         self.unseen = []                                       # these with their items, if they got the gradients beside others
         self.read = None                                       # numbers of the step, on the host
         self.block = 0                                         # the block of outputs in whose units the step is
         self.references.begin_step()
-        self.closely = closely
-        self.audit.begin_step(self.n_steps, closely)
+        self.is_thorough = thorough
+        self.audit.begin_step(self.n_steps, thorough)
         if self.values is not None: self.values.begin_step()
         self.begin_batch(plan)
 
     # Those of a loader batch: is it the `whole` step? Then each column is divided as the big batch does
     def begin_batch(self, plan=(), whole=True):
         self.plan = list(plan)
+        for o in self.plan: o.inputs = self.inputs
         self.is_whole = whole and all(o.looks_like(self.plan[0]) for o in self.plan)
         self.planned = None                                    # the divisor of each column
         self.references.plan = self.plan
@@ -215,7 +216,7 @@ class LossMeasure:
             self.next = self.n + self._pause()
         self.n += 1
         self.counted.append(counted)
-        self.audit.keep(counted, items.to_be_kept())
+        self.audit.keep(counted, items)
         return counted
 
     # In a fifth to three fifths of the micro-batches so far: at random, the same in each run
@@ -365,7 +366,7 @@ def _in_groups(self:LossMeasure, look, items, loss, own, takes_seed):
     counted = self._at_a_glance(look.loss, items, loss, takes_seed)
     if counted is None: counted = self._in_full(look, items, own)
     counted.adds = counted.adds.clamp(min=0)
-    self.references.keep(counted, items.to_be_kept())
+    self.references.keep(counted, items)
     return counted
 
 @patch
@@ -444,7 +445,7 @@ def _nothing(self:LossMeasure, f, items):
 # In one call of the loss, once larger and smaller micro-batches were looked at closely
 @patch
 def _at_a_glance(self:LossMeasure, f, items, loss, takes_seed):
-    if loss is None or self.closely or not 8 <= self.n < self.next_close: return None
+    if loss is None or self.is_thorough or not 8 <= self.n < self.next_close: return None
     self._find(f, items, closely=False)
     ref = self.reference
     if ref is None or ref.blocks.by is not None: return None
@@ -593,7 +594,7 @@ def _refuse(self:LossMeasure, error):
 @patch
 def _unmeasured(self:LossMeasure, items, counts, loss):
     verdict = self.verdict
-    if verdict.waits: self.audit.keep(None, items.to_be_kept())
+    if verdict.waits: self.audit.keep(None, items)
     w = self.table.predict(counts) if verdict.was_known and counts is not None and self.reference is not None else None
     return None if w is None else self._supposed(torch.tensor(w, dtype=torch.float64), loss)
 
@@ -904,7 +905,7 @@ class Audit:
 
     def keep(self, counted, items):
         if not self.due: return
-        self.kept.append((counted, items))
+        self.kept.append((counted, items.to_be_kept()))
         def has_more(): return len(self.kept) > 2 or any(o.n > 1 for _,o in self.kept)
         while has_more() and sum(o.numel for _,o in self.kept) > self.room: self._thin_out()
 
@@ -1222,7 +1223,7 @@ class References:
 def keep(self:References, counted, items):
     ref = self.now
     if ref is None or not ref.adds:
-        if sum(o.numel for _,o in self.waiting) < self.room: self.waiting.append((counted, items))
+        if sum(o.numel for _,o in self.waiting) < self.room: self.waiting.append((counted, items.to_be_kept()))
         elif counted.waits: self._leave_out(counted)
     if items.n <= self.few and ref is not None and ref.base.n < self.few: self.spare = items.alone()
 
@@ -1369,7 +1370,7 @@ class Items:
         self.pred = map_leaves(_detached, pred)
         self.yb = tuple(yb) if isinstance(yb, (tuple,list)) else (yb,)
         self.n,self.xb,self.shown = n,xb,shown
-        self.inputs = inputs or Inputs()
+        self.inputs = inputs                                   # does the loss look at them? None: that is not known
 
     # Those of other outputs or targets, and of as many items unless `n` says otherwise
     def put(self, pred=None, yb=None, n=None, xb=None):
@@ -1406,11 +1407,14 @@ class Items:
     # Context in which a loss finds the inputs
     def seen(self): return nullcontext() if self.shown is None else self.shown(self.xb, self.yb)
 
-    # Until the step ends: without the inputs, unless the loss looks at them
-    def to_be_kept(self): return self if self.inputs.are_read else self.put(xb=())
+    @property
+    def needs_inputs(self): return self.shown is not None and (self.inputs is None or self.inputs.are_read)
+
+    # Until the step ends: without inputs at which the loss does not look
+    def to_be_kept(self): return self if self.needs_inputs else self.put(xb=())
 
     # Without the batch that they were taken from
-    def alone(self): return self.put(xb=[self.xb[i] for i in range(len(self.xb))] if self.inputs.are_read else ())
+    def alone(self): return self.put(xb=[self.xb[i] for i in range(len(self.xb))] if self.needs_inputs else ())
 
     def copies(self, m): return self.join(*[self]*(m-1))
 
@@ -1552,7 +1556,7 @@ def loss_and_grads_of_each(f, parts, k=None):
         args = [torch.cat(os) if w else _alone(_joined(*os)) for w,os in zip(are_wanted, columns)]
         pred = with_leaves(first.pred, args, partial(_has_objects, first.n))
         loss,grads = _call(f, pred, map_leaves(_exact, rest.yb), sum(wanted, []))
-    first.inputs.are_read = first.inputs.are_read or rest.xb.is_read
+    if first.inputs is not None: first.inputs.are_read = first.inputs.are_read or rest.xb.is_read
     computed = loss.grad_fn is not None or any(loss is o for o in args)
     if computed and all(g is None for g in grads): raise NotMeasured('it does not depend on the outputs')
     grads = iter(grads)

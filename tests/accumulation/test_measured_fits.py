@@ -378,3 +378,29 @@ def test_values_that_a_loss_keeps():
         fit(Keeps(), targets, *cbs, cb, n_epoch=4)
         runs.append(cb.values)
     assert runs[1] == pytest.approx(runs[0], rel=1e-8)
+
+class ByInputs(nn.Module):
+    "Weights come from the inputs, which it finds in the Learner"
+    learn = None
+    def forward(self, p, y):
+        w = 1 + self.learn.x[:,:1].abs()
+        res = (bce(p, y)*w).sum()/w.sum()/4
+        self.kept = res.detach()
+        return res
+
+class Shows(Kept):
+    def before_fit(self):
+        super().before_fit()
+        ByInputs.learn = self.learn
+
+@pytest.mark.parametrize('bs,mbs', splits)
+def test_a_loss_that_looks_at_inputs(bs, mbs):
+    "What it keeps is that of the whole batch, too, also where micro-batches have one item"
+    kept = []
+    for size,cbs in ((24, []), (bs, [accumulated(mbs)])):
+        cb = Shows()
+        before,after,told,_ = fit(ByInputs(), boxes, *cbs, cb, bs=size, n_epoch=3)
+        kept.append((after, cb.values))
+        assert told == []
+    assert (kept[1][0]-kept[0][0]).norm() < 1e-9*(kept[0][0]-before).norm()
+    if bs == 24: assert kept[1][1] == pytest.approx(kept[0][1], rel=1e-8)
