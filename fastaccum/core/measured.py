@@ -388,7 +388,7 @@ def _change_unit(self:LossMeasure):
 # How far is a second call from the first, of the same copy of the loss?
 @patch
 def _check_calls(self:LossMeasure, f, items):
-    some = items.first_of(self.most)
+    some = next(items.groups(self.most))
     first,second = loss_and_grads(f, some)[1],loss_and_grads(f, some)[1]
     self.first_grads = first
     moves = math.sqrt(float(square([a-b for a,b in zip(first, second)])/square(first)))
@@ -1289,7 +1289,7 @@ def _grow(self:References, f):
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ea7b1
 # Does what the loss divides by grow with copies of these items?
 def grows(f, items, blocks):
-    items = items.first_of(2**16)
+    items = next(items.groups(2**16))
     copies = items.copies(max(1, min(63, 2**18//items.numel)))
     c,_ = blocks.shrink(loss_and_grads(f, items, copies)[1], loss_and_grads(f, items)[1])
     return not bool((c > 1-1e-4).all())
@@ -1423,7 +1423,6 @@ class Items:
         k = max(1, most*self.n//max(most, self.numel))
         if k >= self.n: yield self
         else: yield from (self.some(slice(i, i+k)) for i in range(0, self.n, k))
-    def first_of(self, most): return next(self.groups(most))
 
     # Shape of one item of each tensor: outputs may have several rows for each
     @property
