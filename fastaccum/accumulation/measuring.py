@@ -448,10 +448,15 @@ def _vote(self:MeasuredWeights, counted, told):
     of_all_ranks,trust = self.cb.ranks.of_all_ranks,self.trust
     totals = of_all_ranks({rule: float(sum(adds for adds,_ in weights)) for rule,weights in said.items()})
     off = {rule: self._off(rule, counted, weights, sum(t.get(rule, 0.) for t in totals), told) for rule,weights in said.items()}
-    limit = 10*self.measure.tol if said else 0.
-    votes = {rule: None if v is None else v < limit for rule,v in off.items()}
+    votes = {rule: self._agrees(v) for rule,v in off.items()}
     if votes.get(trust.rule) is False: self.measure.note_change(off[trust.rule])
     trust.hear(of_all_ranks(votes))
+
+# Does it? What is between yes and no may be rounding, or a term that hardly matters: it stays measured
+@patch
+def _agrees(self:MeasuredWeights, off):
+    tol = self.measure.tol
+    return None if off is None or tol <= off < 10*tol else off < tol
 
 # By how much is a rule off? None if that cannot be seen. `counted`: what was measured; `total`: what all micro-batches add according to
 # the rule. Where items get other gradients than their own loss gives them, no rule is

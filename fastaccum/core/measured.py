@@ -990,7 +990,7 @@ class Reference:
         divided_by,wrong = self._beside_copies(2)
         self.slope = divided_by-1
         once = 1-self.slope
-        self.once = torch.where((once.abs() > self.tol) & ~self.dead, once, 0.)
+        self.once = torch.where((once.abs() > self.tol/100) & ~self.dead, once, 0.)      # what a step divides by may be less
         # does it add to the divisor? A sum does not, nor do items that count nothing beside a floor
         adds = ((self.slope > 10*self.tol) | self.dead).all() & ~self.dead.all()
         self.adds,self.has_dead = self._read(2, wrong, adds, self.dead.any())
@@ -1318,21 +1318,34 @@ class Choice:
             simplest = simplest or new
         return simplest
 
-    # A few items with gradients; all of a micro-batch, if these add nothing to the divisor. Every column needs some
+    # Of items that are known, if these add to the divisor. Otherwise others may do so, as no item needs to be one of the fit
     def _of_blocks(self, blocks):
         found = None
         for pool in self._pools(blocks):
             rows = self._alive(pool)
             self.lives = self.lives or bool(rows)
-            few = rows[::max(1, len(rows)//self.few)][:self.few]
-            for some in ([few, range(pool.n)] if blocks.by is None else [rows]):
-                if not some: continue
-                try: new = Reference(self.f, pool.some(some).alone(), blocks)
-                except NoReference: continue
+            for new in self._of_pool(pool, rows, blocks):
                 if new.adds: return new
-                if found is None and not self._grows(blocks): return new
+                if found is None and not self._grows(blocks): return self._of_made_targets(blocks) or new
                 found = found or new
-        return found
+        return found or self._of_made_targets(blocks)
+
+    # A few items with gradients; all of a micro-batch, if these add nothing to the divisor. Every column needs some
+    def _of_pool(self, pool, rows, blocks):
+        few = rows[::max(1, len(rows)//self.few)][:self.few]
+        for some in ([few, range(pool.n)] if blocks.by is None else [rows]):
+            if not some: continue
+            try: yield Reference(self.f, pool.some(some).alone(), blocks)
+            except NoReference: pass
+
+    # The same outputs, beside targets that the loss may or may not take
+    def _of_made_targets(self, blocks):
+        for pool in with_made_targets(self.items, self.most):
+            try:
+                for new in self._of_pool(pool, self._alive(pool), blocks):
+                    if new.adds: return new
+            except Stuck: raise
+            except NotMeasured: pass
 
     # Does any of the targets that are known add to the divisor?
     def _grows(self, blocks):
@@ -1362,6 +1375,18 @@ class Choice:
                 rest,left,size,_ = ref.measure(group)[1].tolist()
                 if not rest <= limit or not left <= limit*size: return True
         return False
+
+# The outputs of these items, beside targets of 1, of 0, and of numbers that rise: up to 1, or to the largest class. What is no tensor stays
+def with_made_targets(items, most):
+    k = max(1, min(16, most*items.n//items.numel))
+    rows = items.some([i%items.n for i in range(k)])
+    for make in (torch.ones_like, torch.zeros_like, _rising):
+        yield rows.put(yb=map_leaves(lambda o: make(o) if isinstance(o, Tensor) else o, rows.yb))
+
+def _rising(t):
+    ranks = torch.arange(t.numel(), device=t.device).reshape(t.shape)
+    if t.is_floating_point(): return (ranks/max(1, t.numel()-1)).to(t)
+    return (ranks%(max(1, int(t.max()))+1)).to(t)
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e96c4
 # Outputs and targets of `n` items. `xb`: inputs that the loss may look at; `shown(xb, yb)`: context in which it finds them
