@@ -153,6 +153,7 @@ class LossMeasure:
         self.most = most
         self.first_grads = ()                                  # gradients of outputs in the first call
         self.n = self.n_steps = self.predicted = 0             # micro-batches, steps
+        self.n_last = math.inf                                 # micro-batches in the last step, if all got the gradients beside others
         self.unit = 0                                          # how often has that changed in which is counted?
         self.where = ''                                        # the place in training, for messages
         self.next = self.next_close = 0                        # the next micro-batch that is looked at, and closely
@@ -246,8 +247,9 @@ class LossMeasure:
 @patch
 def _on_host(self:LossMeasure):
     if self.read is None:
-        looks = torch.stack(self.looks) if self.looks else ()
-        self.read = on_host(*numbers_of(self.counted), self.extra, looks)
+        looks,ref = torch.stack(self.looks) if self.looks else (),self.reference
+        is_one = not self.references.failed if ref is None or ref.unread is None else ref.unread
+        self.read = on_host(*numbers_of(self.counted), self.extra, looks, is_one)
     return self.read
 
 # Before a step ends. If fewer targets count in it than ever in a micro-batch, there may be a floor, or a loss without gradients: the
@@ -255,7 +257,8 @@ def _on_host(self:LossMeasure):
 @patch
 def look_back(self:LossMeasure):
     if not self.unseen or self.verdict.why is not None: return None
-    adds,*_ = self._on_host()
+    adds,*_,is_one = self._on_host()
+    if not is_one: return None                                 # these numbers say nothing
     if self.least*(1-1e-6) <= float(adds.sum()) < math.inf: return None
     of = dict(zip(self.counted, adds.tolist()))
     counted,items = max(self.unseen, key=lambda o: of[o[0]])
@@ -270,6 +273,7 @@ def look_back(self:LossMeasure):
 @patch
 def end_step(self:LossMeasure, least=0.):
     self.n_steps += 1
+    self.n_last = len(self.counted) if len(self.counted) == len(self.unseen) else math.inf
     self.audited = None
     if self.verdict.why is None and self.counted:
         try:
@@ -370,8 +374,8 @@ def _in_groups(self:LossMeasure, look, items, loss, own, takes_seed):
     return counted
 
 @patch
-def _find(self:LossMeasure, f, items, closely=True):
-    if self.references.find(f, items, self.most, closely): self._begin_unit()
+def _find(self:LossMeasure, f, items, closely=True, later=False):
+    if self.references.find(f, items, self.most, closely, later): self._begin_unit()
 
 # Another reference: its floor is not known, and if nothing leads to it from the one before, it is the unit
 @patch
@@ -445,14 +449,20 @@ def _nothing(self:LossMeasure, f, items):
 # In one call of the loss, once larger and smaller micro-batches were looked at closely
 @patch
 def _at_a_glance(self:LossMeasure, f, items, loss, takes_seed):
-    if loss is None or self.is_thorough or not 8 <= self.n < self.next_close: return None
-    self._find(f, items, closely=False)
+    is_unread = self.reference is not None and self.reference.unread is not None         # then a close look waits for the next step
+    if loss is None or self.is_thorough or self.n < 8 or self.n >= self.next_close and not is_unread: return None
+    has_room = sum(o.numel for _,o in self.unseen) + items.numel <= self.most
+    takes_seed = takes_seed and has_room and self.n_steps > 0                  # the end of a step tells whether it is a mean
+    self._find(f, items, closely=False, later=takes_seed and self._reads_later)
     ref = self.reference
     if ref is None or ref.blocks.by is not None: return None
     if not ref.adds: return self._adds_nothing(items, loss)
-    has_room = sum(o.numel for _,o in self.unseen) + items.numel <= self.most
-    takes_seed = takes_seed and has_room and self.n_steps > 0                  # the end of a step tells whether it is a mean
     return self._beside_others(items, loss) if takes_seed else self._adds_only(items, loss)
+
+# Does it suffice to hear at the end of the step whether the reference is still one? No more, once the loss has changed
+@patch(as_prop=True)
+def _reads_later(self:LossMeasure):
+    return self.verdict.changed is None and not self.audit.due and self.n + self.n_last < self.next_close
 
 # With the gradients that it has beside the reference, nothing has to be read from the device: they are right, whether its own loss
 # divided by what it adds or not
@@ -465,6 +475,7 @@ def _beside_others(self:LossMeasure, items, loss):
     own,d,ref = loss.detach().sum(),counted.adds + self.extra,self.reference
     # if its own loss divided by what it adds, its value has less rounding
     is_plain = (d*own - counted.numerator).abs() <= self.tol*(counted.numerator.abs() + ref.scale*ref.value.abs())
+    if ref.unread is not None: is_plain = is_plain | ~ref.unread
     counted.own,counted.divided_by,counted.numerator = own,d,torch.where(is_plain, d*own, counted.numerator)
     return counted
 
@@ -520,7 +531,8 @@ def _learn(self:LossMeasure, counted, w, d, extra):
 @patch
 def _check_step(self:LossMeasure, least):
     ref = self.reference
-    adds,divided_by,extra,looks = self._on_host()
+    adds,divided_by,extra,looks,is_one = self._on_host()
+    if not is_one: return self.note([1.])                      # nothing counted
     total = _divisor(adds, divided_by, extra)
     offs = [0.]
     if not all(c.is_predicted for c in self.counted):
@@ -643,7 +655,7 @@ def _restore(self:LossMeasure, items):
     self.floor = Floor()
     self._change_unit()
 
-_own_state = 'n','n_steps','predicted','next','next_close','least','most','unit'
+_own_state = 'n','n_steps','n_last','predicted','next','next_close','least','most','unit'
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e8822
 # A reference of its own, which other ranks do not have yet: as a state, plain values and tensors
@@ -960,6 +972,7 @@ class Reference:
         self.base,self.blocks,self.scale,self.padding = items,blocks or Blocks(),scale,None
         self.tol = 1e-8 if items.in_double else 2e-5
         self.tested = 4                                        # how many copies were looked at
+        self.unread = None                                     # is it still one, if that is on the device only?
         self._begin(f, items)
         times,most = 1,min(2**18//items.numel, 255)
         while not (self.adds and self.on_a_line) and times <= most and (times > 1 or self._grows(most)):
@@ -974,11 +987,16 @@ class Reference:
         self.renew(f)
         self.then = (self.copies(4)-self.slope-1)/2
 
-    # Once a step: the loss may be another one, and numbers among the outputs are today's
-    def renew(self, f):
+    # Once a step: the loss may be another one, and numbers among the outputs are today's. later: is it read as the step ends whether
+    # it is still a reference?
+    def renew(self, f, later=False):
         self.f = f
         self._see(self.items)
-        self._look_at_copies()
+        is_none,is_other,adds,has_dead = said = self._look_at_copies()
+        self.unread = ~is_none & ~is_other & adds & ~has_dead if later else None
+        if later: return
+        is_none,is_other,self.adds,self.has_dead = said.tolist()
+        self._check(2, is_none, is_other)
 
     def _see(self, items):
         self.items = items
@@ -993,7 +1011,7 @@ class Reference:
         self.once = torch.where((once.abs() > self.tol/100) & ~self.dead, once, 0.)      # what a step divides by may be less
         # does it add to the divisor? A sum does not, nor do items that count nothing beside a floor
         adds = ((self.slope > 10*self.tol) | self.dead).all() & ~self.dead.all()
-        self.adds,self.has_dead = self._read(2, wrong, adds, self.dead.any())
+        return torch.stack([*wrong, adds, self.dead.any()])
 
     # What each call adds once to the divisor
     @property
@@ -1008,7 +1026,7 @@ class Reference:
     # What the loss of `m` copies divides by
     def copies(self, m):
         divided_by,wrong = self._beside_copies(m)
-        self._read(m, wrong)
+        self._check(m, *torch.stack(wrong).tolist())
         return divided_by
 
     # The same, and what can be wrong with it, on the device
@@ -1018,12 +1036,9 @@ class Reference:
         is_none = self.dead.all() | ~((0 < a) & (a < math.inf) | self.dead).all()
         return 1/a,[is_none, ~(left <= (10*self.tol)**2*square(now))]
 
-    # In one reading from the device, with `more` from there
-    def _read(self, m, wrong, *more):
-        is_none,is_other,*more = torch.stack([*wrong, *more]).tolist()
+    def _check(self, m, is_none, is_other):
         if is_none: raise NoReference('no item has a finite gradient')
         if is_other: raise NotAMean(f'beside {m-1} copies of themselves its items have other gradients')
-        return more
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e6a9e
 # What the items count; and for the check of the step: what is left of the gradients of the reference and of the items, the size of
@@ -1064,10 +1079,11 @@ def _join(self:Reference, part):
     theirs = [_narrowed(g, part.n, (len(t)//part.n, *t.shape[1:])) for g,t in zip(padded, float_tensors(part.pred))]
     return value,a,rest,padded,theirs
 
-# What the items add, and the gradients that they have beside the reference. Their own loss is not seen
+# What the items add, and the gradients that they have beside the reference: none, if it is no longer one. Their own loss is not seen
 @patch
 def beside(self:Reference, part):
     value,a,rest,_,theirs = self._join(part)
+    if self.unread is not None: a,theirs = torch.where(self.unread, a, .5),[torch.where(self.unread, g, 0.) for g in theirs]
     adds,zero = 1/a-1,torch.zeros_like(rest)
     counted = Counted(adds*self.scale, adds*self.scale, (value*(1+adds) - self.value)*self.scale, theirs)
     counted.seed_unit = (a/self.scale).to(theirs[0].dtype)
@@ -1151,9 +1167,11 @@ class References:
 
     def begin_step(self, plan=()):
         self.plan = plan
+        if self.now is not None: self.now.unread = None
         self.waiting = []
         self.settled = False                                   # is it known now what was counted without it?
         self.fresh = False                                     # was the reference measured with the present loss?
+        self.failed = False                                    # is that of micro-batches of this step none?
         self.lost = False                                      # are items left out, since their own loss has no gradients?
 
     def begin_epoch(self): self.unsure = True
@@ -1163,9 +1181,9 @@ class References:
 
     # That of a sum adds nothing to the divisor, nor do items that count nothing beside a floor: `closely`, others are looked for.
     # Returns whether there is another one
-    def find(self, f, items, most, closely=True):
+    def find(self, f, items, most, closely=True, later=False):
         before,self.few = self.now,few_of(items, most)
-        if not self.fresh and before is not None: self._renew(f, items)
+        if before is not None and (not self.fresh or closely and before.unread is not None): self._renew(f, items, later)
         ref = self.now
         if ref is None and not closely: return False
         if ref is not None and (ref.adds or not closely or not grows(f, items, ref.blocks)): return ref is not before
@@ -1259,10 +1277,11 @@ def _settle_all(self:References, c, now):
 # Once a step: the loss may be another one now, or in another mode, for which these items are none; or nothing may have counted in some
 # columns so far
 @patch
-def _renew(self:References, f, items):
+def _renew(self:References, f, items, later):
     ref,self.fresh = self.now,True
+    self.failed = ref.unread is not None and not ref.unread
     try:
-        ref.renew(f)
+        ref.renew(f, later and ref.adds)
         ref.meet(items)
         if self.unsure: self._lift(f)
     except (Stuck, NotAMean): raise

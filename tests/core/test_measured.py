@@ -281,6 +281,26 @@ def test_beside_others(name, sizes, seed, dtype, monkeypatch):
         assert off < limit[dtype] and m.message is None, (i, off, m.message)
     assert seen
 
+class OfAKind:
+    "Counts the items of one kind"
+    kind = 1
+    def __call__(self, p, y):
+        counts = (y == self.kind).to(p.dtype)
+        return (bce(p, counts)*counts).sum()/counts.sum()
+
+@pytest.mark.parametrize('always', [False, True])
+def test_items_of_the_reference_no_longer_count(always, dtype):
+    "In mid-epoch: that step has no gradients, and it is told. Steps in which the reference is looked at as they begin are exact"
+    torch.manual_seed(0)
+    m,off = LossMeasure(OfAKind(), always=always),[]
+    def items(n): return torch.randn(n, 6),torch.randint(1, m.loss_func.kind+1, (n, 1)).expand(n, 6).to(torch.get_default_dtype())
+    for i in range(40):
+        m.loss_func.kind = 1 if i < 32 else 2
+        off.append(off_by(m, cut(batch_of(items), (7,)), plan=False, takes_seed=True))
+    assert max(off[:32] + off[33:]) < limit[dtype]
+    if always: assert off[32] < limit[dtype] and m.message is None
+    else: assert off[32] == 1. and 'has changed' in m.message and 'up to 100.00% off' in m.message
+
 @pytest.mark.parametrize('name', exact)
 def test_in_groups(name, dtype):
     "Outputs of a micro-batch are too large for one call: in some groups nothing counts, or its items count only beside others"
