@@ -6,11 +6,11 @@ Docs: https://fastaccum.github.io/fastaccum/api/accumulation/forecasts.html.md""
 
 # %% ../../nbs/api/accumulation/19_forecasts.ipynb #f0ca0002
 from __future__ import annotations
-import math, random
+import random
 from contextlib import suppress
 import torch
 from ..core.accumulator import scale_grads
-from ..core.measured import Items, LossMeasure, NotMeasured, float_tensors, loss_and_grads, square
+from ..core.measured import Blocks, Items, LossMeasure, NotMeasured, float_tensors, loss_and_grads, on_host, square
 from ..core.microbatch import tensors_in
 
 # %% auto #0
@@ -21,11 +21,10 @@ __all__ = []
 class Forecasts:
     def __init__(self):
         self.measure = None                                 # a `LossMeasure`
-        self.saved = None,None                              # divisor and state of it from a checkpoint, until the loss comes
+        self.saved = None                                   # state of it from a checkpoint, until the loss comes
         self.n = self.next = 0                              # steps so far; the next one that is forecast
         self.n_right = 0                                    # steps that needed no second pass
         self.epoch = 0
-        self.divisor = None                                 # what the loss of the last step divided by
 
     # Of this step; None, if there are none. parts: (targets, items, inputs) of each part; see: context in which the loss finds these
     def of_step(self, loss_func, parts, see, params, epoch):
@@ -38,8 +37,7 @@ class Forecasts:
 
     def _begin(self, loss_func):
         self.measure = LossMeasure(loss_func)
-        (divisor,state),self.saved = self.saved,(None, None)
-        self.divisor = divisor
+        state,self.saved = self.saved,None
         if state is None: return
         # from a file that somebody has changed: the fit finds out by itself
         with suppress(AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError): self.measure.load_state_dict(state)
@@ -47,10 +45,9 @@ class Forecasts:
     def pass_over(self): self.n += 1
 
     # Was that of a step right? Gradients that are not finite, as where a loss scale is too large, do not say
-    def end_step(self, is_right, divisor, is_finite):
+    def end_step(self, is_right, is_finite):
         self.n += 1
         self.n_right += is_right
-        self.divisor = divisor
         self.measure.end_step()
         if is_finite and not is_right: self.next = self.n + 1 + round(self.n*random.Random(self.n).uniform(.5, 1.5))
 
@@ -58,12 +55,12 @@ class Forecasts:
 
     # -- checkpoints
     def state_dict(self):
-        divisor,measure = self.saved if self.measure is None else (self.divisor, self.measure.state_dict())
-        return dict(n=self.n, next=self.next, n_right=self.n_right, epoch=self.epoch, divisor=divisor, measure=measure)
+        measure = self.saved if self.measure is None else self.measure.state_dict()
+        return dict(n=self.n, next=self.next, n_right=self.n_right, epoch=self.epoch, measure=measure)
 
     def load_state_dict(self, state):
         self.n,self.next,self.n_right,self.epoch = (int(state[k]) for k in ('n','next','n_right','epoch'))
-        self.saved = (None if state['divisor'] is None else float(state['divisor'])),state['measure']
+        self.saved = state['measure']
 
 # %% ../../nbs/api/accumulation/19_forecasts.ipynb #f0ca0009
 # `plan`: the targets of each part; params: those whose gradients the parts add to
@@ -71,9 +68,8 @@ class Forecast:
     def __init__(self, record, plan, params):
         self.record,self.measure = record,record.measure
         self.plan,self.params = plan,params
-        self.counted = []
+        self.n = sum(o.n for o in plan)
         self.sent = []                                      # of each part, the gradients of its outputs: number of the output -> gradient
-        self.divided_by = record.divisor                    # what they are divided by
         self.is_lost = False                                # can the loss not be measured?
         self.measure.begin_step()
         self.measure.begin_batch(plan)
@@ -86,59 +82,47 @@ class Forecast:
 
     def _found(self, out):
         items = self.plan[len(self.sent)].put(pred=out)
-        try: counted,grads = self._measured(items)
-        except NotMeasured: counted = None
-        self.is_lost = counted is None or self.measure.values is not None
+        try: grads = self._measured(items)
+        except NotMeasured: grads = None
+        self.is_lost = grads is None or self.measure.values is not None
         if self.is_lost: return {}
-        self.counted.append(counted)
-        if self.divided_by is None: self.divided_by = self._expected()
         numbers = [(k, t) for k,t in enumerate(tensors_in(out)) if any(t is o for o in float_tensors(out))]
         # what is not finite in the loss of a part may be in that of all, and could not be taken back
-        return {k: (g/self.divided_by).to(t.dtype).nan_to_num(0., 0., 0.) for (k,t),g in zip(numbers, grads) if t.requires_grad}
+        return {k: (g/self.n).to(t.dtype).nan_to_num(0., 0., 0.) for (k,t),g in zip(numbers, grads) if t.requires_grad}
 
-    # What a part counts, and the gradients of its loss before it is divided. Before all others come the looks that tell whether the
-    # loss may be called
+    # The gradients of its loss before it is divided; None, if that is not known. Before all others come the looks that tell whether
+    # the loss may be called
     def _measured(self, items):
         own = self._own(items) if self.measure.n else None
         counted = self.measure.measure(items, own and own[0], own, takes_seed=True)
-        if counted is None: return None,()
-        if counted.is_seeded: return counted,[g/counted.seed_unit for g in counted.seed]
+        if counted is None: return None
+        if counted.is_seeded: return [g/counted.seed_unit for g in counted.seed]
         divided_by = counted.of_block(self.measure.block)[1]
-        return counted,[g*divided_by.to(g.dtype) for g in (own or self._own(items))[1]]
+        return [g*divided_by.to(g.dtype) for g in (own or self._own(items))[1]]
 
     def _own(self, items):
         with self.measure.look(self.measure.loss_func) as look: return loss_and_grads(look.loss, items)
 
-    # In the first step, if all parts are as the first one
-    def _expected(self):
-        total = self._divisor()*len(self.plan)
-        return total if 0 < total < math.inf else 1.
-
-    def _divisor(self):
-        block,once = self.measure.block,self.measure.once
-        adds,divided_by = zip(*[c.of_block(block) for c in self.counted])
-        return float(torch.maximum(sum(adds) + once, torch.stack(divided_by).max()))
-
-    # All parts went forward: the gradients are divided by what their loss divides by
-    def close(self):
-        if not self.counted: return
-        self.measure.look_back()
-        total = self._divisor()
-        if not 0 < total < math.inf: return
-        factor = self.divided_by/total
-        scale_grads(self.params, factor)
-        self.sent = [{k: g*factor for k,g in part.items()} for part in self.sent]
-        self.divided_by = total
-
-    # What is left to be sent: `grads`, as the loss of all items gives them, without what was sent; None, if that is rounding.
+    # What is left to be sent: nothing, if the gradients that the loss of all items gives are those that were sent, times one factor.
     # grads: of each part, [(number of an output, gradient)]
     def left(self, grads):
-        left = [[(k, g - sent[k] if k in sent else g) for k,g in part] for part,sent in zip(grads, self.sent)]
-        left = [part + [(k, -sent[k]) for k in sent.keys() - dict(part).keys()] for part,sent in zip(left, self.sent)]
-        size,rest = (square([g for part in of_parts for _,g in part]) for of_parts in (grads, left))
-        is_right = not self.is_lost and bool(rest <= rounding(grads)**2*size)
-        self.record.end_step(is_right, self.divided_by, is_finite=bool(size.isfinite()))
-        return None if is_right else left
+        theirs,ours = self._side_by_side(grads)
+        dot = Blocks().dot
+        factor = dot(theirs, ours)/dot(ours, ours)
+        factor = torch.where(factor.isfinite(), factor, 0.)
+        factor,rest,size = on_host(factor, square([t - factor.to(t.dtype)*o for t,o in zip(theirs, ours)]), square(theirs))
+        is_right = not self.is_lost and bool(rest <= rounding(theirs)**2*size)
+        scale_grads(self.params, float(factor) if is_right else 0.)
+        self.record.end_step(is_right, is_finite=bool(size.isfinite()))
+        return () if is_right else grads
+
+    # These gradients, and those that were sent, of the same outputs
+    def _side_by_side(self, grads):
+        pairs = []
+        for part,sent in zip(map(dict, grads or [()]*len(self.sent)), self.sent):
+            pairs += [(part.get(k), sent.get(k)) for k in part.keys() | sent.keys()]
+        pairs = [(torch.zeros_like(o) if t is None else t, torch.zeros_like(t) if o is None else o) for t,o in pairs]
+        return [t for t,_ in pairs],[o for _,o in pairs]
 
 # Relative: 3e-6 in float32, 3e-13 in float64
-def rounding(grads): return max(torch.finfo(g.dtype).eps for part in grads for _,g in part)**.8
+def rounding(grads): return max((torch.finfo(g.dtype).eps for g in grads), default=0.)**.8

@@ -350,7 +350,7 @@ class Coupled(Whole):
     def forecast(self, xb):
         cb,batch = self.cb,self.batch
         yb,n = batch.shown.yb,batch.n
-        if not cb.exact or self.is_shared or cb.weight is not None or cb.loop.precision.has_scale or others_between(cb): return None
+        if not cb.exact or not self.is_joined or cb.weight is not None or cb.loop.precision.has_scale or others_between(cb): return None
         if not all(isinstance(t, Tensor) and t.shape[:1] == (n,) for t in leaves(yb)): return None
         split = split_batch(xb, yb, n, self.size, views=True, lists=cb.facts.lists)            # as `CoupledBatch` splits the inputs
         parts = [(yb, k, xb) for (xb,yb,_),k in zip(split, self.sizes)]

@@ -74,7 +74,6 @@ class CoupledBatch:
             for o in self.looks: o.first_pass(i, last, self.kept)
             if self.forecast is not None: self._send(i, self.kept, self.forecast.of(self.kept).items())
             if last: self.kept = None
-        if self.forecast is not None: self.forecast.close()
         return self._cut_outputs(joined, out)
 
     def _call(self, i, xb): return self.model(*xb) if self.draws is None else self.draws.call(i, self.model, *xb)
@@ -82,7 +81,7 @@ class CoupledBatch:
     def backward(self) -> None:
         "Second forward pass and backward pass of each part, from the gradients that the loss's backward pass has left"
         left = self._take_grads() if self.grads else ()
-        if self.forecast is not None: left = self.forecast.left(left) or ()
+        if self.forecast is not None: left = self.forecast.left(left)
         for i,grads in enumerate(left):
             out,self.kept = self.kept,None
             if out is None:

@@ -15,10 +15,15 @@ from quick import over_ranks, run_over
 from test_joint_validation import quiet, started, weights
 
 pytestmark = pytest.mark.slow      # all start processes of two ranks or three
-three = 'dropout', 'batchnorm', 'own_loss', 'texts', 'ranks_without_items'
+three = 'dropout', 'batchnorm', 'own_loss', 'rare', 'texts', 'ranks_without_items'
 
 def focal(p, y): return ((1-F.softmax(p, 1).gather(1, y[:,None])).squeeze(1)**2*F.cross_entropy(p, y, reduction='none')).mean()
 def net(*layers, n=12): return nn.Sequential(nn.Linear(n, 24), *layers, nn.Dropout(.2), nn.Linear(24, 4))
+def each(p, y): return F.cross_entropy(p, y, reduction='none')
+def by_class(p, y): return F.cross_entropy(p, y, torch.arange(1., 5.).to(p))
+def rare(p, y): return (each(p, y)*(y == 0)).sum()/(y == 0).sum()           # NaN in a micro-batch, or on a rank, without any
+def root(p, y): return each(p, y).mean().sqrt()
+def compares(p, y): return F.cross_entropy(p@p.T, torch.arange(len(p)))
 class Rnn(nn.Module):
     def __init__(self):
         super().__init__()
@@ -102,6 +107,10 @@ cases = dict(
     rows = partial(run, Rows, kind='sequences'),
     python = partial(run, Coin),
     own_loss = partial(run, net, focal),
+    by_class = partial(run, net, by_class),
+    rare = partial(run, net, rare, n=48),
+    root = partial(run, net, root),
+    compares = partial(run, net, compares),
     batchnorm = partial(run, lambda: conv(nn.BatchNorm2d(8)), kind='images'),
     ranks_without_items = partial(run, net, n=33),
     batchnorm_without_items = partial(run, lambda: conv(nn.BatchNorm2d(8)), kind='images', n=34),
@@ -124,6 +133,21 @@ cases = dict(
     logged = partial(run, net, cbs=[StepLogger()]))
 
 def outcomes(n): return {k: f() for k,f in cases.items() if k in run_over(n, cases, three)}
+
+# --- a mean takes no second pass
+class Counts(Callback):
+    "Steps without a second pass, and calls of the model"
+    def before_fit(self): self.calls,self.hook = 0,self.learn.model.register_forward_hook(self.count)
+    def count(self, module, *_): self.calls += module.training
+    def after_fit(self):
+        self.hook.remove()
+        self.found = self.learn.gradient_accumulation.facts.forecasts.n_right,self.calls
+def counted(loss):
+    cb = Counts()
+    run(net, loss, cbs=[cb])
+    return cb.found
+passes = dict(focal=focal, by_class=by_class, root=root, compares=compares)
+of_a_fit,looks = 2*(3+3+2),3      # 16, 16 and 8 items: micro-batches of each rank, in two epochs; the first one shows what the model draws
 
 # --- resumed
 class Stop(Callback):
@@ -170,6 +194,7 @@ def all_of(n):
     if n != 2: return res
     cancelled = run(net, cbs=[Cancels([1])])
     res['whole'],res['cut'],res['again'] = saved('whole'),saved('cut', Stop(4)),saved('cut')
+    res['passes'] = {k: counted(loss) for k,loss in passes.items()}
     return {**res, 'cancelled': cancelled, 'told': {k: told(**kwargs) for k,(kwargs,_) in wrong.items()}}
 
 def cut(): saved('fewer', Stop(4))
@@ -194,6 +219,14 @@ def test_the_run_is_that_of_one_process(results, name, n):
         assert numbers == [*one[3:]]
         assert close(w, one[2], tol) and close(losses, one[1], 1e-5)       # fastai smooths them in float32
     for a,b in zip(results[n][0]['cases'][name][0], one[0]): assert close(a, b, 1e-5)
+
+@pytest.mark.parametrize('name', passes)
+def test_a_mean_takes_no_second_pass(results, name):
+    "Nor does a function of one"
+    for rank in results[2]:
+        n_right,calls = rank['passes'][name]
+        if name == 'compares': assert n_right == 0 and calls >= 2*of_a_fit
+        else: assert n_right == 6 and calls <= of_a_fit + looks
 
 def test_the_transforms_count(results):
     losses = [results[1][0]['cases'][k][1] for k in ('no_transforms', 'item_transforms', 'workers', 'batch_transforms', 'augmented')]
