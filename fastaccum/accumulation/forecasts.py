@@ -68,6 +68,7 @@ class Forecast:
     def __init__(self, record, plan, params):
         self.record,self.measure = record,record.measure
         self.plan,self.params = plan,params
+        self.without = [p for p in params if p.grad is None]
         self.n = sum(o.n for o in plan)
         self.sent = []                                      # of each part, the gradients of its outputs: number of the output -> gradient
         self.is_lost = False                                # can the loss not be measured?
@@ -106,6 +107,7 @@ class Forecast:
     # What is left to be sent: nothing, if the gradients that the loss of all items gives are those that were sent, times one factor.
     # grads: of each part, [(number of an output, gradient)]
     def left(self, grads):
+        if not any(grads): return self._take_back()
         theirs,ours = self._side_by_side(grads)
         dot = Blocks().dot
         factor = dot(theirs, ours)/dot(ours, ours)
@@ -116,10 +118,17 @@ class Forecast:
         self.record.end_step(is_right, is_finite=bool(size.isfinite()))
         return () if is_right else grads
 
+    # The loss of all items has no gradients: weights that had none have none again
+    def _take_back(self):
+        scale_grads(self.params, 0.)
+        for p in self.without: p.grad = None
+        self.record.end_step(True, is_finite=True)
+        return ()
+
     # These gradients, and those that were sent, of the same outputs
     def _side_by_side(self, grads):
         pairs = []
-        for part,sent in zip(map(dict, grads or [()]*len(self.sent)), self.sent):
+        for part,sent in zip(map(dict, grads), self.sent):
             pairs += [(part.get(k), sent.get(k)) for k in part.keys() | sent.keys()]
         pairs = [(torch.zeros_like(o) if t is None else t, torch.zeros_like(t) if o is None else o) for t,o in pairs]
         return [t for t,_ in pairs],[o for _,o in pairs]

@@ -1405,7 +1405,8 @@ def with_made_targets(items, most):
 def _rising(t):
     ranks = torch.arange(t.numel(), device=t.device).reshape(t.shape)
     if t.is_floating_point(): return (ranks/max(1, t.numel()-1)).to(t)
-    return (ranks%(max(1, int(t.max()))+1)).to(t)
+    largest = int(t.max()) if t.numel() else 0
+    return (ranks%(max(1, largest)+1)).to(t)
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e96c4
 # Outputs and targets of `n` items. `xb`: inputs that the loss may look at; `shown(xb, yb)`: context in which it finds them

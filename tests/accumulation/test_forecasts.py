@@ -177,3 +177,12 @@ def test_other_rows(views):
 def test_rule():
     learn = run(net(by_target), k)
     assert '6 of 6 steps without a second pass' in learn.gradient_accumulation.loss_rule
+
+def constant(p): return torch.zeros((), dtype=p.dtype, requires_grad=True)
+def of_few(p, y): return constant(p) if len(y) > 15 else ce(p, y).mean()
+def of_no_outputs(p, y): return p.detach().square().mean().requires_grad_()
+@pytest.mark.parametrize('loss', [of_few, lambda p, y: constant(p), of_no_outputs])
+def test_without_gradients(loss):
+    "The loss of all items has none, in some steps or in each: what was sent counts nothing"
+    learn,whole = run(net(loss), k),run(net(loss))
+    assert torch.allclose(weights(learn.model), weights(whole.model), rtol=1e-12, atol=1e-15)

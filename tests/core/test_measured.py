@@ -344,6 +344,19 @@ def test_a_first_one_without_gradients_of_its_own(name, make, dtype):
     for _ in range(2): assert off_by(m, parts, plan=False) < limit[dtype]
     assert m.message is None
 
+def test_a_first_one_without_boxes():
+    "A list of targets for each item: the first pictures show nothing"
+    def boxes(p, y):
+        each = torch.stack([F.mse_loss(o[:len(t)], t, reduction='sum') if len(t) else (o**2).sum() for o,t in zip(p, y)])
+        return each.sum()/sum(map(len, y)) if sum(map(len, y)) else 0*p.sum()
+    torch.manual_seed(0)
+    def part(*sizes): return [torch.randn(len(sizes), 3, 4), [torch.rand(k, 4) for k in sizes]]
+    m = LossMeasure(boxes)
+    parts = [part(0, 0), part(0, 0, 0), part(1, 0, 2), part(3, 1)]
+    for waits,(p,y) in zip((True, True, False, False), parts): assert m.measure(Items(p, (y,), len(p))).waits == waits
+    m.end_step()
+    assert 'are left out' in m.message            # there are no boxes of which other targets could be made
+
 # What counts has a target that nobody would guess
 def coded(p, y): return no_floor(p, (y > 3).to(p.dtype))
 
