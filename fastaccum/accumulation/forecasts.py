@@ -72,6 +72,8 @@ class Forecast:
         self.n = sum(o.n for o in plan)
         self.sent = []                                      # of each part, the gradients of its outputs: number of the output -> gradient
         self.is_lost = False                                # can the loss not be measured?
+        self.is_right = None                                # does one factor lead to the gradients of the loss of all items?
+        self.is_finite = True                               # are these finite?
         self.measure.begin_step()
         self.measure.begin_batch(plan)
 
@@ -104,26 +106,30 @@ class Forecast:
     def _own(self, items):
         with self.measure.look(self.measure.loss_func) as look: return loss_and_grads(look.loss, items)
 
-    # What is left to be sent: nothing, if the gradients that the loss of all items gives are those that were sent, times one factor.
-    # grads: of each part, [(number of an output, gradient)]
-    def left(self, grads):
-        if not any(grads): return self._take_back()
+    # The gradients that the loss of all items gives are those that were sent, times one factor; if not, what was sent is taken back.
+    # Weights that had none have none again, if that loss has none. grads: of each part, [(number of an output, gradient)]
+    def settle(self, grads):
+        factor = self._factor(grads) if any(grads) else 0.
+        self.is_right = not any(grads) or factor is not None
+        scale_grads(self.params, factor or 0.)
+        if not any(grads):
+            for p in self.without: p.grad = None
+
+    # None, if there is none
+    def _factor(self, grads):
         theirs,ours = self._side_by_side(grads)
         dot = Blocks().dot
         factor = dot(theirs, ours)/dot(ours, ours)
         factor = torch.where(factor.isfinite(), factor, 0.)
         factor,rest,size = on_host(factor, square([t - factor.to(t.dtype)*o for t,o in zip(theirs, ours)]), square(theirs))
-        is_right = not self.is_lost and bool(rest <= rounding(theirs)**2*size)
-        scale_grads(self.params, float(factor) if is_right else 0.)
-        self.record.end_step(is_right, is_finite=bool(size.isfinite()))
-        return () if is_right else grads
+        self.is_finite = bool(size.isfinite())
+        return float(factor) if not self.is_lost and rest <= rounding(theirs)**2*size else None
 
-    # The loss of all items has no gradients: weights that had none have none again
-    def _take_back(self):
-        scale_grads(self.params, 0.)
-        for p in self.without: p.grad = None
-        self.record.end_step(True, is_finite=True)
-        return ()
+    # What is left to be sent
+    def left(self, grads):
+        if self.is_right is None: self.settle(grads)
+        self.record.end_step(self.is_right, self.is_finite)
+        return () if self.is_right else grads
 
     # These gradients, and those that were sent, of the same outputs
     def _side_by_side(self, grads):

@@ -357,6 +357,7 @@ class Coupled(Whole):
         return cb.facts.forecasts.of_step(cb.facts.loss_of(cb.learn), parts, batch.shown.others, cb.acc.params, batch.place[0] or 0)
 
     def backward(self, loop, share):
+        if self.coupled is not None: self.coupled.before_backward(loop.learn.loss_grad, share)
         super().backward(loop, share)
         if self.coupled is None: return
         self.coupled.backward()

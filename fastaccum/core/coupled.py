@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from fastcore.basics import patch
 from .losses import leaves, with_leaves
+from .measured import depends_on_nothing_but
 from .memory import device_of
 from .microbatch import Joined, map_tensors, part_sizes, split_items, tensors_in
 from .random import RandomState, Replay
@@ -48,7 +50,7 @@ class CoupledBatch:
         self.looks,self.differs = looks,None
         self.draws = draws
         self.forecast = forecast
-        self.grads = {}
+        self.grads,self.edges = {},{}
         self.first = 0
         self.factor = 1
 
@@ -78,6 +80,17 @@ class CoupledBatch:
 
     def _call(self, i, xb): return self.model(*xb) if self.draws is None else self.draws.call(i, self.model, *xb)
 
+    def before_backward(self,
+        loss:Tensor,# The loss,
+        share=1     # and by what it is multiplied
+    ) -> None:
+        "Only with `forecast`: has the loss gradients of its own, beside those of the outputs? Those that were sent must be right before"
+        edges,self.edges = self.edges,{}
+        if self.forecast is None or depends_on_nothing_but(loss, edges.values()): return
+        grads = torch.autograd.grad(loss*share, [*edges.values()], retain_graph=True, allow_unused=True)
+        self.grads.update({k: g for k,g in zip(edges, grads) if g is not None})
+        self.forecast.settle(self._take_grads() if self.grads else ())
+
     def backward(self) -> None:
         "Second forward pass and backward pass of each part, from the gradients that the loss's backward pass has left"
         left = self._take_grads() if self.grads else ()
@@ -103,7 +116,10 @@ def _cut_outputs(self:CoupledBatch, joined, out):
 
 @patch
 def _cut(self:CoupledBatch, t, i, has_grad):
-    return Cut.apply(torch.ones((), requires_grad=True), t, partial(self.grads.__setitem__, i)) if has_grad else t
+    if not has_grad: return t
+    t = Cut.apply(torch.ones((), requires_grad=True), t, partial(self.grads.__setitem__, i))
+    if self.forecast is not None: self.edges[i] = get_gradient_edge(t)
+    return t
 
 # Back through the part `i`. grads: (number of an output, its gradient)
 @patch

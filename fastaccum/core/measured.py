@@ -112,8 +112,11 @@ class _Given(torch.autograd.Function):
         return None,None,None,*[(g*(grad/divided_by).to(g.dtype)).to(dtype) for g,dtype in zip(grads, ctx.dtypes)]
 
 # Does the loss depend on nothing but the outputs?
-def is_of_outputs(loss, pred):
-    ends = {(e.node, e.output_nr) for e in (get_gradient_edge(t) for t in float_tensors(pred) if t.requires_grad)}
+def is_of_outputs(loss, pred): return depends_on_nothing_but(loss, [get_gradient_edge(t) for t in float_tensors(pred) if t.requires_grad])
+
+# The same of PyTorch's `GradientEdge`s
+def depends_on_nothing_but(loss, edges):
+    ends = {(e.node, e.output_nr) for e in edges}
     seen,todo = set(),[(loss.grad_fn, 0)]
     while todo:
         edge = todo.pop()
@@ -1395,6 +1398,7 @@ class Choice:
                 if not rest <= limit or not left <= limit*size: return True
         return False
 
+# %% ../../nbs/api/core/20_measured.ipynb #ea5e4d02
 # The outputs of these items, beside targets of 1, of 0, and of numbers that rise: up to 1, or to the largest class. What is no tensor stays
 def with_made_targets(items, most):
     k = max(1, min(16, most*items.n//items.numel))

@@ -186,3 +186,34 @@ def test_without_gradients(loss):
     "The loss of all items has none, in some steps or in each: what was sent counts nothing"
     learn,whole = run(net(loss), k),run(net(loss))
     assert torch.allclose(weights(learn.model), weights(whole.model), rtol=1e-12, atol=1e-15)
+
+class Temperature(nn.Module):
+    def __init__(self): super().__init__(); self.t = nn.Parameter(torch.ones((), dtype=torch.float64))
+    def forward(self, p, y): return ce(p*self.t, y).mean()
+class Decay(Callback):
+    "The loss has a term of the model's weights"
+    def before_fit(self): self.learn.loss_func.model = [self.learn.model]
+class Decayed(nn.Module):
+    def forward(self, p, y): return ce(p, y).mean() + .1*sum(w.square().sum() for w in self.model[0].parameters())
+class ComparesAndDecays(Decayed):
+    def forward(self, p, y): return compares(p, y) + .1*sum(w.square().sum() for w in self.model[0].parameters())
+@pytest.mark.parametrize('make,right', [(Temperature, True), (Decayed, True), (ComparesAndDecays, False)])
+def test_gradients_of_the_loss_itself(make, right):
+    "They are no part of what was sent"
+    learn,whole = (run(net(make()), size, *[Decay()]*issubclass(make, Decayed)) for size in (k, None))
+    same_run(learn, whole)
+    assert forecasts_of(learn).n_right == 6*right
+
+def test_a_temperature_that_is_trained():
+    "Its gradients are those of plain fastai, too"
+    def fit(*cbs):
+        set_seed(0)
+        items,loss = L(zip(torch.randn(40, 12).double(), torch.randint(4, (40,)))),Temperature()
+        dls = DataLoaders(*[DataLoader(items, bs=20) for _ in range(2)])
+        both = lambda model: [[*model.parameters()], [*loss.parameters()]]
+        learn = Learner(dls, nn.Linear(12, 4).double(), loss_func=loss, opt_func=SGD, splitter=both, cbs=cbs)
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, .1)
+        return learn
+    learn,whole = fit(GradientAccumulation(micro_batch_size=k, exact=True)),fit()
+    for a,b in zip(learn.opt.all_params().itemgot(0), whole.opt.all_params().itemgot(0)): assert torch.allclose(a, b, rtol=1e-9)
+    assert learn.loss_func.t != 1 and forecasts_of(learn).n_right == 4

@@ -23,6 +23,10 @@ def each(p, y): return F.cross_entropy(p, y, reduction='none')
 def by_class(p, y): return F.cross_entropy(p, y, torch.arange(1., 5.).to(p))
 def rare(p, y): return (each(p, y)*(y == 0)).sum()/(y == 0).sum()           # NaN in a micro-batch, or on a rank, without any
 def root(p, y): return each(p, y).mean().sqrt()
+class Temperature(nn.Module):
+    "Has gradients of its own"
+    def __init__(self): super().__init__(); self.t = nn.Parameter(torch.ones((), dtype=torch.float64))
+    def forward(self, p, y): return each(p*self.t, y).mean() + self.t**2
 def compares(p, y): return F.cross_entropy(p@p.T, torch.arange(len(p)))
 class Rnn(nn.Module):
     def __init__(self):
@@ -110,6 +114,7 @@ cases = dict(
     by_class = partial(run, net, by_class),
     rare = partial(run, net, rare, n=48),
     root = partial(run, net, root),
+    temperature = partial(run, net, Temperature()),
     compares = partial(run, net, compares),
     batchnorm = partial(run, lambda: conv(nn.BatchNorm2d(8)), kind='images'),
     ranks_without_items = partial(run, net, n=33),
@@ -146,7 +151,7 @@ def counted(loss):
     cb = Counts()
     run(net, loss, cbs=[cb])
     return cb.found
-passes = dict(focal=focal, by_class=by_class, root=root, compares=compares)
+passes = dict(focal=focal, by_class=by_class, root=root, temperature=Temperature(), compares=compares)
 of_a_fit,looks = 2*(3+3+2),3      # 16, 16 and 8 items: micro-batches of each rank, in two epochs; the first one shows what the model draws
 
 # --- resumed
