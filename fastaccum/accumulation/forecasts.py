@@ -93,18 +93,16 @@ class Forecast:
         # what is not finite in the loss of a part may be in that of all, and could not be taken back
         return {k: (g/self.n).to(t.dtype).nan_to_num(0., 0., 0.) for (k,t),g in zip(numbers, grads) if t.requires_grad}
 
-    # The gradients of its loss before it is divided; None, if that is not known. Before all others come the looks that tell whether
-    # the loss may be called
+    # The gradients of its loss before it is divided, where they can be had those beside the reference; None, if that is not known. Its
+    # value, which is not needed here, stands as 0
     def _measured(self, items):
-        own = self._own(items) if self.measure.n else None
-        counted = self.measure.measure(items, own and own[0], own, takes_seed=True)
+        outputs = float_tensors(items.pred)
+        counted = self.measure.measure(items, outputs[0].new_zeros(()), takes_seed=True) if outputs else None
         if counted is None: return None
         if counted.is_seeded: return [g/counted.seed_unit for g in counted.seed]
         divided_by = counted.of_block(self.measure.block)[1]
-        return [g*divided_by.to(g.dtype) for g in (own or self._own(items))[1]]
-
-    def _own(self, items):
-        with self.measure.look(self.measure.loss_func) as look: return loss_and_grads(look.loss, items)
+        with self.measure.look(self.measure.loss_func) as look: _,grads = loss_and_grads(look.loss, items)
+        return [g*divided_by.to(g.dtype) for g in grads]
 
     # The gradients that the loss of all items gives are those that were sent, times one factor; if not, what was sent is taken back.
     # Weights that had none have none again, if that loss has none. grads: of each part, [(number of an output, gradient)]
