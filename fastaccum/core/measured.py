@@ -940,7 +940,9 @@ class Audit:
         _,whole = loss_and_grads(ref.f, wide[0].join(*wide[1:]))
         ours = [torch.cat(o) for o in zip(*(_as_wide(g, o) for g,o in zip(_accumulated(kept, ref, extra), wide)))]
         off = _distance(ours, whole)
-        return 0. if self.is_thin and off != off else off      # those that are left may count nothing
+        # those that are left, or are here and not on other ranks, may count nothing
+        counts = bool((divisor([c for c,_ in kept], extra) > 0).all())
+        return 0. if off != off and (self.is_thin or not counts) else off
 
     # The same for a loss that is no mean, if all micro-batches count by their items
     def off_by_items(self, f):

@@ -377,6 +377,17 @@ def test_waits(dtype):
     counted += [m.measure(items_of(p)) for p in parts[1:]]
     assert not any(c.waits for c in counted) and abs(counted[0].adds) < 1e-6 and counted[-1].adds > 1e-3
 
+def test_nothing_counts_here():
+    "But on other ranks: that the loss of these items alone is no number says nothing"
+    torch.manual_seed(1)
+    m = LossMeasure(no_floor, always=True)
+    off_by(m, cut(batch_of(labels), (7,)))
+    for make in (lambda n: [labels(n)[0], torch.zeros(n, 6)], labels):
+        m.begin_step()
+        for p in cut(batch_of(make), (7,)): m.measure(items_of(p))
+        m.end_step(least=20.)
+        assert m.message is None
+
 def test_nothing_counts():
     "A step in which nothing has a gradient: its loss is finite where that of the big batch is"
     m,p = LossMeasure(positives),torch.randn(6, 2)
