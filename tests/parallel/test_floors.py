@@ -1,8 +1,8 @@
 """Losses that divide by the number of positives, but by 1 at least, over two ranks: no step divides by too little, or by too much"""
-import sys
+import sys, warnings
 import pytest, torch
-from fastai.basics import Callback, DataLoader, DataLoaders, F, Learner, SGD, nn
-from fastaccum.all import DataParallel, GradientAccumulation, LocalSGD, launch
+from fastai.basics import Callback, DataLoader, DataLoaders, F, Learner, SGD, nn, noop, num_distrib
+from fastaccum.all import DataParallel, FastaccumWarning, GradientAccumulation, LocalSGD, launch
 from test_joint_validation import quiet, started, weights
 
 pytestmark = pytest.mark.slow       # all start processes of two ranks
@@ -62,9 +62,38 @@ def test_local_steps(results, name, share):
         off = rank[name, share]
         assert len(off) == 8 and max(off) < 1e-9
 
+# --- the first items have no positives, of which a rank may have no others
+def of_positives(pred, y): return F.binary_cross_entropy_with_logits(pred, y, reduction='sum')/y.sum()
+def of_three(pred, y): return F.binary_cross_entropy_with_logits(pred, y, reduction='sum')/y.sum().clamp(min=3)
+def only_positives(pred, y): return (F.binary_cross_entropy_with_logits(pred, y, reduction='none')*y).sum()/y.sum()
+late_losses = dict(of_positives=of_positives, of_three=of_three, only_positives=only_positives)
+splits = (24, 3), (24, None), (6, None), (4, 1)       # items of a loader batch, and of a micro-batch; a step is 24
+
+def late(loss, bs, k):
+    "Weights, and what was told. In one process: in one piece"
+    x,y = data(48, .4)
+    y[:12] = 0
+    cbs,bs = ((GradientAccumulation(24, micro_batch_size=k), DataParallel()), bs) if num_distrib() else ((GradientAccumulation(24),), 24)
+    learn = learner(x, y, *cbs, bs=bs, loss_func=late_losses[loss])
+    learn._do_epoch_validate = noop
+    with quiet(learn), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always', FastaccumWarning)
+        learn.fit(2)
+    return weights(learn),[str(w.message) for w in told if issubclass(w.category, FastaccumWarning)]
+
+@pytest.mark.parametrize('bs,k', splits)
+@pytest.mark.parametrize('loss', late_losses)
+def test_late_positives(results, loss, bs, k):
+    "The step is exact, and nobody is told otherwise"
+    for rank in results[2]:
+        ours,told = rank['late', loss, bs, k]
+        torch.testing.assert_close(ours, results[1]['late', loss, bs, k][0], rtol=1e-9, atol=1e-12)
+        assert told == []
+
 # --- the runs
 def runs():
     res = {(kind, share): shared(kind, share) for kind in kinds for share in shares}
+    res |= {('late', loss, *split): late(loss, *split) for loss in late_losses for split in splits}
     res |= {('given', share): alone(share, weight=positives_of) for share in shares}
     return res | {('measured', share): alone(share) for share in shares}
 
