@@ -199,9 +199,8 @@ class LossMeasure:
         self.references.plan = self.plan
 
     # What a micro-batch counts; None if that cannot be measured, as `message` tells. With its `loss` some looks are cheaper.
-    # own: (value, gradients) of the loss that is really differentiated; takes_seed: does it take the gradients of a seed at no cost, and
-    # is `look_back` called before the step ends?
-    def measure(self, items, loss=None, own=None, takes_seed=False):
+    # takes_seed: does it take the gradients of a seed at no cost, and is `look_back` called before the step ends?
+    def measure(self, items, loss=None, takes_seed=False):
         if self.references.saved is not None: self._restore(items)
         if self.counted and not self.audit.due: self.counted[-1].seed = None                # it has gone back
         self.read = None
@@ -211,7 +210,7 @@ class LossMeasure:
         if self.verdict.why is not None: return self._unmeasured(items, counts, loss)
         counted = None if counts is None or loss is None or self.audit.due else self._predicted(counts, loss)
         if counted is None:
-            try: counted = self._found(items, loss, own, takes_seed)
+            try: counted = self._found(items, loss, takes_seed)
             except NotMeasured as e:
                 self._refuse(e)
                 return self._unmeasured(items, counts, loss)
@@ -347,9 +346,9 @@ def divides(self:LossMeasure):
 # %% ../../nbs/api/core/20_measured.ipynb #ea5ed39a
 # By its gradients, or by its values, if the model computes it
 @patch
-def _found(self:LossMeasure, items, loss, own, takes_seed):
+def _found(self:LossMeasure, items, loss, takes_seed):
     if self.values is None:
-        try: return self._looked_at(items, loss, own, takes_seed)
+        try: return self._looked_at(items, loss, takes_seed)
         except (Stuck, NotAMean): raise
         except NotMeasured:
             if self.n or not hasattr(self.loss_func, 'values'): raise
@@ -358,20 +357,20 @@ def _found(self:LossMeasure, items, loss, own, takes_seed):
 
 # If memory runs out, its groups are made smaller
 @patch
-def _looked_at(self:LossMeasure, items, loss=None, own=None, takes_seed=False):
+def _looked_at(self:LossMeasure, items, loss=None, takes_seed=False):
     one = items.numel//items.n
     with self.look(self.loss_func) as look:
         while True:
-            try: return self._in_groups(look, items, loss, own, takes_seed)
+            try: return self._in_groups(look, items, loss, takes_seed)
             except Exception as e:
                 if not is_out_of_memory(e): raise
             if self.most <= one: raise NotMeasured('OutOfMemoryError: memory runs out beside a single item')
             self.most = max(min(self.most, items.numel)//4, one)
 
 @patch
-def _in_groups(self:LossMeasure, look, items, loss, own, takes_seed):
+def _in_groups(self:LossMeasure, look, items, loss, takes_seed):
     counted = self._at_a_glance(look.loss, items, loss, takes_seed)
-    if counted is None: counted = self._in_full(look, items, own)
+    if counted is None: counted = self._in_full(look, items)
     counted.adds = counted.adds.clamp(min=0)
     self.references.keep(counted, items)
     return counted
@@ -404,19 +403,19 @@ def _check_calls(self:LossMeasure, f, items):
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5efd00
 @patch
-def _in_full(self:LossMeasure, look, items, own):
+def _in_full(self:LossMeasure, look, items):
     f = look.loss
     try:
         if self.n == 0:
             look.try_out(items)
             self._check_calls(f, items)
         self._find(f, items)
-        return self._nothing(f, items) if self.reference is None else self._closely(items, own)
+        return self._nothing(f, items) if self.reference is None else self._closely(items)
     finally: self.verdict.draws = self.verdict.draws or look.drawn
 
 @patch
-def _closely(self:LossMeasure, items, own):
-    found = [self.reference.measure(g, own if g is items else None) for g in items.groups(self.most)]
+def _closely(self:LossMeasure, items):
+    found = [self.reference.measure(g) for g in items.groups(self.most)]
     self.next_close = self.n + self._pause()
     self.looks += [look for _,look in found]
     limit = (10*self.reference.tol)**2
@@ -940,9 +939,9 @@ class Audit:
         _,whole = loss_and_grads(ref.f, wide[0].join(*wide[1:]))
         ours = [torch.cat(o) for o in zip(*(_as_wide(g, o) for g,o in zip(_accumulated(kept, ref, extra), wide)))]
         off = _distance(ours, whole)
+        if off == off: return off
         # those that are left, or are here and not on other ranks, may count nothing
-        counts = bool((divisor([c for c,_ in kept], extra) > 0).all())
-        return 0. if off != off and (self.is_thin or not counts) else off
+        return off if not self.is_thin and bool((divisor([c for c,_ in kept], extra) > 0).all()) else 0.
 
     # The same for a loss that is no mean, if all micro-batches count by their items
     def off_by_items(self, f):
@@ -1047,11 +1046,11 @@ class Reference:
 
 # %% ../../nbs/api/core/20_measured.ipynb #ea5e6a9e
 # What the items count; and for the check of the step: what is left of the gradients of the reference and of the items, the size of
-# these, and how much of a sum comes once. `own`: value and gradients of the loss that is really differentiated
+# these, and how much of a sum comes once
 @patch
-def measure(self:Reference, part, own=None):
+def measure(self:Reference, part):
     value,a,rest,padded,theirs = self._join(part)
-    own,mine = loss_and_grads(self.f, part) if own is None else own
+    own,mine = loss_and_grads(self.f, part)
     is_own,is_finite = own.isfinite(),value.isfinite()
     beside = self.blocks.dot(theirs, theirs)               # how much its items count there
     size = beside.sum() if part.shapes == self.items.shapes else square(padded)
